@@ -8,9 +8,9 @@ The tables of docs/scale.md:
     python tools/bench_control.py --only sockets           # seconds
 
 Both sides in the same processes. "mesh": a gloo group as torch makes it, and what an update did before there was
-`distributed/host_tree.py`: every rank's 20 sums to every rank, in two gathers, of lengths and of bytes. "tree": what it
-does since. Messages and bytes are those that the process writes (/proc/self/io). Hundreds of processes share a few
-cores here, so there are processor times and no others.
+the tree of `distributed/collectives.py`: every rank's 20 sums to every rank, in two gathers, of lengths and of bytes.
+"tree": what it does since. Messages and bytes are those that the process writes (/proc/self/io). Hundreds of processes
+share a few cores here, so there are processor times and no others.
 
 "sockets": what a rank has open for the groups that a run makes (`distributed/worlds.py`), after agreements in all of
 them; the store's connections are not counted. A group over NCCL is there as one that carries nothing.
@@ -48,8 +48,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 (the back
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from megaverl.distributed import worlds  # noqa: E402
-from megaverl.distributed.collectives import barrier, reduce_json  # noqa: E402
-from megaverl.distributed.host_tree import connects_lazily  # noqa: E402
+from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
 from megaverl.distributed.placement import Node, ResolvedPlacement, World  # noqa: E402
 from megaverl.distributed.store import keep_store  # noqa: E402

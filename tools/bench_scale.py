@@ -34,7 +34,7 @@ from megaverl.data.batching import rows_of_rank
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import HeldRows, Moving, Readers, as_held
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.tensor_channel import Reads
+from megaverl.dataflow.carrier import Reads
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import of_default_group

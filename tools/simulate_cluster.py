@@ -52,8 +52,7 @@ from megaverl.checkpoint.checksums import write_bytes  # noqa: E402
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder  # noqa: E402
 from megaverl.checkpoint.manifest import FORMAT_VERSION, Manifest, folder_of, partial_name  # noqa: E402
 from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules  # noqa: E402
-from megaverl.distributed.collectives import barrier, reduce_json  # noqa: E402
-from megaverl.distributed.host_tree import connects_lazily  # noqa: E402
+from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
 from megaverl.distributed.placement import parse_wanted  # noqa: E402
 from megaverl.distributed.placement_resolver import resolve  # noqa: E402

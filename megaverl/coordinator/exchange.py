@@ -30,11 +30,10 @@ from megaverl.coordinator.reports import (
     Reason,
     Verdict,
 )
+from megaverl.distributed.collectives import children, parent
 from megaverl.distributed.failures import cause_of
-from megaverl.distributed.host_tree import children, parent
 from megaverl.distributed.liveness import Liveness
-from megaverl.distributed.p2p import Channel, PendingSends
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends
 from megaverl.errors import TrainingStopped
 
 # How much longer a role waits for a decision than the coordinator for its reports, so that it hears who is missing.

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megaverl.distributed.p2p import Channel
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import Channel, Fabric
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 

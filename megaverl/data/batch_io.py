@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.distributed.shared_items import put_back, taken_out
+from megaverl.distributed.ragged import put_back, taken_out
 from megaverl.errors import DataError
 
 _SHARED = "shared/"  # before the names of tensors that rows of a column share, such as images

@@ -16,7 +16,7 @@ import numpy as np
 from megaverl.config.run import SourceConfig
 from megaverl.data.prompts import Columns, Message, PromptEncoder, RowColumns
 from megaverl.data.sources import Entry, RowChain, RowSource, as_source, open_source
-from megaverl.distributed.shared_items import SharedItem
+from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import DataError
 
 

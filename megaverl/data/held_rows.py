@@ -21,9 +21,8 @@ from megaverl.data.batch_fields import FIELDS, field_of
 from megaverl.data.batching import groups_of_ranks
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.distributed.collectives import device_of, gather_host_rows
-from megaverl.distributed.p2p import Channel, PendingSends
 from megaverl.distributed.ragged import RaggedBatch, merge
-from megaverl.distributed.worlds import Fabric, default_group
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends, default_group
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move, Rows, join_rows, plan_moves
 

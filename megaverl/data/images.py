@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megaverl.config.run import ImagesConfig
 from megaverl.data.downloads import fetch
-from megaverl.distributed.shared_items import SharedItem
+from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:

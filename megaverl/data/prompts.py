@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megaverl.data.images import Images, text_of_parts
-from megaverl.distributed.shared_items import SharedItem
+from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,26 +1,318 @@
-"""A flow's edges between ranks: the job's where there is one; else torchrun's, met when a flow needs them first."""
+"""A flow's edges between ranks: the job's where there is one; else torchrun's, met when a flow needs them first. They
+carry what operators give from the ranks that made it to those that need it.
+
+A batch is scattered over the ranks of a role, and redistributed to those that work on its samples. So a sample crosses
+to the role once, though the tensor- and pipeline-parallel ranks of a replica all read it, and may leave before anyone
+knows how long the others will be: who works on which follows from the lengths of all.
+"""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import FIELDS
+from megaverl.data.batching import rows_of_rank
+from megaverl.data.held_rows import Moving, as_ragged, move_batch, move_tensors, receive_rows, send_rows
+from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.dataflow.plan import Edge, Places
-from megaverl.dataflow.tensor_channel import Reads, TensorChannel
 from megaverl.distributed.collectives import barrier
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
+from megaverl.distributed.ragged import pack_tensors, unpack_tensors
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Fabric, join
-from megaverl.errors import ConfigError
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends, join, receive_json, send_json
+from megaverl.errors import ConfigError, DataError
 from megaverl.platform import platform
+from megaverl.sharding.rows import Rows, join_rows
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What an operator reads of a batch that comes from other ranks.
+
+    Attributes:
+        rows: rank of the job -> the samples that it works on; the same on all ranks that the batch comes to.
+        of_all: tensors that each of these ranks has of every sample, to weigh its own against them; those of them that
+            the batch has.
+    """
+
+    rows: Callable[[SequenceLengths], Rows]
+    of_all: frozenset[str] = frozenset()
+
+    @staticmethod
+    def together(reads: Iterable[Reads]) -> Reads:
+        """What several operators on the same ranks read."""
+        parts = list(reads)
+        return Reads(
+            lambda lengths: join_rows(part.rows(lengths) for part in parts),
+            frozenset[str]().union(*(part.of_all for part in parts)),
+        )
+
+
+class TensorChannel:
+    """One rank's end of all edges between roles. All ranks of an edge call with the same names, in the same order.
+
+    Batches go row by row: all to every rank, or each to those that read it; fields of a batch that the receivers have
+    go as rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole. Nothing is pickled.
+
+    Args:
+        known: dataclasses that may travel.
+    """
+
+    def __init__(self, fabric: Fabric, known: Sequence[type] = ()) -> None:
+        self.fabric = fabric
+        self.known = {one.__name__: one for one in known}
+        self._sent = PendingSends()
+
+    def send(
+        self,
+        name: str,
+        value: Any,
+        source: Sequence[int],
+        dest: Sequence[int],
+        *,
+        base: RolloutBatch | None = None,
+        scattered: bool = False,
+    ) -> None:
+        """On the ranks that hold `value`, all of it; returns at once.
+
+        Args:
+            name: of the edge.
+            source, dest: ranks of the job.
+            base: the batch that the receivers have already, which `value` adds to or is a field of.
+            scattered: the receivers say which samples of a batch they read, and get no others.
+        """
+        self._sent.forget_done()
+        receivers, head, tensors = self._my_receivers(source, dest), dict[str, Any](), dict[str, Tensor]()
+        ragged, payload = None, None
+        if isinstance(value, RolloutBatch):
+            over = base if base is not None and value.tensors["input_ids"] is base.tensors["input_ids"] else None
+            known = over.tensors if over is not None else {}
+            fresh = {key: tensor for key, tensor in value.tensors.items() if known.get(key) is not tensor}
+            head = {"kind": "batch", "over_base": over is not None, "count": len(value)}
+            if scattered and over is None:
+                head["lengths"] = sequence_lengths(value)
+            ragged = as_ragged(fresh, value, value.columns if over is None else {})
+        elif isinstance(value, Tensor) and base is not None and value.shape == _shape_of(name, base):
+            head, ragged = {"kind": "field", "count": len(base)}, as_ragged({name: value}, base)
+        else:
+            head = {"kind": "plain", "value": _flat(value, tensors, self.known)}
+            head["parts"], payload = pack_tensors({key: tensor.cpu() for key, tensor in tensors.items()})
+            head["bytes"] = payload.numel()
+        for rank in receivers:
+            self._sent.add(send_json(self.fabric, name, rank, head))
+        if payload is not None:
+            self._sent.add(Channel(self.fabric, name).send(self.fabric.control, dict.fromkeys(receivers, payload)))
+        if ragged is not None:
+            self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), ragged))
+
+    def receive(
+        self,
+        name: str,
+        source: Sequence[int],
+        dest: Sequence[int],
+        *,
+        base: RolloutBatch | None = None,
+        reads: Reads | None = None,
+    ) -> Any:
+        """On the ranks of `dest`: the value, when it is here.
+
+        Args:
+            reads: of a batch that is scattered: which samples each rank reads; of the others it has what
+                `redistribute` says.
+
+        Raises:
+            TrainingStopped: a rank did not send its part in time, by number and role.
+            DataError: something else came.
+        """
+        sender = sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
+        head = receive_json(self.fabric, name, sender)
+        if head["kind"] == "plain":
+            data = torch.empty(head["bytes"], dtype=torch.uint8)
+            Channel(self.fabric, name).receive(self.fabric.control, {sender: data})
+            self.fabric.traffic.received += data.numel()
+            return _whole(head["value"], unpack_tensors(head["parts"], data), self.known)
+        moving = self._moving(name, head, source, dest)
+        ragged = receive_rows(self.fabric, moving)
+        assert ragged is not None
+        rows = list(moving.wanted)
+        if head["kind"] == "field":
+            if base is None:
+                raise DataError(f"{name}: a field came, and this rank has no batch that it belongs to")
+            return _field_of_all(name, ragged.tensors[name], rows, base)
+        if head["over_base"]:
+            if base is None:
+                raise DataError(f"{name}: a batch came that adds to another, which this rank has not")
+            fields = {key: _field_of_all(key, tensor, rows, base) for key, tensor in ragged.tensors.items()}
+            return base.with_(**fields)
+        batch = RolloutBatch(ragged.tensors, ragged.columns)
+        if "lengths" not in head:
+            return batch
+        if reads is None:
+            raise DataError(f"{name}: a batch came of which each rank reads a part, and this rank reads it all")
+        return redistribute(self.fabric, name, batch, read_lengths(name, head["lengths"]), dest, reads)
+
+    def settle(self) -> None:
+        """Until all that was sent has left.
+
+        Raises:
+            TrainingStopped: a rank did not take its part in time.
+        """
+        self._sent.wait()
+
+    def _moving(self, name: str, head: Mapping[str, Any], source: Sequence[int], dest: Sequence[int]) -> Moving:
+        rows = range(head["count"])
+        wanted: Rows = scatter_rows(len(rows), dest) if "lengths" in head else dict.fromkeys(dest, rows)
+        return Moving.plan(self.fabric, name, dict.fromkeys(source, rows), wanted)
+
+    def _my_receivers(self, source: Sequence[int], dest: Sequence[int]) -> list[int]:
+        node_of = self.fabric.placement.node_of
+        return [rank for rank in dest if sender_of(rank, source, dest, node_of) == self.fabric.rank]
+
+
+def sender_of(rank: int, source: Sequence[int], dest: Sequence[int], node_of: Callable[[int], int]) -> int:
+    """Who tells `rank`: of the holders on its node, or else of all, each serves as many, up to one."""
+    near = [holder for holder in source if node_of(holder) == node_of(rank)] or list(source)
+    return near[list(dest).index(rank) % len(near)]
+
+
+def _field_of_all(name: str, part: Tensor, rows: Sequence[int], base: RolloutBatch) -> Tensor:
+    shape = _shape_of(name, base)
+    assert shape is not None
+    return place_rows(part.new_zeros(shape), rows, part)
+
+
+def _shape_of(name: str, base: RolloutBatch) -> tuple[int, ...] | None:
+    """That of a field of the batch; None: a batch has no such field."""
+    if name not in FIELDS:
+        return None
+    return tuple({"S": base.input_ids.shape, "R": base.generated_ids.shape}.get(FIELDS[name].axes, (len(base),)))
+
+
+def _flat(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
+    """`value` as JSON, with its tensors taken out under names of their own."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[key := f"tensor {len(tensors)}"] = value
+        return {"tensor": key}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [_flat(each, tensors, known) for each in value]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _flat(each, tensors, known) for key, each in value.items()}}
+    name = type(value).__name__
+    if known.get(name) is type(value) and dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"of": name, "dict": {key: _flat(each, tensors, known) for key, each in fields.items()}}
+    raise DataError(
+        f"a {name} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
+    )
+
+
+def _whole(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
+    """Undo `_flat`."""
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "list" in value or "tuple" in value:
+        parts = [_whole(each, tensors, known) for each in value["list" if "list" in value else "tuple"]]
+        return parts if "list" in value else tuple(parts)
+    found = {key: _whole(each, tensors, known) for key, each in value["dict"].items()}
+    return known[value["of"]](**found) if "of" in value else found
+
+
+def scatter_rows(count: int, dest: Sequence[int]) -> dict[int, range]:
+    """To which rank each of `count` samples goes first: by its number alone, as many to each rank, up to one."""
+    return {rank: rows_of_rank(count, place, len(dest)) for place, rank in enumerate(dest)}
+
+
+def redistribute(
+    fabric: Fabric, name: str, scattered: RolloutBatch, lengths: SequenceLengths, dest: Sequence[int], reads: Reads
+) -> RolloutBatch:
+    """From where samples were scattered to those that read them; every rank of `dest` takes part.
+
+    Args:
+        scattered: this rank's, in the order of their numbers.
+
+    Returns: a batch of all samples. Those that this rank does not read have their lengths, the number of their prompt
+        and what is read of all, and no tokens.
+
+    Raises:
+        DataError: a sample that there is not is to be read.
+        TrainingStopped: a rank that did not send or take its rows in time, by number and role.
+    """
+    count, here, found = len(lengths), scatter_rows(len(lengths), dest), reads.rows(lengths)
+    wanted = {rank: sorted(found.get(rank, ())) for rank in dest}
+    part = move_batch(fabric, Moving.plan(fabric, f"{name}, to their readers", here, wanted), scattered)
+    assert part is not None
+    batch = _all_samples(part, wanted[fabric.rank], lengths)
+    weighed = {key: tensor for key, tensor in scattered.tensors.items() if key in reads.of_all}
+    if weighed:
+        others = {rank: sorted(set(range(count)) - set(wanted[rank])) for rank in dest}
+        moving = Moving.plan(fabric, f"{name}, what is read of all", here, others)
+        moved = move_tensors(fabric, moving, weighed, scattered)
+        if (rows := others[fabric.rank]) and moved is not None:
+            batch = batch.with_(**{key: place_rows(batch[key].clone(), rows, moved[key]) for key in moved})
+    return batch
+
+
+def _all_samples(part: RolloutBatch, rows: Sequence[int], lengths: SequenceLengths) -> RolloutBatch:
+    """A batch of all rows whose other rows have their lengths and nothing else, so that all ranks plan alike."""
+    count = len(lengths)
+    longest = {"prompt": max(lengths.prompt_lengths, default=0), "response": max(lengths.response_lengths, default=0)}
+    wide = part.trim().pad_to(**longest)
+    if len(rows) == count:
+        return wide
+    tensors = {
+        name: place_rows(tensor.new_full((count, *tensor.shape[1:]), FIELDS[name].fill), rows, tensor)
+        for name, tensor in wide.tensors.items()
+    }
+    tensors["prompt_lengths"] = torch.tensor(lengths.prompt_lengths, dtype=torch.int64)
+    tensors["response_lengths"] = torch.tensor(lengths.response_lengths, dtype=torch.int64)
+    tensors["prompt_numbers"] = torch.tensor(lengths.prompts, dtype=torch.int64)
+    place = {row: number for number, row in enumerate(rows)}
+    columns = {
+        name: [column[place[row]] if row in place else None for row in range(count)]
+        for name, column in part.columns.items()
+    }
+    return RolloutBatch(tensors, columns)
+
+
+def place_rows(whole: Tensor, rows: Sequence[int], part: Tensor) -> Tensor:
+    """`whole`, in place, with these rows as in `part`; beyond the narrower of their widths there is nothing."""
+    kept = (slice(None), *(slice(0, min(sizes)) for sizes in zip(whole.shape[1:], part.shape[1:], strict=True)))
+    if rows:
+        whole[kept][torch.tensor(list(rows), dtype=torch.int64)] = part[kept]
+    return whole
+
+
+def read_lengths(name: str, found: Any) -> SequenceLengths:
+    """Lengths that came as JSON.
+
+    Raises:
+        DataError: they are none.
+    """
+    try:
+        lengths = SequenceLengths(*found)
+        if len({len(column) for column in lengths}) != 1:
+            raise ValueError("its parts are of different lengths")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}: what came does not say which samples there are: {error}") from error
+    return lengths
+
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to come, and for every message between them
 

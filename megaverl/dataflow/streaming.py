@@ -14,12 +14,10 @@ from typing import Any
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import Moving, as_ragged, receive_rows, send_rows
 from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
-from megaverl.dataflow.carrier import Carrier
+from megaverl.dataflow.carrier import Carrier, redistribute, scatter_rows
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.tensor_channel import redistribute, scatter_rows
-from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.ragged import RaggedBatch, merge
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megaverl.distributed.shared_items import SharedItem
+from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import ModelError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.watching import ProfileConfig, py_spy
-from megaverl.distributed.flight_recorder import collectives
+from megaverl.distributed.liveness import recorded_collectives
 from megaverl.errors import ConfigError, DataError
 from megaverl.monitoring.timeline import Timeline
 from megaverl.processes import ending_with_parent
@@ -103,7 +103,7 @@ class Profiler:
             except Exception as error:
                 self._warn(f"run.profile: {tool} of step {step} is not written: {type(error).__name__}: {error}")
         events = self._timeline.trace_events(self._begin)
-        found, is_whole = collectives(self._began_at)
+        found, is_whole = recorded_collectives(self._began_at)
         rows = [[self.dims.get(each.ranks, ""), *each] for each in found]
         try:
             for name, what in (("stages", {"traceEvents": events}), ("collectives", {"all": is_whole, "rows": rows})):

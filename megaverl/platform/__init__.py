@@ -1,5 +1,75 @@
-"""CUDA or CPU: the one place that knows, and the one place where libraries are adapted to a CPU."""
+"""CUDA or CPU: the one place that knows which device this process computes on, chosen by what is there, and the one
+place where libraries are adapted to a CPU."""
 
-from megaverl.platform.device import Platform, platform
+from __future__ import annotations
 
-__all__ = ["Platform", "platform"]
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from megaverl.processes import raise_open_files
+
+
+@dataclass(frozen=True)
+class Platform:
+    """CUDA or CPU, and what follows from it.
+
+    Attributes:
+        is_cuda: a CUDA device is there and usable.
+        backend: the torch.distributed backend, `nccl` or `gloo`.
+    """
+
+    is_cuda: bool
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.is_cuda else "gloo"
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device: `cuda:LOCAL_RANK`, or `cpu`."""
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.is_cuda else torch.device("cpu")
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """What `dtype: auto` means: bfloat16 where CUDA supports it, float32 (the reference) elsewhere."""
+        return torch.bfloat16 if self.is_cuda and torch.cuda.is_bf16_supported() else torch.float32
+
+    def start(self) -> None:
+        """Make `device` the current one, and room for connections to many ranks."""
+        raise_open_files()
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the device's outstanding work, so that a clock reads true."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def free_memory(self) -> int:
+        """Bytes that this process may still allocate on its device; of a CPU's, an equal share for each rank there."""
+        if self.is_cuda:
+            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return int(torch.cuda.mem_get_info(self.device)[0]) + held
+        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+    def adapt_megatron(self) -> None:
+        """Adapt megatron-core to this machine; on CUDA nothing. Call before importing `megatron.core`."""
+        if not self.is_cuda:
+            from megaverl.platform.megatron_cpu import ADAPTATIONS
+
+            for adaptation in ADAPTATIONS:
+                adaptation.apply()
+
+    def adapt_vllm(self) -> None:
+        """Adapt vLLM to this machine; on CUDA nothing. Call before importing `vllm`."""
+        if not self.is_cuda:
+            from megaverl.platform.vllm_cpu import ADAPTATIONS
+
+            for adaptation in ADAPTATIONS:
+                adaptation.apply()
+
+
+platform = Platform(is_cuda=torch.cuda.is_available())

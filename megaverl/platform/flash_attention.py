@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megaverl.platform.device import platform
+from megaverl.platform import platform
 
 LOWEST_VERSION = (2, 5)
 LOWEST_CAPABILITY = (8, 0)  # Ampere

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megaverl.config.roles import RolloutConfig, SamplingRule
-    from megaverl.distributed.shared_items import SharedItem
+    from megaverl.distributed.ragged import SharedItem
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.quantised import QuantisedWeight
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from megaverl.config.run import ImagesConfig
-    from megaverl.distributed.shared_items import SharedItem
+    from megaverl.distributed.ragged import SharedItem
     from megaverl.rollout.engine import Images
     from megaverl.rollout.vllm_experts import ExpertsOf
 
@@ -35,9 +35,9 @@ def prepare_images(architecture: str) -> dict[str, Any]:
     """
     found = pixels_are_normalised()
     if not platform.is_cuda:
-        from megaverl.platform import vllm_cpu_images
+        from megaverl.platform import vllm_cpu
 
-        vllm_cpu_images.check_runs_here(architecture)
+        vllm_cpu.check_images_run_here(architecture)
         found["skip_mm_profiling"] = True  # nothing is measured on a CPU
     return found
 

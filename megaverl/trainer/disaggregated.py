@@ -20,9 +20,9 @@ from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
+from megaverl.dataflow.carrier import TensorChannel
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
-from megaverl.dataflow.tensor_channel import TensorChannel
 from megaverl.distributed.collectives import barrier, broadcast_json, reduce_json, together
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError

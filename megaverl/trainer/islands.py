@@ -21,9 +21,8 @@ from megaverl.config.roles import CoordinatorConfig
 from megaverl.coordinator import Participant, Progress
 from megaverl.coordinator.islands import IslandMember, OuterOptimizer, serve_join
 from megaverl.distributed.collectives import broadcast_json, reduce_json
-from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import Fabric, receive_json, send_json
 from megaverl.errors import CheckpointError
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform

@@ -24,10 +24,9 @@ import torch.distributed as dist
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
-from megaverl.distributed import flight_recorder
 from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.heartbeat import Heartbeat
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
@@ -83,7 +82,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
     if check is not None:
         check(config, placement)
     world = placement.world_of(rank).name
-    flight_recorder.write_into(config.run_dir / "logs", "" if placement.is_colocated else world)
+    write_flight_record(config.run_dir / "logs", "" if placement.is_colocated else world)
     fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)

@@ -12,8 +12,7 @@ from typing import Any
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import barrier
-from megaverl.distributed.p2p import PendingSends, receive_json, send_json
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
 from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
 from megaverl.distributed.collectives import barrier, on_first_rank
-from megaverl.distributed.shared_items import SharedItem
+from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions

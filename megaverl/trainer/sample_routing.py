@@ -9,7 +9,7 @@ from megaverl.config import Config
 from megaverl.data.held_rows import Readers
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.dataflow import DataFlow
-from megaverl.dataflow.tensor_channel import Reads
+from megaverl.dataflow.carrier import Reads
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.sharding.rows import Rows, join_rows

@@ -11,9 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
 from megaverl.trainer.stored_rollouts import StoredRollouts
 
 # What may run ahead of training, and how many hands its work goes through from the rollout on. The critic may value the

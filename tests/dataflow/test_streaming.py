@@ -10,10 +10,10 @@ import torch
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.dataflow.carrier import Reads
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier, lengths_from
-from megaverl.dataflow.tensor_channel import Reads
-from megaverl.distributed.p2p import receive_json, send_json
+from megaverl.distributed.worlds import receive_json, send_json
 from megaverl.errors import DataError
 from megaverl.monitoring.timeline import Timeline
 from tests.distributed.ranks import full_batch, same, start

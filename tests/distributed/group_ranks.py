@@ -26,8 +26,8 @@ from megaverl.distributed.collectives import (
 )
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import DENSE_GROUPS, EXPERT_GROUPS, ProcessGroupManager
-from megaverl.distributed.p2p import Channel
 from megaverl.distributed.ragged import RaggedBatch
+from megaverl.distributed.worlds import Channel
 from megaverl.errors import MegaverlError
 
 FIELDS = (*DENSE_GROUPS, *EXPERT_GROUPS, "embd", "pos_embd", "inter_dist_opt")

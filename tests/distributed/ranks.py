@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import Moving, move_batch, move_tensors
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.tensor_channel import Reads, TensorChannel
+from megaverl.dataflow.carrier import Reads, TensorChannel
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve

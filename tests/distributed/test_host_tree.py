@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.distributed.host_tree import children, parent
+from megaverl.distributed.collectives import children, parent
 
 
 def _below(place: int, size: int) -> list[int]:

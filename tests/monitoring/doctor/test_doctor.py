@@ -23,7 +23,7 @@ from megaverl.monitoring.doctor.kernels import KERNELS, kernels
 from megaverl.monitoring.doctor.network import is_free, network, storage
 from megaverl.monitoring.doctor.stack import versions
 from megaverl.monitoring.doctor.trials import Trial
-from megaverl.platform.device import Platform
+from megaverl.platform import Platform
 from tests.launcher import Launcher
 
 ROOT = Path(__file__).parents[3]
