@@ -48,9 +48,8 @@ os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # a 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megaverl.checkpoint.checksums import write_bytes  # noqa: E402
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder  # noqa: E402
-from megaverl.checkpoint.manifest import FORMAT_VERSION, Manifest, folder_of, partial_name  # noqa: E402
+from megaverl.checkpoint.manifest import FORMAT_VERSION, Manifest, folder_of, partial_name, write_bytes  # noqa: E402
 from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules  # noqa: E402
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402

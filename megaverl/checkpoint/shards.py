@@ -36,11 +36,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from megaverl.checkpoint.background import HeldTensors, HostBuffers
-from megaverl.checkpoint.checksums import ChecksummedFile, write_bytes
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.items import frame_of, read_object, read_tensor, write_tensor
-from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER
+from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER, ChecksummedFile, write_bytes
+from megaverl.checkpoint.parts import HeldTensors, HostBuffers, frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 from megaverl.weights.torch_dist import COMMON_FILE

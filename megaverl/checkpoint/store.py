@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaverl.checkpoint.background import start_writing
-from megaverl.checkpoint.checksums import synced_record, write_bytes
 from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
 from megaverl.checkpoint.manifest import (
     FIX,
@@ -26,15 +24,18 @@ from megaverl.checkpoint.manifest import (
     newest_first,
     partial_name,
     read_json,
+    synced_record,
+    write_bytes,
     writing,
 )
-from megaverl.checkpoint.other_engine import load_from_other_engine
+from megaverl.checkpoint.parts import start_writing
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
 from megaverl.checkpoint.training_state import (
     apply_state,
     buffer_storages,
     capture_random_state,
     engine_of,
+    load_from_other_engine,
     restore_random_state,
     sharded_state,
     trained_storages,

@@ -1,29 +1,57 @@
-"""What a run's state is: each role's weights, optimizer, scheduler as its engine shards them; random generators.
+"""What a run's state is: each role's weights, optimizer, scheduler as its engine shards them; random generators. Also a
+checkpoint of one training engine, read into the other.
 
 Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another grid;
-every rank stores what it holds (`shares.py`).
+every rank stores what it holds (`parts.py`).
+
+Both engines' checkpoints are layouts of the same Hugging Face arrays. Weights and Adam's moments go straight from the
+files into their places; where the other engine trains in 16 bits, its float32 copies are read instead of its weights.
+The schedule and the count of steps go along.
 """
 
 from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
-from megaverl.checkpoint.fsdp_state import apply_fsdp_state, fsdp_state
-from megaverl.checkpoint.megatron_state import apply_megatron_state, megatron_state
+from megaverl.checkpoint.engine_state import (
+    MOMENT_PREFIX,
+    MOMENTS,
+    apply_fsdp_state,
+    apply_megatron_state,
+    fsdp_state,
+    megatron_state,
+    state_layout,
+    state_tensors,
+)
+from megaverl.errors import CheckpointError
 from megaverl.platform import platform
+from megaverl.sharding.boxes import Box, carry, intersect
+from megaverl.sharding.dist_checkpoint import checkpoint_layout
+from megaverl.sharding.layout import Layout, Piece, whole_layout
+from megaverl.sharding.weight import Weight
+from megaverl.weights.load import EMBEDDING_KEY, OpenedCheckpoint, clear_padding, fill
+from megaverl.weights.torch_dist import COMMON_FILE, locate
+from megaverl.weights.torch_dist_index import IndexedArray, read_arrays
 from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.trainable import TrainableModel
 
 platform.adapt_megatron()
-
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 
 def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False) -> dict[str, Any]:
@@ -124,3 +152,159 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(data: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+
+
+platform.adapt_megatron()
+
+
+MASTERS = f"{MOMENT_PREFIX}param."  # Megatron's float32 copies of its weights
+
+
+def load_from_other_engine(role: str, trainable: TrainableModel, folder: Path) -> None:
+    """Fill a role's weights, optimizer and scheduler from a checkpoint that the other engine has written.
+
+    Raises:
+        CheckpointError: arrays that are missing or do not fit; an optimizer without Adam's moments; adapters.
+    """
+    if trainable.model.adapters is not None:
+        raise CheckpointError(
+            f"{folder}: {role} trains adapters, and another engine wrote it. Resume with that engine, or start from "
+            "the adapter that the run exported: lora.path."
+        )
+    if not trainable.model.spec.is_tabled:
+        raise CheckpointError(f"{folder}: {role}'s architecture has no table for Megatron. Resume with engine: fsdp.")
+    index = read_arrays(folder)
+    common = torch.load(folder / COMMON_FILE, weights_only=True)[role]
+    if isinstance(trainable, FSDPTrainable):
+        _megatron_to_fsdp(role, trainable, folder, index, common)
+    else:
+        assert isinstance(trainable, MegatronTrainable)
+        _fsdp_to_megatron(role, trainable, folder, index, common)
+
+
+def _megatron_to_fsdp(
+    role: str, trainable: FSDPTrainable, folder: Path, index: Mapping[str, IndexedArray], common: dict[str, Any]
+) -> None:
+    tensors, layout = state_tensors(trainable), state_layout(trainable.model)
+    stepped_on = tensors[f"{MOMENT_PREFIX}{MOMENTS[0]}."]
+    kept = {piece.tensor for piece in layout.pieces if layout.stored_in(piece.local) not in stepped_on}
+    weights = trainable.model.held_weights
+    for prefix, held in tensors.items():
+        of_optimizer = bool(prefix)
+        if not of_optimizer:  # what is not stepped on, such as a router's bias; then what is
+            _fill(OpenedCheckpoint(folder, index, f"{role}."), weights, layout, held, trainable)
+            prefix = MASTERS
+            if f"{role}.{prefix}{EMBEDDING_KEY}" not in index:
+                continue
+        opened = OpenedCheckpoint(folder, index, f"{role}.{prefix}")
+        if opened.prefix + EMBEDDING_KEY not in index:
+            raise CheckpointError(f"{folder}: {role} has no {prefix}*: another optimizer than Adam has written it.")
+        named = [weight for weight in weights if weight.name not in kept]
+        _fill(opened, named, layout.without(kept), held, trainable)
+    step = int(max((float(group.get("step", 0)) for group in _groups(common)), default=0))
+    apply_fsdp_state(trainable, {"optimizer": {"step": step, "behind": {}}, "scheduler": common["scheduler"]})
+
+
+def _fill(
+    opened: OpenedCheckpoint,
+    weights: Sequence[Weight],
+    wanted: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    trainable: FSDPTrainable,
+) -> None:
+    source = opened.layout(weights, trainable.model.spec)
+    fill(source, opened.arrays(source), wanted, tensors)
+
+
+def _groups(common: dict[str, Any]) -> list[dict[str, Any]]:
+    """All groups of parameters in what is common to the ranks of a Megatron role."""
+    found: list[dict[str, Any]] = []
+    pending: list[Any] = [common["optimizer"]]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict):
+            found += each.get("param_groups", [])
+            pending += [value for key, value in each.items() if key != "param_groups"]
+    return found
+
+
+def _fsdp_to_megatron(
+    role: str, trainable: MegatronTrainable, folder: Path, index: Mapping[str, IndexedArray], common: dict[str, Any]
+) -> None:
+    model = trainable.model
+    arrays = {name.removeprefix(f"{role}."): array for name, array in index.items() if name.startswith(f"{role}.")}
+    state = megatron_state(role, trainable, loading=True)
+    parts = [part for each in nested_values(state) for part in _boxes(each)]
+    described = {_split(role, part.key)[1] for part in parts}
+    rows = max((part.global_shape[0] for part in parts if part.key.endswith(EMBEDDING_KEY)), default=0)
+    layout = checkpoint_layout(
+        model.held_weights,
+        model.spec,
+        padded_vocab_size=max(rows, model.spec.vocab_size),
+        present=described,
+    )
+    pieces: dict[str, list[Piece]] = {}
+    for piece in layout.pieces:
+        pieces.setdefault(piece.local, []).append(piece)
+    stored = locate(arrays)
+    for prefix in dict.fromkeys(_split(role, part.key)[0] for part in parts):
+        source = "" if prefix == MASTERS else prefix
+        of_prefix = [part for part in parts if _split(role, part.key)[0] == prefix]
+        wanted, tensors = _wanted(role, of_prefix, pieces, layout)
+        missing = [name for name in wanted.global_shapes if source + name not in arrays]
+        if missing:
+            raise CheckpointError(f"{folder}: {role} lacks {', '.join(source + name for name in missing[:8])}.")
+        clear_padding(wanted, tensors)
+        found = {name: stored[source + name] for name in wanted.global_shapes}
+        fill(whole_layout((name, array.shape) for name, array in found.items()), found, wanted, tensors)
+    dict_list_map_inplace(_as_it_is, state)
+    step = float(common["optimizer"]["step"])
+    for group in _groups(state):
+        group["step"] = step
+    apply_megatron_state(trainable, state | {"scheduler": common["scheduler"]})
+
+
+def _boxes(value: Any) -> list[ShardedTensor]:
+    """The boxes of global arrays that a described tensor consists of, their data in its place."""
+    if isinstance(value, ShardedTensor):
+        return [value]
+    if isinstance(value, ShardedTensorFactory):
+        return list(nested_values(value.build()))
+    return []
+
+
+def _split(role: str, key: str) -> tuple[str, str]:
+    """What a key says its array is, and of which parameter."""
+    name = key.removeprefix(f"{role}.")
+    if not name.startswith(MOMENT_PREFIX):
+        return "", name
+    kind, _, rest = name.removeprefix(MOMENT_PREFIX).partition(".")
+    return f"{MOMENT_PREFIX}{kind}.", rest
+
+
+def _wanted(
+    role: str, parts: list[ShardedTensor], pieces: Mapping[str, list[Piece]], layout: Layout
+) -> tuple[Layout, dict[str, torch.Tensor]]:
+    """The boxes of Megatron's arrays as boxes of Hugging Face's."""
+    found: list[Piece] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for number, part in enumerate(parts):
+        assert part.data is not None
+        shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        start = tuple(part.global_offset)
+        box = Box(start, tuple(low + size for low, size in zip(start, shape, strict=True)))
+        local, tensors[str(number)] = str(number), part.data.detach().view(shape)
+        for piece in pieces.get(_split(role, part.key)[1], ()):
+            if common := intersect(piece.local_box, box):
+                moved = (tuple(a - b for a, b in zip(corner, start, strict=True)) for corner in common)
+                found.append(Piece(piece.tensor, carry(common, piece.local_box, piece.box), local, Box(*moved)))
+    names = {piece.tensor for piece in found}
+    shapes = {name: shape for name, shape in layout.global_shapes.items() if name in names}
+    return Layout(tuple(found), {name: tuple(t.shape) for name, t in tensors.items()}, shapes), tensors
+
+
+def _as_it_is(value: Any) -> Any:
+    """What a load gives in the place of a description: the tensor that was filled, or what this rank has itself."""
+    if isinstance(value, ShardedTensor | ShardedTensorFactory | ShardedObject):
+        return value.data
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value

@@ -142,7 +142,7 @@ class TrainedBytes:
         gradients: the gradient buffers.
         optimizer: float32 master weights and Adam's two moments of this replica's share.
         step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
-        saved_weights, saved_optimizer: what it writes of a checkpoint (`megaverl.checkpoint.shares`): a replica's share
+        saved_weights, saved_optimizer: what it writes of a checkpoint (`megaverl.checkpoint.parts`): a replica's share
             of the weights, and the states that it holds, in float32. Norms, of which one tensor-parallel rank writes
             all, count as everyone's.
     """

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaverl.checkpoint import megatron_state, shards
+from megaverl.checkpoint import engine_state, shards
 from megaverl.checkpoint import store as store_module
 from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
@@ -254,7 +254,7 @@ def gathered_save(folder: str, root: str, grids: dict[str, dict[str, int]], **op
     """Save as megaverl did when megatron-core gathered the state, resume that, and say what is not as it was."""
     roles = build(folder, grids, **options)
     train(roles, 2)
-    replaced = [(megatron_state, "_own_shards", contextlib.nullcontext), (megatron_state, "share_replicas", _nothing)]
+    replaced = [(engine_state, "_own_shards", contextlib.nullcontext), (engine_state, "share_replicas", _nothing)]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, instead in replaced:
             patch.setattr(owner, name, instead)

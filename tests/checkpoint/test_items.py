@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaverl.checkpoint import items
-from megaverl.checkpoint.checksums import ChecksummedFile, crc32_of, read_into
-from megaverl.checkpoint.items import frame_of, read_object, read_tensor, write_tensor
+from megaverl.checkpoint import parts
+from megaverl.checkpoint.manifest import ChecksummedFile, crc32_of, read_into
+from megaverl.checkpoint.parts import frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import DamagedCheckpoint
 from tests.device_tensors import DeviceTensor
 
@@ -69,8 +69,8 @@ def test_what_lies_in_a_gpu_is_written_as_if_it_lay_on_the_host(tmp_path: Path, 
 
 
 def test_tensors_too_large_for_a_plain_zip_are_left_to_torch() -> None:
-    assert frame_of((items.LARGEST // 4,), torch.float32) is not None
-    assert frame_of((items.LARGEST // 4 + 1,), torch.float32) is None
+    assert frame_of((parts.LARGEST // 4,), torch.float32) is not None
+    assert frame_of((parts.LARGEST // 4 + 1,), torch.float32) is None
 
 
 def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
 
 
 def test_pieces_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaverl.checkpoint.checksums.PIECE_BYTES", 7)
+    monkeypatch.setattr("megaverl.checkpoint.manifest.PIECE_BYTES", 7)
     data = bytes(range(100))
     (tmp_path / "file").write_bytes(data)
     found = bytearray(60)

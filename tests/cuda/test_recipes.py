@@ -94,8 +94,8 @@ ALLOWED = {
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
     f"{DISPATCHER}: event.synchronize": 12 * 2,
     "megaverl/platform.py:synchronize: torch.cuda.synchronize": 1,  # of a save
-    "megaverl/checkpoint/items.py:write_tensor: copy to the host": 8,  # of the few that are written here, in a thread
-    "megaverl/checkpoint/background.py:copy: copy to the host": 8,  # of those that were not written before an update
+    "megaverl/checkpoint/parts.py:write_tensor: copy to the host": 8,  # of the few that are written here, in a thread
+    "megaverl/checkpoint/parts.py:copy: copy to the host": 8,  # of those that were not written before an update
     "megaverl/weights/reshard.py:_agree: copy to the host": 1,
     "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": 1,
     "megaverl/weights/transports/ipc.py:_any_rank: item": 1,

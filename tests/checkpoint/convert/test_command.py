@@ -15,9 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megaverl.checkpoint.convert.items import bar
-from megaverl.checkpoint.convert.run import process_group
+from megaverl.checkpoint.convert.run import compare_bytes, compare_logits, process_group
 from megaverl.checkpoint.convert.source import open_source
-from megaverl.checkpoint.convert.verify import compare_bytes, compare_logits
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent
