@@ -8,7 +8,7 @@ import pytest
 
 from megaverl import gpus
 from megaverl.cli import main as cli
-from megaverl.cli import ranks
+from megaverl.cli import train
 from megaverl.monitoring.doctor import stack
 
 DRY = ["--no-file-checks", "model.path=m", "data.train=t.jsonl", "data.validation=t.jsonl", "reward=gsm8k"]
@@ -52,8 +52,8 @@ def test_nothing_trains_on_the_processor_of_a_machine_with_a_gpu(
 ) -> None:
     monkeypatch.setattr(gpus, "_cpu_torch", lambda: "2.13.0+cpu")
     monkeypatch.delenv("RANK", raising=False)
-    real = ranks.read_config
-    monkeypatch.setattr(ranks, "read_config", lambda given, name, **_: real(given, name, check_paths=False))
+    real = train.read_config
+    monkeypatch.setattr(train, "read_config", lambda given, name, **_: real(given, name, check_paths=False))
     assert cli.main([command, *DRY[1:]]) == 2
     assert "built without CUDA" in capsys.readouterr().err
     assert cli.main([command, "--dry-run", *DRY]) == 0, "a dry run warns"

@@ -165,7 +165,7 @@ def run_rank(config: Config, *, flip_a_bit: bool) -> int:
     """One rank: build actor and engine, reshard, compare. Returns the exit code, the same on every rank."""
     import torch.distributed as dist
 
-    from megaverl.cli.ranks import exit_code
+    from megaverl.cli.train import exit_code
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
 

@@ -1,4 +1,5 @@
-"""`megaverl serve reward`: a reward or judge model that several jobs share, on vLLM's server."""
+"""Commands about servers. `megaverl serve reward`: a reward or judge model that several jobs share, on vLLM's server.
+`megaverl rollout-pool`: inference servers join and leave a run that goes on."""
 
 from __future__ import annotations
 
@@ -11,15 +12,19 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from megaverl.cli.options import Subcommand, UsageError
+from megaverl.cli.options import Subcommand, UsageError, add_json
+from megaverl.config import RolloutConfig
+from megaverl.config.loader import load_config
+from megaverl.errors import FAILED, MegaverlError
 from megaverl.rewards.service import JOB_HEADER
-from megaverl.rollout.server_api import is_loopback
+from megaverl.rollout.server_api import is_loopback, url_problem
 
 PER_JOB = "MEGAVERL_PER_JOB"  # from the command to its server
 TOKEN = "VLLM_API_KEY"
-DESCRIPTION = """\
+SERVE = """\
 A model that several jobs share, on vLLM's server: a sequence classifier with one label, whose number is a reward, or
 with --judge a language model that grades.
 
@@ -34,7 +39,7 @@ and the like go to `vllm serve` as they are.
 """
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("reward",))
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder; its name for those who ask")
     parser.add_argument("--judge", action="store_true", help="a language model that is asked by chat/completions")
@@ -69,7 +74,7 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
     return ["serve", arguments.model, *kind, *address, *middleware, *shlex.split(arguments.vllm)], more
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _serve(arguments: argparse.Namespace) -> int:
     command, more = server_command(arguments, os.environ)
     os.environ.update(more)
     version = importlib.metadata.version
@@ -134,4 +139,77 @@ class JobQueues:
         await send({"type": "http.response.body", "body": json.dumps({"error": {"message": why}}).encode()})
 
 
-COMMANDS = {"serve": Subcommand(DESCRIPTION, _options, _run)}
+GENERATING = ("train", "eval", "generate")  # what writes its configuration into the run's folder
+ROLLOUT_POOL = """\
+The inference servers of a run with rollout.engine=server, while it goes on. A server that is added gets the current
+weights before it is used; one that is removed answers what it has been asked.
+
+  megaverl rollout-pool list runs/mine
+  megaverl rollout-pool add runs/mine http://10.0.0.7:8000
+  megaverl rollout-pool remove runs/mine http://10.0.0.5:8000
+
+It writes the file that the run watches (rollout.servers.file); an editor does as well.
+"""
+
+
+def _pool_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("add", "remove", "list"))
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="a server's root, with its port")
+    add_json(parser)
+
+
+def _pool(arguments: argparse.Namespace) -> int:
+    from megaverl.rollout.server_engine import watched_file
+    from megaverl.rollout.server_pool import addresses_of, change
+
+    if bool(arguments.urls) == (arguments.action == "list"):
+        raise UsageError("name servers to add or remove, and none to list")
+    rollout = _rollout(arguments.run)
+    watched = watched_file(rollout.servers, arguments.run)
+    for url in arguments.urls:
+        if problem := url_problem(url):
+            raise UsageError(problem)
+        if arguments.action == "add" and rollout.servers.token_env is None and not is_loopback(url):
+            raise UsageError(f"{url} is not on the loopback, and the run has no rollout.servers.token_env")
+    if arguments.action == "list":
+        return _list(rollout, addresses_of(rollout.servers, watched), as_json=arguments.json)
+    change(watched, arguments.urls, adds=arguments.action == "add")
+    print(f"{watched}: {', '.join(addresses_of(rollout.servers, watched)) or 'nobody is left'}")
+    return 0
+
+
+def _rollout(run: Path) -> RolloutConfig:
+    """What the run was started with, as it wrote it."""
+    written = [file for command in GENERATING if (file := run / f"{command}.yaml").is_file()]
+    if not written:
+        raise UsageError(f"{run} is not the folder of a run: it has no {' or '.join(GENERATING)}.yaml")
+    file = written[0]
+    rollout = load_config(str(file), [], check_paths=False).rollout
+    if rollout.engine != "server":
+        raise UsageError(f"{file}: rollout.engine is {rollout.engine}, which has no servers")
+    return rollout
+
+
+def _list(rollout: RolloutConfig, urls: list[str], *, as_json: bool) -> int:
+    from megaverl.rollout.server_engine import connect, token_of
+
+    token, found = token_of(rollout.servers), []
+    for url in urls:
+        server = connect(rollout.servers, url, token)
+        try:
+            server.healthy()
+            found.append({"url": url, "answers": True, "weights": server.weight_version()})
+        except MegaverlError as error:
+            found.append({"url": url, "answers": False, "why": str(error)})
+    if as_json:
+        print(json.dumps(found, indent=2))
+    for each in found if not as_json else ():
+        print(f"{each['url']}  " + (f"answers, weights {each['weights']}" if each["answers"] else str(each["why"])))
+    return 0 if all(each["answers"] for each in found) else FAILED
+
+
+COMMANDS = {
+    "serve": Subcommand(SERVE, _serve_options, _serve),
+    "rollout-pool": Subcommand(ROLLOUT_POOL, _pool_options, _pool),
+}

@@ -320,7 +320,7 @@ def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
 
 
 def tree_children(ranks: Sequence[int], root: int, rank: int) -> list[int]:
-    """The ranks that `rank` passes a message on to, of `host_tree`'s over `ranks`."""
+    """The ranks that `rank` passes a message on to, of the tree of messages over `ranks`."""
     order = [root, *(other for other in ranks if other != root)]
     return [order[place] for place in children(order.index(rank), len(order))]
 

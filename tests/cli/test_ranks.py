@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megaverl.cli.ranks import exit_code
+from megaverl.cli.train import exit_code
 from megaverl.errors import ConfigError, DataError, GridError
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ def rank(run_dir: Path, prelude: str = "") -> subprocess.CompletedProcess[str]:
     code = f"""
 import sys
 {prelude}
-from megaverl.cli.ranks import run_rank
+from megaverl.cli.train import run_rank
 from megaverl.config import Config
 run_rank(Config(run={{"dir": {str(run_dir)!r}}}), "train", {{}}, 0)
 """
