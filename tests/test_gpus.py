@@ -9,7 +9,7 @@ import pytest
 from megaverl import gpus
 from megaverl.cli import main as cli
 from megaverl.cli import train
-from megaverl.monitoring.doctor import stack
+from megaverl.monitoring.doctor import examine
 
 DRY = ["--no-file-checks", "model.path=m", "data.train=t.jsonl", "data.validation=t.jsonl", "reward=gsm8k"]
 
@@ -64,6 +64,6 @@ def test_nothing_trains_on_the_processor_of_a_machine_with_a_gpu(
 
 def test_the_doctor_fails_it(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_cpu_torch", lambda: "2.13.0+cpu")
-    monkeypatch.setattr(stack.torch.version, "cuda", None)
-    (finding,) = stack._no_gpu()
+    monkeypatch.setattr(examine.torch.version, "cuda", None)
+    (finding,) = examine._no_gpu()
     assert finding.status == "fail" and "bootstrap.sh --gpu" in finding.fix

@@ -29,7 +29,7 @@ PACKAGE = ROOT / "megaverl"
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 # From the bottom up: a package imports from those before it, and from itself.
-MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 329, 450, 80
+MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 322, 450, 80
 ORDER = (
     "errors",
     "version",

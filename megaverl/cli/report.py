@@ -81,7 +81,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from megaverl.monitoring.report.page import ReportServer
+    from megaverl.monitoring.report import ReportServer
 
     if arguments.output is not None:
         raise UsageError("--output: a page that is served is not written. Leave one of the two out.")
@@ -168,7 +168,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         report = {"healthy": False, "sections": {"versions": [absent]}}
         print(json.dumps(report, indent=2) if arguments.json else f"versions\n  FAIL  torch  absent\n    -> {fix}")
         return FAILED
-    from megaverl.monitoring.doctor import as_dict, as_text, examine
+    from megaverl.monitoring.doctor import as_dict, as_text
+    from megaverl.monitoring.doctor.examine import examine
 
     trials, generate = not arguments.no_trials, not arguments.no_generation
     options = {"trials": trials, "generate": generate, "gpu": arguments.gpu}

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import DataError
-from megaverl.monitoring.curves import sparkline
-from megaverl.monitoring.report.page import MAIN_CURVES
+from megaverl.monitoring.console import sparkline
+from megaverl.monitoring.report import MAIN_CURVES
 from megaverl.monitoring.report.run_folder import duration, short, with_settings
 
 OLD = 10.0  # seconds after which what the ranks said counts for nothing

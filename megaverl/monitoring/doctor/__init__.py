@@ -1,6 +1,72 @@
-"""What a machine has for training, what it lacks, and how to fix it."""
+"""What a machine has for training, what it lacks, and how to fix it: one line of the report, and the report as text and
+as JSON."""
 
-from megaverl.monitoring.doctor.examine import SECTIONS, examine
-from megaverl.monitoring.doctor.finding import Finding, as_dict, as_text
+from __future__ import annotations
 
-__all__ = ["SECTIONS", "Finding", "as_dict", "as_text", "examine"]
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["ok", "note", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was looked at.
+
+    Attributes:
+        section: which part of the report it belongs to.
+        name: what was looked at.
+        status: ok; note: good to know; warn: works, at a cost or a risk; fail: training cannot work so.
+        found: what is there, and what follows from it.
+        fix: what to do; never empty where the status is warn or fail.
+    """
+
+    section: str
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status in ("warn", "fail") and not self.fix:
+            raise ValueError(f"{self.section}, {self.name}: says what is wrong and not what to do")
+
+
+MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """One line each, by section; under what is wrong, the fix."""
+    width = max(len(finding.name) for finding in findings)
+    lines: list[str] = []
+    section = None
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            lines += ["", section]
+        first, *rest = finding.found.splitlines() or [""]
+        lines.append(f"  {MARKS[finding.status]}  {finding.name:<{width}}  {first}")
+        indent = " " * (width + 10)
+        lines += [indent + line for line in rest]
+        if finding.fix:
+            lines.append(f"{indent}-> {finding.fix}")
+    return "\n".join([*lines[1:], "", summary(findings)])
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """E.g. "1 failing, 2 warnings: see the lines with ->"; or that all is well."""
+    counts = Counter(finding.status for finding in findings)
+    if not counts["fail"] and not counts["warn"]:
+        return "Nothing is wrong."
+    return f"{counts['fail']} failing, {counts['warn']} warnings: the lines that begin with -> say what to do."
+
+
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """What `--json` prints; `healthy` is whether nothing fails."""
+    sections: dict[str, list[dict[str, str]]] = {}
+    for finding in findings:
+        entry = {"name": finding.name, "status": finding.status, "found": finding.found}
+        sections.setdefault(finding.section, []).append(entry | ({"fix": finding.fix} if finding.fix else {}))
+    return {"healthy": all(finding.status != "fail" for finding in findings), "sections": sections}

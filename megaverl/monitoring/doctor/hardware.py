@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from megaverl.monitoring.doctor.finding import Finding, Status
+from megaverl.monitoring.doctor import Finding, Status
 from megaverl.monitoring.doctor.network import INFINIBAND
 
 SECTION = "hardware"

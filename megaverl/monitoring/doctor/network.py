@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megaverl.monitoring.doctor.finding import Finding
+from megaverl.monitoring.doctor import Finding
 from megaverl.platform import platform
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_", "OMP_NUM", "VLLM_HOST")

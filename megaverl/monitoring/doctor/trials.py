@@ -19,10 +19,11 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from megaverl.monitoring.doctor.finding import Finding
+from megaverl.monitoring.doctor import Finding
 from megaverl.processes import ending_with_parent, free_port
 
 RANKS = 2
+TRIAL_RANKS = "megaverl.monitoring.doctor.trial_ranks"
 LAST_LINES = 6
 KEPT_APART = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -115,18 +116,20 @@ def start_trials(*, generate: bool) -> Iterator[Trial]:
     environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     yield Trial(
         "all-reduce of two ranks",
-        "megaverl.monitoring.doctor.all_reduce",
+        TRIAL_RANKS,
         RANKS,
         network if one_each else "name a working interface with GLOO_SOCKET_IFNAME (such as lo)",
         environment,
+        arguments=["add_up"],
     )
     if generate:
         yield Trial(
             "one token",
-            "megaverl.monitoring.doctor.one_token",
+            TRIAL_RANKS,
             1,
             "the last lines say why; VLLM_LOGGING_LEVEL=INFO says more, rollout.engine=hf does without vLLM",
             environment,
+            arguments=["draw_token"],
         )
 
 
@@ -162,5 +165,6 @@ def measure_rates(timeout: float) -> Finding:
     if gpus < RANKS:
         return Finding("trials", "NCCL rates", "note", f"{gpus} GPU here: there is nothing to measure between")
     fix = "NCCL_DEBUG=INFO shows what NCCL tries; look at the sections network and hardware"
-    trial = Trial("NCCL rates", "megaverl.monitoring.doctor.rates", gpus, fix, {"OMP_NUM_THREADS": "1"})
+    environment = {"OMP_NUM_THREADS": "1"}
+    trial = Trial("NCCL rates", TRIAL_RANKS, gpus, fix, environment, arguments=["measure_links"])
     return trial.finish(time.monotonic() + timeout)

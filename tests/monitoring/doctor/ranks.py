@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaverl.monitoring.doctor.one_token import generate_one
+from megaverl.monitoring.doctor.trial_ranks import generate_one
 
 
 def one_token() -> str:

@@ -16,12 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
-from megaverl.monitoring.doctor import SECTIONS, Finding, as_dict, as_text
-from megaverl.monitoring.doctor import kernels as kernels_module
-from megaverl.monitoring.doctor import stack as stack_module
-from megaverl.monitoring.doctor.kernels import KERNELS, kernels
+from megaverl.monitoring.doctor import Finding, as_dict, as_text, examine
+from megaverl.monitoring.doctor.examine import KERNELS, SECTIONS, kernels, versions
 from megaverl.monitoring.doctor.network import is_free, network, storage
-from megaverl.monitoring.doctor.stack import versions
 from megaverl.monitoring.doctor.trials import Trial
 from megaverl.platform import Platform
 from tests.launcher import Launcher
@@ -105,7 +102,7 @@ def test_a_trial_that_hangs_is_ended() -> None:
 
 def test_what_is_absent_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"python": "3.9.1", "torch": "absent", "vllm": "absent", "megatron-core": "0.12.0", "transformers": "5"}
-    monkeypatch.setattr(stack_module, "collect_versions", lambda: found)
+    monkeypatch.setattr(examine, "collect_versions", lambda: found)
     findings = list(versions())
     assert named(findings, "python").status == "fail"
     assert "pip install torch" in named(findings, "torch").fix
@@ -115,25 +112,23 @@ def test_what_is_absent_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cuda_build_beside_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stack_module.metadata.version
-    monkeypatch.setattr(stack_module.torch, "__version__", "2.13.0+cpu")
-    monkeypatch.setattr(
-        stack_module.metadata, "version", lambda name: "0.28.0" if name == "torchvision" else real(name)
-    )
+    real = examine.metadata.version
+    monkeypatch.setattr(examine.torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(examine.metadata, "version", lambda name: "0.28.0" if name == "torchvision" else real(name))
     finding = named(versions(), "torchvision")
     assert finding.status == "fail" and "pip uninstall -y torchvision" in finding.fix
 
 
 def test_kernels_on_a_gpu_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fallback, what it costs and how to get the fast one; with all modules, nothing to fix."""
-    monkeypatch.setattr(kernels_module, "platform", Platform(is_cuda=True))
-    monkeypatch.setattr(kernels_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(examine, "platform", Platform(is_cuda=True))
+    monkeypatch.setattr(examine.importlib.util, "find_spec", lambda name: None)
     poor = {finding.name: finding for finding in kernels()}
     for kernel in KERNELS:
         finding = poor[kernel.what]
         assert (finding.status, finding.fix) == ("warn", kernel.fix)
         assert kernel.fallback in finding.found and kernel.costs in finding.found
-    monkeypatch.setattr(kernels_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(examine.importlib.util, "find_spec", lambda name: object())
     rich = {finding.name: finding for finding in kernels()}
     assert all(rich[kernel.what].found == kernel.fast for kernel in KERNELS)
 

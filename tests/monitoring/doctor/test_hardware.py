@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor import hardware as module
-from megaverl.monitoring.doctor.finding import Finding
 from megaverl.monitoring.doctor.hardware import (
     CHECKS,
     adapter_findings,
@@ -24,8 +24,8 @@ from megaverl.monitoring.doctor.hardware import (
     read_topology,
     topology_findings,
 )
-from megaverl.monitoring.doctor.rates import judge
-from megaverl.monitoring.doctor.trials import Trial, measure_rates
+from megaverl.monitoring.doctor.trial_ranks import judge
+from megaverl.monitoring.doctor.trials import TRIAL_RANKS, Trial, measure_rates
 from tests.monitoring.doctor import samples
 
 H100_LINKS = 18 * ["26.562 GB/s"]
@@ -173,7 +173,7 @@ def test_all_sections_of_a_machine_of_eight(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_rates_of_two_ranks() -> None:
     """The real measurement, over gloo."""
-    trial = Trial("NCCL rates", "megaverl.monitoring.doctor.rates", 2, "fix it", {"OMP_NUM_THREADS": "1"})
+    trial = Trial("NCCL rates", TRIAL_RANKS, 2, "fix it", {"OMP_NUM_THREADS": "1"}, arguments=["measure_links"])
     finding = trial.finish(time.monotonic() + 120)
     assert finding.status != "fail" and finding.found.startswith("all-reduce of 2 ranks: "), finding
     assert "GB/s bus bandwidth\npairs: " in finding.found

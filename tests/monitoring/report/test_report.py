@@ -17,9 +17,8 @@ import pytest
 
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import DataError
-from megaverl.monitoring.report import write_report
+from megaverl.monitoring.report import ReportServer, write_report
 from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, nice_ticks, windows
-from megaverl.monitoring.report.page import ReportServer
 from megaverl.monitoring.report.run_folder import (
     POINTS,
     RunRecord,

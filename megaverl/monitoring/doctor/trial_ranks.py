@@ -1,23 +1,93 @@
-"""One of as many ranks as there are GPUs: how fast they add up together, and how fast each pair talks, against NVLink.
+"""What the processes of a trial do, by name: `python -m megaverl.monitoring.doctor.trial_ranks NAME`.
 
-The bus bandwidth of an all-reduce is 2 (n - 1) / n of the bytes a second, as nccl-tests count it (its PERFORMANCE.md):
-what a link carries, whatever n is.
+add_up: one of two ranks that add a tensor up. draw_token: a tiny model made on the spot, an engine for it, one token
+out of it. measure_links: one of as many ranks as there are GPUs: how fast they add up together, and how fast each pair
+talks, against NVLink. The bus bandwidth of an all-reduce is 2 (n - 1) / n of the bytes a second, as nccl-tests count it
+(its PERFORMANCE.md): what a link carries, whatever n is.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaverl.config.roles import RolloutConfig
 from megaverl.monitoring.doctor.hardware import ask, link_rate, pair_rate, read_links, read_topology
-from megaverl.monitoring.doctor.trials import answer, join
+from megaverl.monitoring.doctor.trials import RANKS, answer, join, scratch
+from megaverl.platform import platform
 
+NUMEL = 4 * 2**20
 ROUNDS = 5
+
+
+def add_up() -> None:
+    rank, _, device = join(RANKS)
+    with_gpus = device.type == "cuda"
+    tensor = torch.full((NUMEL,), float(rank + 1), device=device)
+    dist.all_reduce(tensor)  # the first opens the connections
+    expected = sum(range(1, RANKS + 1))
+    if not bool((tensor == expected).all()):
+        raise SystemExit(f"the sum is wrong: found {float(tensor[0])}, expected {expected}")
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.all_reduce(tensor)
+    if with_gpus:
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) / ROUNDS
+    if rank == 0:
+        nbytes = tensor.numel() * tensor.element_size()
+        where = "over NCCL on two GPUs" if with_gpus else "over gloo"
+        if not with_gpus and torch.cuda.is_available():
+            where += " (one GPU is too few to try NCCL)"
+        answer(f"right, {where}: {nbytes / 2**20:.0f} MiB in {seconds * 1e3:.1f} ms")
+    dist.destroy_process_group()
+
+
+# heads of 64 dimensions, which every attention kernel has
+MODEL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def draw_token() -> None:
+    platform.start()
+    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+    answer(generate_one("vllm" if importlib.util.find_spec("vllm") is not None else "hf"))
+    dist.destroy_process_group()
+
+
+def generate_one(engine_name: str) -> str:
+    """Make the model and the engine, draw a token, and say how long each took. A process group must be there."""
+    from megaverl.models.tiny import make_tiny_folder
+    from megaverl.rollout import make_engine
+    from megaverl.rollout.engine import SamplingOptions
+
+    begin = time.perf_counter()
+    limits = {"gpu_memory_utilization": 0.2} if platform.is_cuda else {}
+    options = {"engine": engine_name, "vllm": {"enforce_eager": True, **limits}}
+    with scratch() as folder:
+        make_tiny_folder(Path(folder), "Qwen2ForCausalLM", **MODEL)
+        engine = make_engine(
+            RolloutConfig.model_validate(options), folder, seed=0, dtype=platform.default_dtype, max_model_len=16
+        )
+        ready = time.perf_counter()
+        generation = engine.generate([[1, 2, 3]], SamplingOptions(1, temperature=0.0), [0])[0]
+    done = time.perf_counter()
+    engine.close()
+    return (
+        f"token {generation.token_ids[0]} from {engine_name} on {platform.device.type}: "
+        f"engine ready after {ready - begin:.1f} s, token after {done - ready:.1f} s more"
+    )
+
+
 # Of what the links carry. H100s with NVSwitch were reported at 87 % from one GPU to another (NVIDIA/nccl, issue 1264);
 # rings and protocol take some more in an all-reduce. Below 60 % something is wrong, not only noisy.
 ENOUGH = 0.6
@@ -27,7 +97,7 @@ FIX = (
 )
 
 
-def main() -> None:
+def measure_links() -> None:
     rank, size, device = join(torch.cuda.device_count())
     on_gpus = device.type == "cuda"
     whole = torch.ones((64 if on_gpus else 1) * 2**20, device=device)  # float32: 256 MiB, or 4
@@ -107,4 +177,4 @@ def _share(rate: float, link: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    {"add_up": add_up, "draw_token": draw_token, "measure_links": measure_links}[sys.argv[1]]()
