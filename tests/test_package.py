@@ -29,7 +29,8 @@ PACKAGE = ROOT / "megaverl"
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 # From the bottom up: a package imports from those before it, and from itself.
-MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 322, 450, 80
+MAX_PACKAGES = 18
+MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 321, 450, 80
 ORDER = (
     "errors",
     "version",
@@ -167,6 +168,7 @@ def test_modules_and_functions_stay_small() -> None:
     """A reader's limits, as CONTRIBUTING.md has them."""
     files = sorted((ROOT / "megaverl").rglob("*.py"))
     assert len(files) <= MAX_MODULES, "merge modules that only travel together"
+    assert len(list(PACKAGE.glob("*/__init__.py"))) <= MAX_PACKAGES
     long = [f"{path}: {len(path.read_text().splitlines())} lines" for path in files]
     assert [entry for entry in long if int(entry.split()[-2]) > MAX_MODULE_LINES] == []
     functions = [

@@ -1,17 +1,23 @@
-"""Public names that users of such systems look for here; nothing is implemented in this folder."""
+"""Public names that users of such systems look for here, and in `megaverl.utils.config`; no code is here."""
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megaverl.platform.flash_attention import is_flash_attn_available
     from megaverl.trainer.api.devices import set_device_map
+    from megaverl.trainer.api.settings import get_ppo_config
 
-__all__ = ["is_flash_attn_available", "set_device_map"]
+__all__ = ["get_ppo_config", "is_flash_attn_available", "set_device_map"]
 
 _PUBLIC = {
+    "get_ppo_config": "megaverl.trainer.api.settings",
     "is_flash_attn_available": "megaverl.platform.flash_attention",  # which loads torch
     "set_device_map": "megaverl.trainer.api.devices",
 }
+
+# `megaverl.utils.config` is this module too, as os.path is another one's name.
+config = sys.modules[f"{__name__}.config"] = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> object:
