@@ -70,7 +70,7 @@ TARGETS = (
     Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
     Target(("sharding/low_rank.py",), ("tests/models/test_low_rank.py",)),
     Target(("weights/stored.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
-    Target(("sharding/dist_checkpoint.py",), ("tests/sharding/test_dist_checkpoint.py",)),
+    Target(("sharding/megatron.py",), ("tests/sharding/test_dist_checkpoint.py",)),
     Target(
         tuple(f"sharding/{name}.py" for name in ("plan", "load_balance", "proof")),
         ("tests/sharding/test_load_balance.py", "tests/weights/test_check.py", "tests/weights/test_plan.py"),

@@ -41,8 +41,8 @@ from megaverl.checkpoint.engine_state import (
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, carry, intersect
-from megaverl.sharding.dist_checkpoint import checkpoint_layout
 from megaverl.sharding.layout import Layout, Piece, whole_layout
+from megaverl.sharding.megatron import checkpoint_layout
 from megaverl.sharding.weight import Weight
 from megaverl.weights.load import EMBEDDING_KEY, OpenedCheckpoint, clear_padding, fill
 from megaverl.weights.torch_dist import COMMON_FILE, locate

@@ -16,7 +16,7 @@ from megaverl.distributed.placement import ROLES, Node, PlacementError, Resolved
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
 from megaverl.sharding.fit import misfits, no_adapters
-from megaverl.sharding.model_spec import NOT_IN_VLLM, ModelSpec
+from megaverl.sharding.model_spec import NOT_IN_VLLM, ModelSpec, misfits, no_adapters
 
 if TYPE_CHECKING:
     from megaverl.distributed.grid import GridSizes

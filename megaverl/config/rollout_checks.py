@@ -17,7 +17,7 @@ from megaverl.errors import ConfigError, ModelError
 from megaverl.rollout.environments import agents_of, check_options, environment_names
 from megaverl.rollout.server_api import SGLANG_SAMPLING, is_loopback, url_problem
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.quantised import QUANTIZATIONS
+from megaverl.sharding.vllm import QUANTIZATIONS
 
 _KEY = "rollout.sampling_rules"
 PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"

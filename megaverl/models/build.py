@@ -22,10 +22,9 @@ from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesid
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
 from megaverl.models.packing import Pack, pack, pack_varlen
 from megaverl.platform import flash_attention, platform
-from megaverl.sharding.fit import shares_kv_heads
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, shares_kv_heads
 from megaverl.sharding.weight import Weight
 
 platform.adapt_megatron()

@@ -14,8 +14,7 @@ from megaverl.config.passthrough import coerce, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.platform import flash_attention, platform
-from megaverl.sharding.fit import misfits
-from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec, misfits
 
 platform.adapt_megatron()
 

@@ -13,8 +13,7 @@ from megaverl.config.errors import divisors
 from megaverl.config.grids import is_placed
 from megaverl.config.passthrough import recompute_fields
 from megaverl.distributed.grid import Sizes, grid_problem
-from megaverl.sharding.fit import misfits
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, misfits
 
 OFFLOAD, SHARE, ROLLOUT = "actor.offload", "rollout.vllm.gpu_memory_utilization", "placement.rollout"
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

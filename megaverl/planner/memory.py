@@ -34,7 +34,7 @@ from megaverl.planner.stages import padded_vocab_size
 from megaverl.planner.traffic import aliased_elements, reshard_plans
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.quantised import held_bytes, matrices
+from megaverl.sharding.vllm import held_bytes, matrices
 
 MB = 2**20  # of `reshard.bucket_mb`
 REST = "between"  # no model runs on the rank

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megaverl.config.roles import RolloutConfig, SamplingRule
     from megaverl.distributed.ragged import SharedItem
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.quantised import QuantisedWeight
+    from megaverl.sharding.vllm import QuantisedWeight
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megaverl.sharding.weight import listed
 
 if TYPE_CHECKING:
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.quantised import QuantisedWeight
+    from megaverl.sharding.vllm import QuantisedWeight
 
 
 class HFEngine:

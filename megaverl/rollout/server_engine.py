@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from megaverl.config.roles import RolloutConfig, ServersConfig
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.quantised import QuantisedWeight
+    from megaverl.sharding.vllm import QuantisedWeight
 
 MOST_THREADS = 512  # requests of a rank at once, over all servers
 POOL_FILE = "rollout_servers.txt"  # in the run's folder

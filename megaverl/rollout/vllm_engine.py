@@ -61,15 +61,14 @@ from megaverl.rollout.vllm_weights import (
     order_kept,
     remake_derived,
 )
-from megaverl.sharding.fit import misfits
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, misfits
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.quantised import QuantisedWeight
+    from megaverl.sharding.vllm import QuantisedWeight
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from megaverl.errors import RolloutError
-from megaverl.sharding.quantised import QUANTIZATIONS, QuantisedWeight, scale_shape
+from megaverl.sharding.vllm import QUANTIZATIONS, QuantisedWeight, scale_shape
 
 KEY = "rollout.vllm.quantization"
 ROUTERS = r"re:.*\.gate$"

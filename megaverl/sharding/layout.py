@@ -34,7 +34,7 @@ class Layout:
         local_shapes: shape of every local tensor, by its name in the engine.
         global_shapes: shape of every global tensor of which the rank holds a piece.
         quantised: of the local tensors, those that hold 8-bit numbers: rows and columns of the blocks of a matrix that
-            share a scale; None: the whole matrix does (`sharding/quantised.py`).
+            share a scale; None: the whole matrix does (`sharding/vllm.py`).
         views: name of a view -> the local tensor that it is of, and how that is seen: pieces that lie there transposed
             or in steps.
     """

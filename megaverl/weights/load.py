@@ -11,8 +11,8 @@ import torch
 
 from megaverl.errors import CheckpointError, ModelError
 from megaverl.sharding.boxes import carry, split
-from megaverl.sharding.dist_checkpoint import checkpoint_layout
 from megaverl.sharding.layout import Layout, padded_tensors
+from megaverl.sharding.megatron import checkpoint_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.sharding.weight import Weight, as_block

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megaverl.sharding.quantised import QuantisedWeight
+from megaverl.sharding.vllm import QuantisedWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

@@ -30,8 +30,7 @@ from megaverl.models.options import (
 from megaverl.models.packing import MicroBatch, Pack
 from megaverl.models.router_replay import RouterReplay, why_not_replayed
 from megaverl.platform import platform
-from megaverl.sharding.fit import no_adapters
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, no_adapters
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.pipeline import StageCommunicator
 

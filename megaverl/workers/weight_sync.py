@@ -31,7 +31,7 @@ from megaverl.sharding.layout import EMPTY, Layout, padded_tensors
 from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
-from megaverl.sharding.quantised import landing_parts
+from megaverl.sharding.vllm import landing_parts
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import FinalParts, Resharder, ReshardStats

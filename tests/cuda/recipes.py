@@ -30,8 +30,7 @@ from megaverl.rollout.engine import Generation, OnLoad, Sampling, Shapes
 from megaverl.rollout.replicas import split_prompts
 from megaverl.rollout.vllm_quantised import in_floating_point
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.quantised import QuantisedWeight, scale_shape
-from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.vllm import QuantisedWeight, scale_shape, vllm_layouts
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import Colocated

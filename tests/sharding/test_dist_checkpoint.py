@@ -9,8 +9,7 @@ import pytest
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
-from megaverl.sharding.dist_checkpoint import checkpoint_layout, stores_each_layer
-from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.megatron import checkpoint_layout, megatron_layouts, stores_each_layer
 from megaverl.sharding.model_spec import ModelSpec
 from tests.sharding.specs import element_ids, fill, make_spec
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
-from megaverl.sharding.fit import misfits, no_adapters, shares_kv_heads
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, misfits, no_adapters, shares_kv_heads
 from megaverl.sharding.vllm import vllm_layouts
 from tests.sharding.specs import make_experts, make_spec
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.quantised import held_bytes, landing_parts, matrices, quantised_tensors
-from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.vllm import held_bytes, landing_parts, matrices, quantised_tensors, vllm_layouts
 from tests.sharding.specs import PLAIN, make_spec, specs
 
 

@@ -17,8 +17,7 @@ from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import MLASpec, ModelSpec
 from megaverl.sharding.plan import make_plan
-from megaverl.sharding.quantised import QuantisedWeight, landing_parts, scale_shape
-from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.vllm import QuantisedWeight, landing_parts, scale_shape, vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.quantise import dequantise
 from megaverl.weights.reshard import Resharder

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megaverl.sharding.quantised import QuantisedWeight
+from megaverl.sharding.vllm import QuantisedWeight
 from megaverl.weights.quantise import FP8, dequantise, quantise
 from tests.launcher import Launcher
 from tests.weights.quantised_ranks import reference

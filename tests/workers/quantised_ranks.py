@@ -10,7 +10,7 @@ from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.quantised import quantised_tensors
+from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
 from megaverl.weights.quantise import dequantise
 from megaverl.workers.megatron_model import MegatronModel

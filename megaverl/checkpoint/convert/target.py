@@ -15,9 +15,8 @@ from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
 from megaverl.sharding.boxes import Box, cut, first_overlap, split, whole
-from megaverl.sharding.dist_checkpoint import LAYER, checkpoint_layout
 from megaverl.sharding.layout import Layout, whole_layout
-from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.megatron import LAYER, checkpoint_layout, megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split

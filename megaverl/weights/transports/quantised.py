@@ -1,6 +1,6 @@
 """What lands in quantised weights: part by part in a buffer, in the dtype that travels, then as 8-bit numbers.
 
-A part is some whole matrices (`sharding/quantised.py`), carried by the other transports as if the engine held them in
+A part is some whole matrices (`sharding/vllm.py`), carried by the other transports as if the engine held them in
 floating point; so their bytes are what they would be there, and the buffer is all the memory that it takes. Quantising
 where weights come from would halve the bytes and need the largest element of a block that lies on several ranks, one
 more exchange and layout for each way in which a source is cut.
@@ -18,7 +18,7 @@ import torch
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
-from megaverl.sharding.quantised import QuantisedWeight, slot_of
+from megaverl.sharding.vllm import QuantisedWeight, slot_of
 from megaverl.weights.quantise import quantise
 from megaverl.weights.transfer import Moved, TransferJob, Transport, view
 
