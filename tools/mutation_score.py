@@ -65,18 +65,17 @@ LAYOUT_TESTS = (
 TARGETS = (
     Target(
         ("sharding/boxes.py", "sharding/layout.py", "sharding/megatron.py"),
-        LAYOUT_TESTS,
+        (*LAYOUT_TESTS, "tests/sharding/test_dist_checkpoint.py"),
     ),
     Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
-    Target(("sharding/low_rank.py",), ("tests/models/test_low_rank.py",)),
+    Target(("models/lora/low_rank.py",), ("tests/models/test_low_rank.py",)),
     Target(("weights/stored.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
-    Target(("sharding/megatron.py",), ("tests/sharding/test_dist_checkpoint.py",)),
     Target(
         tuple(f"sharding/{name}.py" for name in ("plan", "load_balance", "proof")),
         ("tests/sharding/test_load_balance.py", "tests/weights/test_check.py", "tests/weights/test_plan.py"),
     ),
     Target(("data/batching.py",), ("tests/data/test_batching.py",)),
-    Target(("data/rows.py",), ("tests/data/test_datasets.py",)),
+    Target(("data/datasets.py",), ("tests/data/test_datasets.py",)),
     Target(("data/prefix_packing.py",), ("tests/data/test_prefix_packing.py",)),
     Target(("models/packing.py",), ("tests/models/test_packing.py",)),
     Target(("coordinator/decide.py",), ("tests/coordinator/test_decide.py",)),
