@@ -197,7 +197,7 @@ def reshard(folder: str, made: VLLMEngine) -> None:
     from transformers import AutoModelForCausalLM
 
     from megaverl.distributed.worlds import default_group
-    from megaverl.models.hf_weights import module_without_data, weights_of_module
+    from megaverl.models.hf_shards import module_without_data, weights_of_module
     from megaverl.workers.weight_sync import ActorWeights, WeightSync
 
     weights = weights_of_module(module_without_data(folder))

@@ -139,7 +139,7 @@ def result_file(out: Path, seed: int) -> Path:
 
 def prepare(out: Path, seed: int) -> None:
     """Everything that the run reads, made once."""
-    from megaverl.models.tiny_vision import make_tiny_vision_folder
+    from megaverl.models.tiny import make_tiny_vision_folder
 
     inputs = out / "runs" / f"shapes_{seed}" / "inputs"
     if not (inputs / "held_out.jsonl").exists():

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
-from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT
-from megaverl.models.hf_weights import not_built, weights_of_module
+from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT, not_built, weights_of_module
 from megaverl.models.vision import VisionInputs, VisionReader, auto_class_of, tower_of, without_image
 from megaverl.platform import platform
 from megaverl.sharding.model_config import instead_of

@@ -1,4 +1,5 @@
-"""Where a Hugging Face model's weights lie when FSDP2, and tensor parallelism before it, have cut its module."""
+"""Any Hugging Face causal language model without its data: what its folder holds, where that lies in a module, and
+where its weights lie when FSDP2, and tensor parallelism before it, have cut the module."""
 
 from __future__ import annotations
 
@@ -7,11 +8,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.vision import VisionReader
+from megaverl.models.architectures import LAYERS, weights_of
+from megaverl.models.vision import VisionReader, auto_class_of
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, whole_layout
 from megaverl.sharding.model_spec import ModelSpec
@@ -21,6 +28,47 @@ from megaverl.sharding.weight import Split, Weight
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+
+TRUST = "If you trust the Python files that come with the model, set model.trust_remote_code=true."
+
+
+def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of a folder's config.json, on the meta device: its attention layers and weights have
+    shapes and no elements.
+
+    Raises:
+        ModelError: transformers knows no such model, or cannot build it so.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a model's own code may raise anything
+        raise not_built(folder, error) from error
+    return model
+
+
+def not_built(folder: str | Path, error: Exception, *, in_forward: bool = False) -> ModelError:
+    """What to say where transformers, or code that a folder brings along, does not build a model; or builds one whose
+    forward pass does not run."""
+    what = (
+        "builds the model, but its forward pass does not run"
+        if in_forward
+        else "does not build a causal language model of it"
+    )
+    said = f"{folder}: transformers {what}: {error}"
+    if "trust_remote_code=True" in str(error):
+        said += f" {TRUST}"
+    if isinstance(error, AttributeError | TypeError | NameError | AssertionError):
+        said += (
+            f" ({type(error).__name__}). Where its code comes with its folder, it was written for another version of "
+            f"transformers than {version('transformers')}."
+        )
+    return ModelError(said)
+
 
 VALUE_HEAD = "score"
 VALUE_WEIGHT = f"{VALUE_HEAD}.weight"  # as `...ForSequenceClassification` calls it

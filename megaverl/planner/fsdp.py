@@ -53,8 +53,7 @@ def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
 
 def _of_module(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> ShardedWeights:
     """Of the module that transformers builds: a plan imports neither torch nor transformers else."""
-    from megaverl.models.hf_shards import sharded_weights, tensor_cuts
-    from megaverl.models.hf_weights import module_without_data
+    from megaverl.models.hf_shards import module_without_data, sharded_weights, tensor_cuts
 
     source = Path(spec.source)
     if spec.trusts_code and source.name == "config.json":

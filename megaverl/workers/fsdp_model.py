@@ -39,7 +39,7 @@ from megaverl.models.hf_shards import (
     sharded_weights,
     tensor_cuts,
 )
-from megaverl.models.lora.hf_adapters import HFAdapters
+from megaverl.models.lora.adapters import HFAdapters
 from megaverl.models.lora.low_rank import ADAPTER, follow
 from megaverl.models.packing import MicroBatch
 from megaverl.models.vision import VisionReader

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
 from megaverl.models.layers import sum_values
-from megaverl.models.lora.adapter_set import AdapterSet, add_product
-from megaverl.models.lora.peft import load_adapters, save_adapters
+from megaverl.models.lora.adapter_set import AdapterSet, add_product, load_adapters, save_adapters
 from megaverl.models.packing import MicroBatch, Pack, spread
 from megaverl.models.vision import VisionReader
 from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs

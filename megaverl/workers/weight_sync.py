@@ -19,10 +19,9 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layouts_of
-from megaverl.models.hf_shards import sharded_weights, tensor_cuts
-from megaverl.models.hf_weights import module_without_data
+from megaverl.models.hf_shards import module_without_data, sharded_weights, tensor_cuts
 from megaverl.models.lora.adapter_set import Merge
-from megaverl.models.lora.hf_adapters import layer_factors
+from megaverl.models.lora.adapters import layer_factors
 from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.models.options import transformer_config
 from megaverl.platform import platform

@@ -32,7 +32,7 @@ from megaverl.data.streaming import StreamedPrompts
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.errors import DataError
-from megaverl.models.tiny_vision import make_tiny_vision_folder
+from megaverl.models.tiny import make_tiny_vision_folder
 from megaverl.rollout.engine import Generation
 
 TEMPLATE = (

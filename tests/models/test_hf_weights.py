@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megaverl.errors import ModelError
-from megaverl.models.hf_weights import module_without_data, weights_of_module
+from megaverl.models.hf_shards import module_without_data, weights_of_module
 from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import Layout
 from tools import check_layouts

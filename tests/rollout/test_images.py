@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaverl.errors import RolloutError
-from megaverl.models.tiny_vision import make_tiny_vision_folder
+from megaverl.models.tiny import make_tiny_vision_folder
 from megaverl.rollout.vllm_requests import image_places, prepare_images
 from tests.launcher import Launcher
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaverl.models.tiny_vision import make_tiny_vision_folder
+from megaverl.models.tiny import make_tiny_vision_folder
 from tests.faults.injector import Fault
 from tests.faults.runs import differences, remains
 from tests.launcher import Launcher

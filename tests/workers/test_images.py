@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen2_5_VLModel, Qwen2VLModel, Qwen3VLModel
 
-from megaverl.models.tiny_vision import make_tiny_vision_folder
+from megaverl.models.tiny import make_tiny_vision_folder
 from megaverl.models.vision import rope_positions
 from tests.launcher import Launcher
 

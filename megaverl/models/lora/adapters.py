@@ -1,9 +1,10 @@
-"""LoRA (arXiv 2106.09685) on megatron-core's linear layers: h = W x + alpha / rank * B A x, with W frozen.
+"""LoRA (arXiv 2106.09685) on the linear layers of a model: h = W x + alpha / rank * B A x, with W frozen.
 
-An adapter stands beside the layer that it belongs to, whose own parameters, names and code stay as they are. A fused
-layer (`linear_qkv`, `linear_fc1`) has the factors of each of its Hugging Face projections, as `peft` stores them;
-which of its rows are whose, the layout says. Under tensor parallelism a factor is cut where the weight is: B of a
-column-parallel layer, A of a row-parallel one; the other is whole on every rank, and its gradient too:
+On megatron-core's layers an adapter stands beside the layer that it belongs to, whose own parameters, names and code
+stay as they are. A fused layer (`linear_qkv`, `linear_fc1`) has the factors of each of its Hugging Face projections, as
+`peft` stores them; which of its rows are whose, the layout says. Under tensor parallelism a factor is cut where the
+weight is: B of a column-parallel layer, A of a row-parallel one; the other is whole on every rank, and its gradient
+too:
 
 - column parallel: y = A x on the whole input, B's rows are this rank's. Backward, y's gradient is summed over the
   ranks (with sequence parallelism: y is gathered, and its gradient scattered in sums).
@@ -11,21 +12,33 @@ column-parallel layer, A of a row-parallel one; the other is whole on every rank
 - replicated (the down-projections of latent attention): nothing travels.
 
 So what adapters send is `rank` numbers a token and projection.
+
+On a Hugging Face model's layers an adapter is a module below its layer, so that FSDP gathers and cuts its factors with
+the layer's block; each factor is cut by rows, as every parameter is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import (  # noqa: E402
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch import nn
 
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
+from megaverl.models.hf_shards import ShardedWeights, shard_box
 from megaverl.models.layers import sum_gradients
 from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.models.lora.low_rank import (
@@ -40,18 +53,11 @@ from megaverl.models.lora.low_rank import (
     with_factors,
 )
 from megaverl.platform import platform
-from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.layout import Layout, Piece, join_layouts
 from megaverl.sharding.weight import Split, Weight
 
 platform.adapt_megatron()
-
-from megatron.core.tensor_parallel import (  # noqa: E402
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 class AdaptedProjection(NamedTuple):
@@ -263,3 +269,145 @@ def _keep_graph(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         if getattr(chunk, "pre_process", False):
             chunk.get_submodule("embedding").register_forward_hook(hook)
+
+
+FACTORS = ("lora_A", "lora_B")
+
+
+class LinearAdapter(nn.Module):
+    """The factors of one linear layer, in float32."""
+
+    def __init__(self, layer: nn.Linear, low_rank: LowRank, lora: LoraConfig) -> None:
+        super().__init__()
+        self.scaling, self.dropout, self.active = lora.alpha / lora.rank, lora.dropout, True
+        device = layer.weight.device
+        for name, shape in zip(FACTORS, low_rank.shapes.values(), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device)))
+
+    def add_to(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """A forward hook of the layer."""
+        if not self.active:
+            return output
+        hidden = F.dropout(args[0], self.dropout) if self.dropout and self.training else args[0]
+        a, b = (self.get_parameter(name).to(hidden.dtype) for name in FACTORS)
+        return output + F.linear(F.linear(hidden, a) * self.scaling, b)
+
+
+class LayerFactors(NamedTuple):
+    """Which layers of a model have adapters.
+
+    Attributes:
+        low_ranks: adapter by the name of its weight in the files.
+        layers: name of the layer in the module -> its adapter.
+    """
+
+    low_ranks: dict[str, LowRank]
+    layers: dict[str, LowRank]
+
+    @property
+    def factors(self) -> dict[str, tuple[str, LowRank]]:
+        """Local name -> a factor's global name, and its adapter."""
+        return {
+            f"{layer}.{ADAPTER}.{local}": (factor, low_rank)
+            for layer, low_rank in self.layers.items()
+            for local, factor in zip(FACTORS, (low_rank.a, low_rank.b), strict=True)
+        }
+
+    def layout(self, shard: int, num_shards: int) -> Layout:
+        """What a shard holds of the factors."""
+        pieces: list[Piece] = []
+        local_shapes: dict[str, tuple[int, ...]] = {}
+        global_shapes: dict[str, tuple[int, ...]] = {}
+        for local, (factor, low_rank) in self.factors.items():
+            box = shard_box(whole(low_rank.shapes[factor]), shard, num_shards)
+            if box.numel:
+                pieces.append(Piece(factor, box, local, whole(box.shape)))
+                local_shapes[local], global_shapes[factor] = box.shape, low_rank.shapes[factor]
+        return Layout(tuple(pieces), local_shapes, global_shapes)
+
+    def beside(self, layouts: Layouts, num_shards: int) -> Layouts:
+        """Layouts of the model's weights, each with the factors that the rank holds."""
+
+        @cache
+        def of_shard(shard: int) -> Layout:
+            return join_layouts(layouts(shard), self.layout(shard, num_shards))
+
+        return lambda rank: of_shard(rank % num_shards)
+
+
+def layer_factors(model: nn.Module, held: ShardedWeights, lora: LoraConfig, role: str) -> LayerFactors:
+    """Of a model that is still whole, with or without data.
+
+    Raises:
+        ModelError: targets that name no linear layer.
+    """
+    name_of = {file: name.rpartition(".")[0] for name, file in held.renamed.items()}
+    linear = [
+        weight
+        for weight in held.weights
+        if weight.name in name_of and isinstance(model.get_submodule(name_of[weight.name]), nn.Linear)
+    ]
+    found = low_ranks(linear, lora.targets, lora.rank, f"{role}.lora")
+    return LayerFactors(found, {name_of[file]: low_rank for file, low_rank in found.items()})
+
+
+class HFAdapters(AdapterSet):
+    """All adapters of a model of transformers; made before it is cut, filled by `attach` afterwards.
+
+    Args:
+        model: still whole; everything in it is frozen.
+        trained: names of weights that are trained besides.
+
+    Raises:
+        ModelError: as `layer_factors`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: ShardedWeights,
+        lora: LoraConfig,
+        grid: Grid,
+        num_shards: int,
+        *,
+        trained: Sequence[str] = (),
+        role: str,
+        seed: int,
+    ) -> None:
+        self._chosen = layer_factors(model, held, lora, role)
+        more = [weight for weight in held.weights if weight.name in trained]
+        super().__init__(self._chosen.low_ranks, lora, grid, role, more)
+        self._seed, self._num_shards = seed, num_shards
+        self._adapters: list[LinearAdapter] = []
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for name, low_rank in self._chosen.layers.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            adapter = LinearAdapter(layer, low_rank, lora)
+            layer.add_module(ADAPTER, adapter)
+            layer.register_forward_hook(adapter.add_to)
+            self._adapters.append(adapter)
+        self.layout_of = self.beside(follow(held.layout_of, self._trained_layout))
+
+    def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """The model has been cut: `parameters` are this rank's, by the names of its `state_dict`. Fills the factors."""
+        layout, factors = self.layout_of(self.grid.rank), self._chosen.factors
+        self.parameters = {name: parameters[name] for name in layout.local_shapes}
+        with torch.no_grad():
+            for piece in layout.pieces:
+                place = self.parameters[piece.local]
+                if piece.local in factors and piece.tensor == factors[piece.local][1].a:
+                    place.copy_(initial_factor(factors[piece.local][1], self._seed)[piece.box.slices])
+                elif piece.local in factors:
+                    place.zero_()
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return self._adapters
+
+    def beside(self, layouts: Layouts) -> Layouts:
+        return self._chosen.beside(layouts, self._num_shards)
+
+    def _trained_layout(self, layout: Layout) -> Layout:
+        return layout.without(layout.global_shapes.keys() - set(self.trained))
