@@ -1,8 +1,7 @@
 """One rank decides for the whole run over gradients, versions and checkpoints. See docs/placement.md."""
 
-from megaverl.coordinator.decide import Participant, Progress, Rules
+from megaverl.coordinator.decide import GradientReport, Participant, Progress, Rules
 from megaverl.coordinator.exchange import Coordinator, CoordinatorClient, LocalCoordinator
-from megaverl.coordinator.reports import GradientReport
 
 __all__ = [
     "Coordinator",

@@ -19,16 +19,19 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from megaverl.coordinator.decide import Participant, Progress, Rules, decide
-from megaverl.coordinator.reports import (
+from megaverl.coordinator.decide import (
     DECISION_SIZE,
     REPORT_SIZE,
     STATISTICS,
     Decision,
     Flag,
     GradientReport,
+    Participant,
+    Progress,
     Reason,
+    Rules,
     Verdict,
+    decide,
 )
 from megaverl.distributed.collectives import children, parent
 from megaverl.distributed.failures import cause_of

@@ -1,8 +1,22 @@
-"""Generation engines: token ids in, token ids and log-probabilities out."""
+"""Generation engines: token ids in, token ids and log-probabilities out. From `rollout` in the configuration to an
+engine; which replica of it answers which prompts, and each sample's seed: arithmetic, the same on every rank."""
 
-from megaverl.rollout.engine import Engine, Generation, SamplingOptions
-from megaverl.rollout.make import make_engine
-from megaverl.rollout.replicas import sample_seed, split_prompts, turn_seed
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaverl.errors import RolloutError
+from megaverl.rollout.engine import Engine, Generation, InFlight, OnLoad, SamplingOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaverl.config.roles import RolloutConfig
+    from megaverl.config.run import ImagesConfig
 
 __all__ = [
     "Engine",
@@ -13,3 +27,142 @@ __all__ = [
     "split_prompts",
     "turn_seed",
 ]
+
+
+def split_prompts(
+    lengths: Sequence[int], num_replicas: int, group_size: int = 1, conversations: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Deal prompts to replicas so that all finish at about the same time.
+
+    Replicas get the same number of samples, give or take one, as that decides how long decoding takes; then
+    about the same number of prompt tokens. The `group_size` samples of one prompt stay on one replica, where
+    its prefix is computed once, except in the last groups when they do not come out even.
+
+    Args:
+        lengths: tokens of each prompt.
+        num_replicas: engines that share them.
+        group_size: samples per prompt; the samples of a prompt stand next to each other.
+        conversations: of each prompt, the number of the conversation that it continues; those of a number go to the
+            same replica at every call, where what was said before is cached.
+
+    Returns:
+        For each replica the indices of its prompts, ascending. Every index is there exactly once.
+    """
+    if conversations is not None:
+        return [
+            [i for i, number in enumerate(conversations) if number % num_replicas == r] for r in range(num_replicas)
+        ]
+    groups = [range(start, min(start + group_size, len(lengths))) for start in range(0, len(lengths), group_size)]
+    num_whole = len(groups) // num_replicas * num_replicas
+    units = sorted(groups[:num_whole], key=lambda group: (-sum(lengths[i] for i in group), group.start))
+    singles = [range(i, i + 1) for group in groups[num_whole:] for i in group]
+    units += sorted(singles, key=lambda group: (-lengths[group.start], group.start))
+
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    num_tokens = [0] * num_replicas
+    for unit in units:
+        replica = min(range(num_replicas), key=lambda r: (len(shares[r]), num_tokens[r], r))
+        shares[replica] += unit
+        num_tokens[replica] += sum(lengths[i] for i in unit)
+    return [sorted(share) for share in shares]
+
+
+def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout") -> int:
+    """The seed of one sample: 63 bits, the same on every machine and in every Python.
+
+    A keyed BLAKE2b hash of (run seed, step, sample), so that neighbouring steps and samples get unrelated
+    seeds; its low 32 bits alone are as good, which matters as torch's CPU generator uses only those.
+
+    Args:
+        run_seed: `run.seed`.
+        step: training step.
+        sample: the sample's number within the step, over all replicas.
+        purpose: keeps draws apart that share the three numbers, e.g. "rollout" and "validation".
+    """
+    message = struct.pack("<qqq", run_seed, step, sample)
+    digest = hashlib.blake2b(message, digest_size=8, key=purpose.encode()).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def turn_seed(run_seed: int, step: int, sample: int, turn: int, agent: str = "", purpose: str = "rollout") -> int:
+    """The seed of one turn of an episode; the first turn of an only agent has the sample's own."""
+    who = f"{purpose}/{turn}/{agent}" if turn or agent else purpose
+    return sample_seed(run_seed, step, sample, who if len(who) <= 64 else f"{purpose}/{turn}/{hash_of(agent)}")
+
+
+def hash_of(text: str) -> str:
+    """A short name for a long one."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def make_engine(
+    config: RolloutConfig,
+    model_folder: str | Path,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    stop_token_ids: Sequence[int] = (),
+    load_weights: bool = True,
+    trust_remote_code: bool = False,
+    num_sequences: int | None = None,
+    on_load: OnLoad | None = None,
+    images: ImagesConfig | None = None,
+    tokenizer: str | None = None,
+    routed_experts: bool = False,
+) -> Engine:
+    """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
+
+    Args:
+        config: `rollout`.
+        model_folder: a Hugging Face folder.
+        seed: of the engine itself; samples have seeds of their own.
+        dtype: of weights, activations and cache.
+        max_model_len: most tokens of prompt and response together.
+        stop_token_ids: tokens that end a response.
+        load_weights: False leaves the weights unset, to be filled by a reshard, which must cover all of them.
+        trust_remote_code: run Python code from the model folder.
+        num_sequences: how many responses an engine is asked for at once, to size its cache; None: unknown.
+        on_load: called with the engine's parameters, and with what `Engine.layouts` is, before graphs are captured:
+            the last moment at which they may share storage with an actor's for good.
+        images: of a model that takes images, `data.images`; None: of one that takes none.
+        tokenizer: of the run, where that is not the model folder's.
+        routed_experts: generations say which experts their tokens took; vLLM's alone can.
+
+    Raises:
+        RolloutError: a world, model or machine that the engine cannot work with.
+    """
+    asked: dict[str, Any] = {
+        "seed": seed,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "stop_token_ids": stop_token_ids,
+        "load_weights": load_weights,
+    }
+    engine: Engine
+    if config.engine == "hf":
+        from megaverl.rollout.hf_engine import HFEngine
+
+        if images is not None:
+            raise RolloutError(f"rollout.engine=hf answers text alone, and {model_folder} takes images. Use vllm.")
+
+        unused = ("seed", "load_weights")  # it has no state of its own, and reads its weights from the folder
+        wanted = {name: value for name, value in asked.items() if name not in unused}
+        engine = HFEngine(model_folder, **wanted, trust_remote_code=trust_remote_code)
+    elif ":" in config.engine:
+        from megaverl.plugins import load_object
+
+        engine = load_object(config.engine, "rollout.engine")(model_folder, config, **asked)
+    else:
+        from megaverl.rollout.vllm_engine import VLLMEngine
+        from megaverl.rollout.vllm_requests import image_arguments
+
+        asked |= {"trust_remote_code": trust_remote_code, "num_sequences": num_sequences, "on_load": on_load}
+        if images is not None:
+            asked["images"] = image_arguments(images, tokenizer or str(model_folder))
+        engine = VLLMEngine(model_folder, config, **asked, routed_experts=routed_experts)
+    if config.use_dynamic_batching:
+        budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
+        measures = budget is None and config.engine != "vllm"  # which knows what is free of its own cache
+        engine.in_flight = InFlight(config.min_sequences, config.max_sequences, budget, measures)
+    return engine

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,32 +32,37 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
-from megaverl.rollout.process_state import (
+from megaverl.rollout.vllm_layouts import LoaderLayouts
+from megaverl.rollout.vllm_requests import (
+    answers,
+    calling_when_finished,
+    count_drafts,
+    expert_arguments,
+    experts_of_requests,
+    generation,
+    prepare_images,
+    speculation,
+    vllm_cpu,
+)
+from megaverl.rollout.vllm_tracing import (
+    current_config,
+    inspect_here,
     keep_default_group,
     process_state_kept,
     random_state_kept,
     release_groups,
 )
-from megaverl.rollout.vllm_experts import expert_arguments, experts_of_requests
-from megaverl.rollout.vllm_layouts import LoaderLayouts
-from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
-from megaverl.rollout.vllm_requests import (
-    answers,
-    calling_when_finished,
-    count_drafts,
-    generation,
-    prepare_images,
-    speculation,
-)
-from megaverl.rollout.vllm_tracing import current_config, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
     contents_dropped,
+    in_floating_point,
     loaded_parameters,
     loaded_tensors,
     model_loaded,
     order_kept,
+    quantised_arguments,
+    quantised_weights,
     remake_derived,
 )
 from megaverl.sharding.model_spec import ModelSpec, misfits
@@ -419,13 +423,6 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
             f"{spec.max_positions} (max_position_embeddings). Lower data.max_prompt_tokens or "
             "rollout.sampling.max_tokens."
         )
-
-
-def vllm_cpu() -> ModuleType:
-    """`megaverl.platform.vllm_cpu`, which is not imported where CUDA is."""
-    import megaverl.platform.vllm_cpu as adapted
-
-    return adapted
 
 
 def _eager() -> AbstractContextManager[Any]:

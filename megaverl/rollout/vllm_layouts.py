@@ -29,9 +29,8 @@ from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.engine import Shapes
-from megaverl.rollout.vllm_quantised import quantised_weights
 from megaverl.rollout.vllm_tracing import Trace, layer_kind, trace, trace_into
-from megaverl.rollout.vllm_weights import loaded_parameters, loaded_tensors
+from megaverl.rollout.vllm_weights import loaded_parameters, loaded_tensors, quantised_weights
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, join_layouts, padded_tensors
 from megaverl.sharding.tracing import TracedLayout

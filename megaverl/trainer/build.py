@@ -37,6 +37,7 @@ from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.trainer.job import patience
 from megaverl.trainer.servers import server_rollout
 from megaverl.trainer.trainer_engines import make_model, make_trainable
+from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.fsdp_model import count_shards
 from megaverl.workers.model import TrainingModel
@@ -44,7 +45,6 @@ from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy, Teacher
-from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync

@@ -35,7 +35,7 @@ from megaverl.trainer.saving import Saving, check_origin, export_model, settle_f
 from megaverl.trainer.schedule import read_waiting
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
-from megaverl.workers.remote import RemoteWorker
+from megaverl.workers import RemoteWorker
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")

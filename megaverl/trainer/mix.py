@@ -19,10 +19,10 @@ from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import DataError
 from megaverl.trainer.roles import Roles
+from megaverl.workers import local
 from megaverl.workers.micro_batches import Weighting, cross_entropy, micro_batches_for
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
 from megaverl.workers.policy import Actor
-from megaverl.workers.remote import local
 from megaverl.workers.reward import Scores
 
 Metrics = dict[str, float]

@@ -18,7 +18,7 @@ from megaverl.config import Config
 from megaverl.data.tasks import make_task, write_rows
 from megaverl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaverl.monitoring.console import Console, plot_curves, text_curve
-from megaverl.rollout.environments.examples import EXAMPLES, example
+from megaverl.rollout.environments.games import EXAMPLES, example
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.loop import Trainer

@@ -9,12 +9,12 @@ from megaverl.algorithms import KLController
 from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import InFlight
 from megaverl.trainer.build import Builder
+from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import Critic
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.pairs import ImplicitRewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import RewardRole
 from megaverl.workers.rollout import AgentRollouts, Rollout
 from megaverl.workers.trainable import TrainableModel

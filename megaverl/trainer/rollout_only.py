@@ -13,7 +13,7 @@ from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
-from megaverl.workers.remote import RemoteWorker
+from megaverl.workers import RemoteWorker
 
 
 def generate_only(config: Config, console: Console, job: Job | None = None) -> None:

@@ -19,8 +19,8 @@ from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions
 from megaverl.planner.candidates import read_choice, write_choice
 from megaverl.platform import platform
+from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import sampling_options
-from megaverl.rollout.replicas import sample_seed
 from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 
 if TYPE_CHECKING:

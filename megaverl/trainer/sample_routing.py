@@ -14,8 +14,8 @@ from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.sharding.rows import Rows, join_rows
 from megaverl.trainer.step import RLStep
+from megaverl.workers import local
 from megaverl.workers.micro_batches import Updated, rows_of_updates
-from megaverl.workers.remote import local
 
 # Operators that say what they read of the rollouts; any other (`mix`, a user's own) reads all of it.
 SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")

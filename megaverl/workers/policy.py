@@ -41,7 +41,7 @@ from megaverl.models.packing import MicroBatch
 from megaverl.models.vocab_divergence import vocab_parallel_divergence
 from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
-from megaverl.rollout.replicas import sample_seed
+from megaverl.rollout import sample_seed
 from megaverl.workers.micro_batches import (
     MiniBatch,
     ModelWorker,

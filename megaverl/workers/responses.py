@@ -15,6 +15,7 @@ from megaverl.data.held_rows import HeldRows, Readers, as_held, of_all
 from megaverl.data.images import COLUMN, image_column
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.errors import RolloutError
+from megaverl.rollout import sample_seed, turn_seed
 from megaverl.rollout.engine import (
     Generation,
     Images,
@@ -25,7 +26,6 @@ from megaverl.rollout.engine import (
     sampling_options,
 )
 from megaverl.rollout.environments import ALONE, Request, Start, View, Views
-from megaverl.rollout.replicas import sample_seed, turn_seed
 from megaverl.workers.player import Player
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by

@@ -26,7 +26,7 @@ from megaverl.platform import flash_attention, platform
 from megaverl.plugins import call_object
 from megaverl.rewards import Reward, RewardSample
 from megaverl.rewards.service import Service
-from megaverl.workers.remote import RemoteWorker
+from megaverl.workers import RemoteWorker
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Fabric
 from megaverl.platform import platform
 from megaverl.plugins import call_object
+from megaverl.rollout import split_prompts
 from megaverl.rollout.engine import (
     Engine,
     Generation,
@@ -27,7 +28,6 @@ from megaverl.rollout.engine import (
     check_generations,
     of_some,
 )
-from megaverl.rollout.replicas import split_prompts
 from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.weight_sync import WeightSync

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import broadcast_json, on_first_rank, raise_together, together
 from megaverl.errors import ReshardError
+from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import Generation
-from megaverl.rollout.replicas import sample_seed
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.rollout.server_pool import PublishedWeights
 from megaverl.weights.reshard import ReshardStats

@@ -12,16 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.coordinator import CoordinatorClient, LocalCoordinator
-from megaverl.coordinator.decide import Participant, Progress, Rules, decide
-from megaverl.coordinator.reports import (
+from megaverl.coordinator.decide import (
     DECISION_SIZE,
     REPORT_SIZE,
     STATISTICS,
     Decision,
     Flag,
     GradientReport,
+    Participant,
+    Progress,
     Reason,
+    Rules,
     Verdict,
+    decide,
 )
 from megaverl.errors import TrainingStopped
 

@@ -26,9 +26,9 @@ from megaverl.coordinator import Progress
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.monitoring.timeline import Timeline
+from megaverl.rollout import split_prompts
 from megaverl.rollout.engine import Generation, OnLoad, Sampling, Shapes
-from megaverl.rollout.replicas import split_prompts
-from megaverl.rollout.vllm_quantised import in_floating_point
+from megaverl.rollout.vllm_weights import in_floating_point
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.vllm import QuantisedWeight, scale_shape, vllm_layouts
 from megaverl.sharding.weight import shapes_of

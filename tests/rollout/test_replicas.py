@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rollout.replicas import split_prompts
+from megaverl.rollout import split_prompts
 
 lengths_of_groups = st.lists(st.integers(1, 500), max_size=40)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rollout.replicas import sample_seed, turn_seed
+from megaverl.rollout import sample_seed, turn_seed
 
 
 def test_published_values_never_change() -> None:

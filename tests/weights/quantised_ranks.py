@@ -19,10 +19,9 @@ from megaverl.sharding.model_spec import MLASpec, ModelSpec
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import QuantisedWeight, landing_parts, scale_shape, vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck
-from megaverl.weights.quantise import dequantise
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transfer import TransportOptions
-from megaverl.weights.transports.quantised import Landed, QuantisedDestination
+from megaverl.weights.transports.quantised import Landed, QuantisedDestination, dequantise
 from tests.sharding.specs import fill, make_experts, make_spec
 
 # no rank's part of anything is whole blocks of 128, and borders of fused matrices lie inside of blocks

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaverl.sharding.vllm import QuantisedWeight
-from megaverl.weights.quantise import FP8, dequantise, quantise
+from megaverl.weights.transports.quantised import FP8, dequantise, quantise
 from tests.launcher import Launcher
 from tests.weights.quantised_ranks import reference
 
@@ -42,7 +42,7 @@ def test_a_block_after_the_other(rows: int, columns: int, scale: float, transpos
 
 @pytest.mark.parametrize("block", [None, 128])
 def test_a_long_matrix_is_quantised_in_slices(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaverl.weights.quantise.CHUNK", 5_000)
+    monkeypatch.setattr("megaverl.weights.transports.quantised.CHUNK", 5_000)
     matrix = torch.randn(777, 60).bfloat16()
     numbers, scales = reference(matrix, block)
     into = QuantisedWeight(torch.empty(matrix.shape, dtype=FP8), torch.empty(scales.shape), block)

@@ -12,7 +12,7 @@ from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
-from megaverl.weights.quantise import dequantise
+from megaverl.weights.transports.quantised import dequantise
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
 from tests.models.ranks import manager

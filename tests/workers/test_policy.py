@@ -20,8 +20,8 @@ from megaverl.config import load_config
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 from megaverl.trainer.roles import Roles
+from megaverl.workers import RemoteWorker
 from megaverl.workers.policy import DifferenceStats, LogProbDifference, check_first_comparison
-from megaverl.workers.remote import RemoteWorker
 from tests.algorithms.strategies import PROPERTY
 from tests.launcher import Launcher
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaverl.workers.remote import RemoteWorker, local
+from megaverl.workers import RemoteWorker, local
 
 
 def test_using_it_names_the_role_and_what_was_asked_for() -> None:
