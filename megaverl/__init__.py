@@ -51,7 +51,7 @@ class _Renamed:
         "megaverl.api": "megaverl.trainer.api",
         "megaverl.capacity": "megaverl.planner",
         "megaverl.cli.agent": "megaverl.trainer.elastic_agent",
-        "megaverl.cli.launch": "megaverl.trainer.launcher",
+        "megaverl.cli.launch": "megaverl.trainer.elastic_agent",
         "megaverl.contracts": "megaverl.trainer.contracts",
         "megaverl.convert": "megaverl.checkpoint.convert",
         "megaverl.doctor": "megaverl.monitoring.doctor",

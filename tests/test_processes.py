@@ -22,7 +22,10 @@ GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what
 
 # What starts processes -> (a program that does, how many it has then, those of its children included).
 STARTERS = {
-    "a launched run": ("from megaverl.trainer.launcher import start_ranks; start_ranks(['-m', 'tests.pausing'], 2)", 2),
+    "a launched run": (
+        "from megaverl.trainer.elastic_agent import start_ranks; start_ranks(['-m', 'tests.pausing'], 2)",
+        2,
+    ),
     "an agent": (
         "from megaverl.trainer.elastic_agent import main; main(['--nproc-per-node', '2', '-m', 'tests.pausing'])",
         2,

@@ -162,7 +162,7 @@ def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
 
 def measure_saves(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks of the save benchmark and print what they found."""
-    from megaverl.trainer.launcher import start_ranks
+    from megaverl.trainer.elastic_agent import start_ranks
 
     more = ["--batch", str(given.batch), "--rounds", str(given.rounds), "--folder", str(folder)]
     if start_ranks([__file__, *more], given.nproc):
@@ -191,8 +191,8 @@ def _save_rank(given: argparse.Namespace) -> int:
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.loop import kept_objects
-    from megaverl.trainer.sft import SFTTrainer
+    from megaverl.trainer.job import kept_objects
+    from megaverl.trainer.offline import SFTTrainer
 
     rank = int(os.environ["RANK"])
     console = redirect_output(given.folder / "logs", rank)

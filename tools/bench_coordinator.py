@@ -50,7 +50,7 @@ def main() -> int:
 
 def measure(hidden: int, steps: int) -> dict[str, float]:
     """Medians of a run's later steps."""
-    from megaverl.trainer.launcher import start_ranks
+    from megaverl.trainer.elastic_agent import start_ranks
     from tools.bench_overlap import make_arguments
 
     with tempfile.TemporaryDirectory(prefix="megaverl_coordinator_") as name:

@@ -288,7 +288,7 @@ def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:
 
 def run_and_read(label: str, folder: Path, given: list[str], costs: dict[str, float], ranks: int) -> list[Any]:
     """Run it; the records of its steps, without the first ones."""
-    from megaverl.trainer.launcher import start_ranks
+    from megaverl.trainer.elastic_agent import start_ranks
 
     command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *given]
     code = start_ranks([*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs"))

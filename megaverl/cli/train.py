@@ -88,7 +88,7 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         return 0
     if rank is not None:
         return run_rank(config, command, options, rank)
-    from megaverl.trainer.launcher import launch
+    from megaverl.trainer.elastic_agent import launch
 
     try:
         return launch(config, command, [command, *arguments.argv], arguments.nproc)

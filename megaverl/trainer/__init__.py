@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megaverl.trainer.api.trainers import PPOTrainer, RLTrainer, RoleBasedDistributedStrategy
-    from megaverl.trainer.api.world import init_distributed
+    from megaverl.trainer.api.trainers import PPOTrainer, RLTrainer, RoleBasedDistributedStrategy, init_distributed
 
 __all__ = ["PPOTrainer", "RLTrainer", "RoleBasedDistributedStrategy", "init_distributed"]
 
@@ -12,7 +11,7 @@ _PUBLIC = {
     "PPOTrainer": "megaverl.trainer.api.trainers",
     "RLTrainer": "megaverl.trainer.api.trainers",
     "RoleBasedDistributedStrategy": "megaverl.trainer.api.trainers",
-    "init_distributed": "megaverl.trainer.api.world",
+    "init_distributed": "megaverl.trainer.api.trainers",
 }
 
 

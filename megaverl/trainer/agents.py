@@ -19,7 +19,7 @@ from megaverl.errors import ConfigError
 from megaverl.rollout.engine import Engine
 from megaverl.rollout.environments import agents_of
 from megaverl.trainer.build import Builder
-from megaverl.trainer.launcher import default_nproc
+from megaverl.trainer.elastic_agent import default_nproc
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder

@@ -35,8 +35,7 @@ from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.trainer.job import patience
-from megaverl.trainer.servers import server_rollout
-from megaverl.trainer.trainer_engines import make_model, make_trainable
+from megaverl.trainer.trainer_engines import make_model, make_trainable, server_rollout
 from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.fsdp_model import count_shards

@@ -28,13 +28,12 @@ from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.executor import AfterOperator, Executor, Measured, rules_of
+from megaverl.trainer.executor import SELECTIVE, AfterOperator, Executor, Measured, SampleRouting, rules_of, speakers_of
 from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, participants, place_of
 from megaverl.trainer.job import Job, Stages, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
-from megaverl.trainer.records import Records, WorldMetrics
 from megaverl.trainer.roles import REWARD_MODEL, make_roles
-from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_of
+from megaverl.trainer.saving import Records, WorldMetrics
 from megaverl.trainer.schedule import Schedule, WaitingSamples
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts

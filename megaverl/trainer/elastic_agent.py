@@ -1,6 +1,6 @@
 """torchrun, but SIGTERM and SIGUSR1 go on to the ranks, the exit code is that of the ranks, they end with the agent
 whatever ends it, `--max-restarts` leaves alone what a restart cannot cure, and the job's store listens where the other
-nodes look for it, and nowhere else.
+nodes look for it, and nowhere else; and starting the ranks on this machine, where torchrun did not: how many.
 
     # torchrun's arguments
     python -m megaverl.trainer.elastic_agent --nnodes 2 --node-rank 0 ... -m megaverl.cli.main train ...
@@ -16,6 +16,8 @@ import logging
 import os
 import signal
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,7 +26,9 @@ from typing import Any
 
 import psutil
 
-from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, TrainingStopped
+from megaverl.config import Config, smallest_world
+from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, GridError, TrainingStopped
+from megaverl.gpus import count_gpus
 from megaverl.processes import ending_with_parent
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
@@ -50,8 +54,6 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, determine_local_world_size, parse_args
-
-    from megaverl.gpus import count_gpus
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
@@ -197,6 +199,53 @@ def _is_rank(child: psutil.Process) -> bool:
         return "LOCAL_RANK" in child.environ()
     except psutil.Error:  # it has just ended
         return False
+
+
+def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None = None) -> int:
+    """Run `megaverl argv` in as many ranks as the run wants; returns the exit code of the first that failed.
+
+    Raises:
+        GridError: the number of processes does not fill a grid.
+    """
+    wanted = nproc or config.run.nproc or default_nproc(config, command)
+    check_world(config, command, wanted)
+    return start_ranks(["-m", "megaverl.cli.main", *argv], wanted, log_hint=str(config.run_dir / "logs"))
+
+
+def default_nproc(config: Config, command: str) -> int:
+    """One process per GPU; without a GPU as many as the grids need."""
+    return count_gpus() or smallest_world(config, command)
+
+
+def check_world(config: Config, command: str, world_size: int) -> None:
+    """Raise a GridError with every grid that `world_size` ranks do not fill."""
+    from megaverl.config.grids import grid_mistakes
+
+    mistakes = [str(mistake) for mistake in grid_mistakes(config, command, None, world_size)]
+    if mistakes:
+        raise GridError("\n".join(mistakes))
+
+
+def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int:
+    """Run `python arguments` in `nproc` ranks of one job.
+
+    A rank that fails prints why by itself; here only what it could not (a signal) is printed. The others are
+    ended with it. SIGTERM and SIGUSR1 go on to the ranks, which save and leave.
+
+    Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
+        agent = {
+            "--nproc-per-node": str(nproc),
+            "--rdzv-id": uuid.uuid4().hex,
+            "--local-addr": "127.0.0.1",
+            "--log-dir": log_dir,
+            "--monitor-interval": "0.1",
+        }
+        # after "--" nothing is taken for an option of the agent, such as the command's own --nproc
+        options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python", "--"]
+        return main([*options, sys.executable, *arguments], log_hint)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +26,18 @@ from megaverl.platform import platform
 from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, reporter
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
-from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.replanning import Replanning
-from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
+from megaverl.trainer.saving import (
+    Records,
+    Saving,
+    check_origin,
+    export_model,
+    sample_records,
+    settle_file,
+    tokenizer_digest,
+)
 from megaverl.trainer.schedule import read_waiting
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
@@ -40,7 +46,6 @@ from megaverl.workers import RemoteWorker
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")
 ROLLOUT_FILE = "rollouts.safetensors"
-PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
 
 
 class Trainer:
@@ -433,18 +438,3 @@ class Trainer:
                 "fewer), or give this run a name of its own (run.name)."
             )
         self.step.in_progress.read(path / PARTIAL_FILE)
-
-
-@contextmanager
-def kept_objects() -> Iterator[None]:
-    """What is there now stays until the end, so it need not be looked through for garbage.
-
-    megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
-    What is made from here on is looked at as often as Python has it.
-    """
-    gc.freeze()
-    gc.set_threshold(*PYTHON_THRESHOLD)
-    try:
-        yield
-    finally:
-        gc.unfreeze()

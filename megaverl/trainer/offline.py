@@ -1,4 +1,6 @@
-"""The loop of stages that generate nothing: an optimizer step on the rows of a data set, checkpoints, exact resume."""
+"""Stages that generate nothing, and their loop: an optimizer step on the rows of a data set, checkpoints, exact resume.
+Supervised fine-tuning on prompt/answer pairs, with the actor's engine: a stage of its own, or RL's warm-up. On pairs of
+responses `megaverl dpo` trains a policy, `megaverl reward` a reward model."""
 
 from __future__ import annotations
 
@@ -10,20 +12,35 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaverl.config import Config
+from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import ActorConfig, RewardModelConfig
 from megaverl.config.run import PreferenceConfig, SFTConfig
+from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.data.preferences import PreferenceColumns, PreferenceReader
+from megaverl.data.prompts import PromptEncoder
 from megaverl.data.sources import Entry
-from megaverl.errors import MegaverlError
+from megaverl.distributed.collectives import together
+from megaverl.errors import DataError, MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.profiler import Profiler
 from megaverl.monitoring.timeline import Timeline, memory_metrics
+from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages
-from megaverl.trainer.loop import kept_objects
-from megaverl.trainer.records import Records
-from megaverl.trainer.saving import Saving, check_origin, settle_file, tokenizer_digest
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, kept_objects
+from megaverl.trainer.saving import (
+    Records,
+    Saving,
+    check_origin,
+    export_classifier,
+    export_model,
+    settle_file,
+    tokenizer_digest,
+)
+from megaverl.workers.micro_batches import Weighting, cross_entropy, run_updates
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
+from megaverl.workers.responses import rollout_batch
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -189,3 +206,184 @@ class OfflineTrainer(ABC):
         self.next_step = int(state["next_step"])
         self.saving.note_resumed(self.next_step, inside=False)
         self.console.print(f"resumed from {path}: {self.next_step} of {self.steps} steps are done")
+
+
+VALIDATION_PAIRS = 256  # in one batch
+
+
+class PairTrainer(OfflineTrainer):
+    """What both stages share: rows of pairs, and updates on them."""
+
+    updates: PreferenceUpdates | RewardModelUpdates
+
+    def __init__(
+        self, config: Config, builder: Builder, console: Console, job: Job | None = None, *, pairs_only: bool = True
+    ) -> None:
+        preference = config.preference
+        self.reader = PreferenceReader(
+            builder.encoder(),
+            PreferenceColumns.of(preference),
+            max_tokens=preference.max_response_tokens or int(config.rollout.sampling["max_tokens"]),
+            pairs_only=pairs_only,
+        )
+        super().__init__(config, builder, console, job, preference, preference.train)
+        self.validate_every = preference.validate_every
+        self.held_out = self.dataset(preference.validation) if preference.validation else None
+
+    def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
+        dataset = self.builder.dataset(sources, needs_answer=False)
+        with together():
+            self.reader.check(dataset)
+        return dataset
+
+    def one_step(self, records: list[PromptRecord], step: int) -> dict[str, float]:
+        return self.updates.update(self.reader.batch(records))
+
+    def validate(self) -> dict[str, float]:
+        if self.held_out is None:
+            return {}
+        total: dict[str, float] = {}
+        for start in range(0, len(self.held_out), VALIDATION_PAIRS):
+            rows = range(start, min(start + VALIDATION_PAIRS, len(self.held_out)))
+            found = self.updates.evaluate(self.reader.batch([self.held_out[i] for i in rows]))
+            total = {name: total.get(name, 0.0) + value * len(rows) for name, value in found.items()}
+        return {name: value / len(self.held_out) for name, value in total.items()}
+
+
+class PreferenceTrainer(PairTrainer):
+    """DPO, IPO, KTO, SimPO, ORPO: the actor learns from pairs, next to a frozen reference where the loss has one."""
+
+    name = "dpo"
+
+    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+        preference, actor = config.preference, config.actor
+        super().__init__(config, builder, console, job, pairs_only=not of_single_responses(preference.loss))
+        model = builder.model(actor, "actor", trained=actor.lora is None)
+        policy = with_optimizer(builder, model, actor, preference)
+        self.trained = {"actor": policy}
+        self.updates = PreferenceUpdates(
+            policy,
+            preference.loss,
+            preference.options,
+            builder.reference(model) if config.preference_needs_reference else None,
+            micro_batch_tokens=actor.micro_batch_tokens,
+        )
+
+    def export(self, folder: Path) -> None:
+        export_model(self.updates.model, self.builder, folder)
+
+
+class RewardModelTrainer(PairTrainer):
+    """Bradley-Terry: a sequence classifier with one label learns which response of a pair is the better one."""
+
+    name = "reward_model"
+
+    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+        super().__init__(config, builder, console, job)
+        section = config.reward_model
+        fresh = section.lora is None
+        model = builder.model(section, "reward_model", path=section.path, value_head=1, trained=fresh)
+        classifier = with_optimizer(builder, model, section, config.preference)
+        self.trained = {"reward_model": classifier}
+        self.updates = RewardModelUpdates(
+            classifier, section.loss, section.options, micro_batch_tokens=section.micro_batch_tokens
+        )
+
+    def export(self, folder: Path) -> None:
+        export_classifier(self.updates.model, self.builder, folder, path=self.config.reward_model.path)
+
+
+class AnswerUpdates:
+    """Cross-entropy on the answers' tokens, given the prompts: the actor's model, and its optimizer steps."""
+
+    def __init__(self, config: Config, builder: Builder) -> None:
+        self.config, self.encoder = config, builder.encoder()
+        self.algorithm, self.seed = AlgorithmConfig(), config.run.seed
+        self.micro_batch_tokens = config.actor.micro_batch_tokens
+        self.model = builder.model(config.actor, "actor", trained=config.actor.lora is None)
+        self.trainable = with_optimizer(builder, self.model, config.actor, config.sft)
+
+    def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
+        """One optimizer step on these pairs; every rank takes part."""
+        return run_updates(
+            self,
+            answers_batch(self.config, self.encoder, records),
+            cross_entropy(self.model),
+            weighting=Weighting("token_mean"),
+            fields={},
+            step=step,
+        )
+
+
+class SFTTrainer(OfflineTrainer):
+    """`megaverl sft`. Every rank makes one and calls `train`."""
+
+    name = "sft"
+
+    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+        super().__init__(config, builder, console, job, config.sft, answer_sources(config))
+        self.updates = AnswerUpdates(config, builder)
+        self.trained = {"actor": self.updates.trainable}
+
+    def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
+        dataset, encoder = self.builder.dataset(sources), self.builder.encoder()
+        with together():  # a bad answer ends the run before it starts
+            for number in range(len(dataset)):
+                answer_tokens(self.config, encoder, dataset[number])
+        return dataset
+
+    def one_step(self, records: list[PromptRecord], step: int) -> dict[str, float]:
+        return self.updates.update(records, step)
+
+    def export(self, folder: Path) -> None:
+        export_model(self.updates.model, self.builder, folder)
+
+
+def warm_up(config: Config, builder: Builder, console: Console) -> TrainingModel:
+    """All steps of `sft` at once, with nothing saved or written down: what RL then starts from."""
+    sft = config.sft
+    data = builder.dataset(answer_sources(config))
+    sampler = data.sampler(sft.batch_size, config.run.seed, shuffle=config.data.shuffle)
+    updates = AnswerUpdates(config, builder)
+    with console.progress("supervised warm-up", sft.steps) as advance:
+        for step in range(sft.steps):
+            updates.update([data[i] for i in sampler.indices(step)], step)
+            advance(1)
+    return updates.model
+
+
+def answer_sources(config: Config) -> Sequence[Entry]:
+    """Where prompts with answers come from."""
+    return config.sft.train or config.data.train
+
+
+def answers_batch(config: Config, encoder: PromptEncoder, records: Sequence[PromptRecord]) -> RolloutBatch:
+    """Pairs as a batch whose responses are the reference answers.
+
+    Raises:
+        DataError: an answer that is not text, or longer than allowed; names the row.
+    """
+    answers = [answer_tokens(config, encoder, record) for record in records]
+    generations = [Generation(tokens, [0.0] * len(tokens), "stop") for tokens in answers]
+    return rollout_batch(records, generations, list(range(len(records))))
+
+
+def answer_tokens(config: Config, encoder: PromptEncoder, record: PromptRecord) -> list[int]:
+    """A row's answer, with its end of sequence.
+
+    Raises:
+        DataError: see `answers_batch`.
+    """
+    limit = config.sft.max_answer_tokens or int(config.rollout.sampling["max_tokens"])
+    if not isinstance(record.reference, str):
+        raise DataError(
+            f"{record.where}: the answer is {type(record.reference).__name__}, and fine-tuning needs text. "
+            "Name the right column with data.answer_key."
+        )
+    tokens = encoder.encode_answer(record.reference)
+    if len(tokens) > limit:
+        raise DataError(
+            f"{record.where}: the answer is {len(tokens)} tokens long, and at most {limit} are allowed. "
+            "Raise sft.max_answer_tokens, or shorten the row."
+        )
+    return tokens

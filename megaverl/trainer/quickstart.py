@@ -22,8 +22,8 @@ from megaverl.rollout.environments.games import EXAMPLES, example
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.loop import Trainer
+from megaverl.trainer.offline import warm_up
 from megaverl.trainer.saving import export_model
-from megaverl.trainer.sft import warm_up
 from megaverl.version import __version__
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}

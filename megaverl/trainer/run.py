@@ -88,7 +88,7 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
 
 def _train(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     if config.trainer.rollout_only:
-        from megaverl.trainer.rollout_only import generate_only
+        from megaverl.trainer.validation import generate_only
 
         generate_only(config, console, job)
         return
@@ -98,20 +98,20 @@ def _train(config: Config, console: Console, job: Job | None, options: dict[str,
 
 
 def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.sft import SFTTrainer
+    from megaverl.trainer.offline import SFTTrainer
 
     SFTTrainer(config, _offline_builder(config, config.sft.max_answer_tokens), console, job).train()
 
 
 def _dpo(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.preference import PreferenceTrainer
+    from megaverl.trainer.offline import PreferenceTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
     PreferenceTrainer(config, builder, console, job).train()
 
 
 def _reward(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.preference import RewardModelTrainer
+    from megaverl.trainer.offline import RewardModelTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
     RewardModelTrainer(config, builder, console, job).train()

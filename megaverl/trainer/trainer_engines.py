@@ -1,23 +1,34 @@
-"""What computes and trains a role: Megatron-core, or the Hugging Face model under FSDP2."""
+"""What computes and trains a role: Megatron-core, or the Hugging Face model under FSDP2; and the rollout of a run whose
+engines are servers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
+from megaverl.distributed.worlds import default_group
+from megaverl.errors import ConfigError
 from megaverl.models.classifier import read_model
+from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.rollout import Rollout
+from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.trainable import TrainableModel
+
+if TYPE_CHECKING:
+    from megaverl.trainer.build import Builder
 
 
 def make_model(
@@ -83,3 +94,50 @@ def make_trainable(
         return FSDPTrainable(model, **given)
     assert isinstance(model, MegatronModel)
     return MegatronTrainable(model, ddp=config.ddp, **given)
+
+
+WEIGHTS = "rollout_weights"  # in the run's folder
+
+
+def server_rollout(
+    builder: Builder, actor: TrainingModel | None, group: dist.ProcessGroup | None = None
+) -> tuple[ServerSync, Rollout | None]:
+    """This rank's part in giving servers their weights, and its way to them if it has one; every rank of its world
+    takes part.
+
+    Args:
+        actor: the actor on this rank, whose weights the servers get; None: it is elsewhere, or the model's folder
+            stays as it is.
+        group: the ranks of actor and rollout, where they share none.
+    """
+    config, world = builder.config, default_group()
+    servers = config.rollout.servers
+    if builder.images is not None:
+        raise ConfigError(
+            f"rollout.engine=server: servers are sent tokens alone, and {config.model.path} takes images. Use vllm."
+        )
+    engine: ServerEngine | None = None
+    if group is None or actor is None:
+        with together(world):
+            engine = ServerEngine(
+                builder.folder,
+                config.rollout,
+                run_dir=config.run_dir,
+                max_model_len=config.max_tokens,
+                stop_token_ids=builder.tokenizer.stop_token_ids,
+            )
+    sync = ServerSync(
+        actor,
+        engine,
+        world,
+        group or world,
+        # of its own: what is in there goes when it is old
+        folder=Path(servers.folder) / config.run.name if servers.folder is not None else config.run_dir / WEIGHTS,
+        source_folder=builder.folder,
+        dtype=builder.dtype,
+        tolerance=servers.fingerprint_tolerance,
+        max_tokens=config.max_tokens,
+    )
+    if group is None and actor is None:
+        sync.use_folder(builder.files().wait())
+    return sync, Rollout(engine, world, sync) if engine is not None else None

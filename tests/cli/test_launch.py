@@ -20,8 +20,7 @@ from megaverl.config import Config
 from megaverl.errors import GridError
 from megaverl.gpus import count_gpus
 from megaverl.processes import MOST_FILES, ending_with_parent
-from megaverl.trainer.elastic_agent import threads_per_rank
-from megaverl.trainer.launcher import check_world, default_nproc
+from megaverl.trainer.elastic_agent import check_world, default_nproc, threads_per_rank
 from tests.trainer.conftest import command_arguments, environment, inputs  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ SCRIPT = Path(__file__).with_name("rank_script.py")
 def command(how: str, folder: Path, nproc: int = 2) -> dict[str, Any]:
     """What starts ranks, as arguments of subprocess."""
     code = (
-        "import sys; from megaverl.trainer.launcher import start_ranks; "
+        "import sys; from megaverl.trainer.elastic_agent import start_ranks; "
         f"sys.exit(start_ranks([{str(SCRIPT)!r}, {str(folder)!r}, {how!r}], {nproc}, 'the-logs'))"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}

@@ -35,7 +35,7 @@ from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import Colocated
 from megaverl.trainer.job import Stages, alone
-from megaverl.trainer.records import sample_records
+from megaverl.trainer.saving import sample_records
 from megaverl.weights.transfer import check_tensors
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable, local

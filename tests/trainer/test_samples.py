@@ -11,7 +11,7 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.rewards import Reward
 from megaverl.rollout.engine import Generation
 from megaverl.rollout.environments import View
-from megaverl.trainer.records import append_samples, forget_samples
+from megaverl.trainer.saving import append_samples, forget_samples
 from megaverl.workers.responses import episodes_batch
 from megaverl.workers.reward import RewardRole
 

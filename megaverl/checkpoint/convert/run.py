@@ -177,7 +177,6 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
-    from megaverl.distributed.grid import GridShape
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.packing import MicroBatch
     from megaverl.workers.megatron_model import MegatronModel

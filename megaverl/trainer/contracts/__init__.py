@@ -1,5 +1,114 @@
-"""What a part of the user's own must keep to, as tests that they can run on it: `megaverl check-plugin`."""
+"""What a part of the user's own must keep to, as tests that they can run on it: `megaverl check-plugin`. Every kind of
+plug-in, the key that names it, and its contract: promises that are tried one by one."""
 
-from megaverl.trainer.contracts.check import KINDS, check
+from __future__ import annotations
 
-__all__ = ["KINDS", "check"]
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from megaverl.errors import ConfigError
+from megaverl.plugins import load_object
+
+Promise = tuple[str, Callable[[], None]]
+
+
+class Kind(NamedTuple):
+    """key: where a configuration names it. what: what it is, in a few words.
+
+    promises: a module of this folder and the function in it that yields them; imported when they are wanted, as some
+    need torch.
+    """
+
+    key: str
+    what: str
+    promises: tuple[str, str]
+
+
+KINDS = {
+    "reward": Kind(
+        "reward.N.function",
+        "a function: prompt, response, reference, extra -> number",
+        ("rollouts", "reward_promises"),
+    ),
+    "environment": Kind(
+        "environment.name",
+        "a class derived from megaverl.rollout.environments.Environment or Game",
+        ("rollouts", "environment_promises"),
+    ),
+    "generation": Kind(
+        "rollout.function",
+        "a function: generate, prompts, sampling, seeds -> responses",
+        ("rollouts", "generation_promises"),
+    ),
+    "filter": Kind(
+        "algorithm.rollout_filter",
+        "a function: batch, scores -> true or false for each sample",
+        ("training", "filter_promises"),
+    ),
+    "loss": Kind(
+        "algorithm.policy_loss",
+        "a function: log_probs, old_log_probs, advantages, weights -> LossOutput",
+        ("training", "loss_promises"),
+    ),
+    "advantage": Kind(
+        "algorithm.advantage",
+        "a function of what it names of a batch -> Advantages",
+        ("training", "advantage_promises"),
+    ),
+    "data": Kind("data.train.N.path", "a function without arguments -> rows", ("rollouts", "data_promises")),
+    "tracker": Kind(
+        "run.log_with",
+        "a class: RunInfo -> write(step, seconds, metrics), close()",
+        ("rollouts", "tracker_promises"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PromiseResult:
+    """promise: what must hold. problem: why it does not; empty where it does."""
+
+    promise: str
+    problem: str = ""
+
+
+class Broken(Exception):
+    """A promise that does not hold; the message says what was found and what to change."""
+
+
+def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> Iterator[PromiseResult]:
+    """Try the contract of `kind` on what `name` leads to.
+
+    Args:
+        options: keyword arguments, as `options` in the configuration gives them; for a reward also `batched`.
+
+    Raises:
+        ConfigError: there is no such kind, or nothing under this name.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}.")
+    load_object(name, KINDS[kind].key)
+    module, function = KINDS[kind].promises
+    promises: Callable[[str, dict[str, Any]], Iterable[Promise]] = getattr(
+        import_module(f"megaverl.trainer.contracts.{module}"), function
+    )
+    yield from keep(promises(name, dict(options or {})))
+
+
+def keep(promises: Iterable[Promise]) -> Iterator[PromiseResult]:
+    """Try every promise; one that is broken does not stop the others."""
+    for words, attempt in promises:
+        try:
+            attempt()
+        except Broken as broken:
+            yield PromiseResult(words, str(broken))
+        except Exception as error:  # whatever the user's part raises
+            frames = traceback.extract_tb(error.__traceback__)
+            last = frames[-1] if frames else None
+            where = f" ({last.filename}, line {last.lineno})" if last else ""
+            yield PromiseResult(words, f"{type(error).__name__}: {error}{where}")
+        else:
+            yield PromiseResult(words)

@@ -20,7 +20,7 @@ from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
 from megaverl.rollout.environments.environment import Codec
 from megaverl.rollout.environments.registry import make_game
-from megaverl.trainer.contracts.check import Broken, Promise
+from megaverl.trainer.contracts import Broken, Promise
 from megaverl.workers.rollout import generate_by
 
 MOST_TURNS = 64

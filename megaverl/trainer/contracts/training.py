@@ -13,7 +13,7 @@ from megaverl.algorithms.advantages import Advantages
 from megaverl.algorithms.loss import LossOutput
 from megaverl.algorithms.policy_losses import policy_losses
 from megaverl.data.batch import RolloutBatch
-from megaverl.trainer.contracts.check import Broken, Promise
+from megaverl.trainer.contracts import Broken, Promise
 from megaverl.workers.reward import Scores, kept_by
 
 GROUPS, PER_GROUP, LENGTH = 3, 4, 7

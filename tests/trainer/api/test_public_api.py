@@ -17,8 +17,8 @@ from megaverl import DataParallelConfig, RolloutBatch, TrainerConfig
 from megaverl.config import load_config
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.trainer import RLTrainer, RoleBasedDistributedStrategy
+from megaverl.trainer.api import trainers
 from megaverl.trainer.api import trainers as trainers_module
-from megaverl.trainer.api import world
 from megaverl.trainer.api.devices import device_map, parse_devices
 from megaverl.trainer.api.settings import JOB_OF_ONE, importable_name, resolve
 from megaverl.utils import set_device_map
@@ -279,7 +279,7 @@ def test_several_ranks_are_started_with_this_configuration(
     tmp_path: Path, no_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without torchrun: the command itself, on a file that says the same."""
-    from megaverl.trainer import launcher as launch
+    from megaverl.trainer import elastic_agent as launch
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -311,9 +311,9 @@ def test_a_job_of_one_says_nothing_of_the_next_trainer(no_files: None, monkeypat
     for name, value in alone.items():
         monkeypatch.setitem(JOB_OF_ONE, name, value)
     trainer = RLTrainer(**MODEL, tensor_parallel_size=2)
-    assert not world.under_torchrun() and os.environ["WORLD_SIZE"] == "1"
+    assert not trainers.under_torchrun() and os.environ["WORLD_SIZE"] == "1"
     with pytest.raises(ConfigError, match="needs 2 ranks, and this process is alone"):
-        world.init_distributed(trainer.config)
+        trainers.init_distributed(trainer.config)
 
 
 def test_a_batch_as_such_systems_name_it() -> None:
