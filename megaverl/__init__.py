@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.dataflow import DataFlow, Operator
     from megaverl.rewards import register_reward
-    from megaverl.trainer.api.devices import DataParallelConfig
+    from megaverl.trainer.api import DataParallelConfig
     from megaverl.trainer.api.settings import TrainerConfig
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 _PUBLIC = {
     "DataFlow": "megaverl.dataflow",
-    "DataParallelConfig": "megaverl.trainer.api.devices",
+    "DataParallelConfig": "megaverl.trainer.api",
     "Operator": "megaverl.dataflow",
     "RolloutBatch": "megaverl.data.batch",
     "TrainerConfig": "megaverl.trainer.api.settings",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megaverl.platform.flash_attention import is_flash_attn_available
-    from megaverl.trainer.api.devices import set_device_map
+    from megaverl.trainer.api import set_device_map
     from megaverl.trainer.api.settings import get_ppo_config
 
 __all__ = ["get_ppo_config", "is_flash_attn_available", "set_device_map"]
@@ -13,7 +13,7 @@ __all__ = ["get_ppo_config", "is_flash_attn_available", "set_device_map"]
 _PUBLIC = {
     "get_ppo_config": "megaverl.trainer.api.settings",
     "is_flash_attn_available": "megaverl.platform.flash_attention",  # which loads torch
-    "set_device_map": "megaverl.trainer.api.devices",
+    "set_device_map": "megaverl.trainer.api",
 }
 
 # `megaverl.utils.config` is this module too, as os.path is another one's name.

@@ -160,7 +160,7 @@ def num_messages(plan: Plan) -> int:
     """Messages that the rank sends and receives in one reshard with the default bucket."""
     import torch  # only here: it would hide what the plan itself takes
 
-    from megaverl.weights.transfer import BUCKET_BYTES, messages
+    from megaverl.weights.transports import BUCKET_BYTES, messages
     from megaverl.weights.transports.point_to_point import SLOTS
 
     lists = [*plan.sends.values(), *plan.receives.values()]

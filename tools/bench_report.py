@@ -19,7 +19,7 @@ import yaml
 
 from megaverl.config import Config
 from megaverl.monitoring.report import write_report
-from megaverl.monitoring.versions import write_versions
+from megaverl.monitoring.tracker import write_versions
 
 STAGES = {
     "rollout": ("rollout", 400.0),

@@ -280,7 +280,7 @@ def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> 
     from megaverl.rollout.vllm_layouts import LoaderLayouts
     from megaverl.rollout.vllm_tracing import as_rank, build, loaded_here
     from megaverl.rollout.vllm_weights import loaded_tensors
-    from megaverl.weights.transfer import viewed
+    from megaverl.weights.transports import viewed
 
     ids, first = {}, 1
     for name, shape in sources.items():

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
 from megaverl.monitoring.doctor import Finding, as_dict, as_text  # noqa: E402
 from megaverl.monitoring.doctor.trials import Trial  # noqa: E402
-from megaverl.monitoring.versions import collect_versions  # noqa: E402
+from megaverl.monitoring.tracker import collect_versions  # noqa: E402
 from tools.gpu_check_parts import CHECKS, Check  # noqa: E402
 
 MODULE = "tools.gpu_check_parts"

@@ -284,7 +284,7 @@ def ipc(folder: Path) -> Outcome:
     from megaverl.sharding.vllm import vllm_layouts
     from megaverl.weights.fingerprint import ReshardCheck
     from megaverl.weights.reshard import Resharder
-    from megaverl.weights.transfer import TransportOptions
+    from megaverl.weights.transports import TransportOptions
 
     model, _ = load_model(folder, tp=2)
     layouts = vllm_layouts(weights_of(model.spec), model.spec, 1)

@@ -38,7 +38,7 @@ from megaverl.sharding.plan import Plan, make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck, box_fingerprint
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transfer import TransportOptions, view
+from megaverl.weights.transports import TransportOptions, view
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel

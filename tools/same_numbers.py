@@ -118,7 +118,7 @@ def start_recording(steps: int | None) -> Recording:
     os.environ |= ENVIRONMENT
     import torch  # which takes its number of threads from there
 
-    from megaverl.monitoring.versions import collect_versions
+    from megaverl.monitoring.tracker import collect_versions
 
     machine = {f"cpu {name}": str(value) for name, value in torch.cpu.get_capabilities().items()}
     machine = {name: value for name, value in machine.items() if "cpu num_" not in name}  # each rank has one thread

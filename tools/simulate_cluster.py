@@ -48,8 +48,8 @@ os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # a 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from megaverl.checkpoint import FORMAT_VERSION, Manifest, folder_of, partial_name, write_bytes  # noqa: E402
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder  # noqa: E402
-from megaverl.checkpoint.manifest import FORMAT_VERSION, Manifest, folder_of, partial_name, write_bytes  # noqa: E402
 from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules  # noqa: E402
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
@@ -63,7 +63,7 @@ from megaverl.sharding.boxes import Box, whole  # noqa: E402
 from megaverl.sharding.layout import Layout, Piece  # noqa: E402
 from megaverl.sharding.plan import Plan, make_plans  # noqa: E402
 from megaverl.sharding.proof import check_plan  # noqa: E402
-from megaverl.weights.transfer import agree_on_dtypes  # noqa: E402
+from megaverl.weights.transports import agree_on_dtypes  # noqa: E402
 from tools.bench_control import SUMS, CountedGroup, CountedStore, Traffic  # noqa: E402
 
 HOST, PATIENCE = "127.0.0.1", timedelta(minutes=5)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.manifest import (
+from megaverl.checkpoint import (
     INSIDE_SUFFIX,
     MANIFEST_FILE,
     PARTIAL_SUFFIX,

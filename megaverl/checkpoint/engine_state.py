@@ -27,7 +27,7 @@ from megaverl.checkpoint.parts import boxed, optimizer_shards, share_replicas, s
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
-from megaverl.weights.transfer import view, viewed
+from megaverl.weights.transports import view, viewed
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel

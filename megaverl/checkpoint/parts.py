@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     is_main_replica,
 )
 
-from megaverl.checkpoint.manifest import ChecksummedFile, crc32, read_into
+from megaverl.checkpoint import ChecksummedFile, crc32, read_into
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 from megaverl.sharding.boxes import flat_boxes, split, whole

@@ -36,13 +36,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
+from megaverl.checkpoint import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER, ChecksummedFile, write_bytes
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER, ChecksummedFile, write_bytes
 from megaverl.checkpoint.parts import HeldTensors, HostBuffers, frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
-from megaverl.weights.torch_dist import COMMON_FILE
-from megaverl.weights.torch_dist_index import FORMAT_FILE, INDEX_FILE, read_index
+from megaverl.weights.torch_dist import COMMON_FILE, FORMAT_FILE, INDEX_FILE, read_index
 
 platform.adapt_megatron()
 

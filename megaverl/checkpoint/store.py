@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
-from megaverl.checkpoint.manifest import (
+from megaverl.checkpoint import (
     FIX,
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -28,6 +27,7 @@ from megaverl.checkpoint.manifest import (
     write_bytes,
     writing,
 )
+from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
 from megaverl.checkpoint.parts import start_writing
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
 from megaverl.checkpoint.training_state import (
@@ -42,7 +42,7 @@ from megaverl.checkpoint.training_state import (
 )
 from megaverl.distributed.collectives import reduce_json, together
 from megaverl.errors import CheckpointError, DamagedCheckpoint
-from megaverl.monitoring.versions import collect_versions
+from megaverl.monitoring.tracker import collect_versions
 from megaverl.workers.trainable import TrainableModel
 
 STATE_FILE = "state.json"

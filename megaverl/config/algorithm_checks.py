@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megaverl.config.algorithm import AlgorithmConfig, CorrectionPart
-from megaverl.config.errors import ConfigIssue, divisors, found, listed
-from megaverl.config.option_checks import named_function, option_mistakes, out_of_order, out_of_range
+from megaverl.config.errors import (
+    ConfigIssue,
+    divisors,
+    found,
+    listed,
+    named_function,
+    option_mistakes,
+    out_of_order,
+    out_of_range,
+)
 from megaverl.config.rollout_checks import dynamic_sampling_mistakes
 from megaverl.config.schema import Config
 from megaverl.config.signatures import Registered, registered

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, is_number, listed
 from megaverl.config.grids import used_roles
-from megaverl.config.option_checks import is_number
 from megaverl.config.roles import SAMPLING, RolloutConfig
 from megaverl.config.run import DataConfig
 from megaverl.config.schema import Config

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.algorithm import FILTERS
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.errors import (
+    ConfigIssue,
+    did_you_mean,
+    found,
+    is_number,
+    listed,
+    loss_mistakes,
+    named_function,
+    option_mistakes,
+)
 from megaverl.config.grids import used_roles
-from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes
 from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
 from megaverl.config.run import MixConfig, PreferenceConfig, SFTConfig
 from megaverl.config.schema import Config

@@ -22,7 +22,7 @@ from megaverl.models.vision import VisionReader, auto_class_of
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, whole_layout
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.module_weights import weights_of_module
+from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import Split, Weight
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from megaverl.monitoring.console import (
     text_curve,
 )
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
-from megaverl.monitoring.tracker import MetricsTracker, Tracker
-from megaverl.monitoring.versions import collect_versions, write_versions
+from megaverl.monitoring.tracker import MetricsTracker, Tracker, collect_versions, write_versions
 
 __all__ = [
     "BACKENDS",

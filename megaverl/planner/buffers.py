@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from megaverl.models.lora.low_rank import ADAPTER, LowRank, adapter_names, factor_layout
+from megaverl.models.lora import ADAPTER, LowRank, adapter_names, factor_layout
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
 

@@ -25,7 +25,7 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
-from megaverl.sharding.module_weights import weights_of_module
+from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import listed
 
 if TYPE_CHECKING:

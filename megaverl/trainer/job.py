@@ -36,7 +36,7 @@ from megaverl.distributed.worlds import Fabric, join, of_default_group
 from megaverl.errors import SAVED_AND_LEFT, ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
-from megaverl.monitoring.versions import COMPONENTS
+from megaverl.monitoring.tracker import COMPONENTS
 from megaverl.platform import platform
 from megaverl.version import __version__
 

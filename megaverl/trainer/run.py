@@ -16,7 +16,7 @@ from megaverl.distributed.collectives import barrier, on_first_rank
 from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
-from megaverl.monitoring.versions import write_versions
+from megaverl.monitoring.tracker import write_versions
 from megaverl.planner.candidates import read_choice, write_choice
 from megaverl.platform import platform
 from megaverl.rollout import sample_seed

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megaverl.checkpoint.manifest import crc32_of
+from megaverl.checkpoint import crc32_of
 from megaverl.data import batch_io
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import DataError

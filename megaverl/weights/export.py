@@ -22,7 +22,7 @@ from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
 from megaverl.weights.safetensors_writer import FolderWriter, cannot_write, replace_folder
-from megaverl.weights.transfer import (
+from megaverl.weights.transports import (
     BUCKET_BYTES,
     TransferJob,
     TransportOptions,

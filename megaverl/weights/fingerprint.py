@@ -33,7 +33,7 @@ from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, BoxIndex, carry
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import MAX_NAMED, Layouts
-from megaverl.weights.transfer import Tensors, agree_on_dtypes, view, viewed
+from megaverl.weights.transports import Tensors, agree_on_dtypes, view, viewed
 
 # Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23

@@ -23,7 +23,7 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.plan import Plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
-from megaverl.weights.transfer import (
+from megaverl.weights.transports import (
     Moved,
     TransferJob,
     Transport,
@@ -35,8 +35,7 @@ from megaverl.weights.transfer import (
     viewed,
     wire_dtypes,
 )
-from megaverl.weights.transports.cuda_ipc import CudaIpc
-from megaverl.weights.transports.ipc import CrossMemory
+from megaverl.weights.transports.ipc import CrossMemory, CudaIpc
 from megaverl.weights.transports.local import Alias, LocalCopy
 from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.transports.quantised import QuantisedDestination, QuantisedLanding

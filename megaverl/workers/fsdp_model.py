@@ -39,8 +39,8 @@ from megaverl.models.hf_shards import (
     sharded_weights,
     tensor_cuts,
 )
+from megaverl.models.lora import ADAPTER, follow
 from megaverl.models.lora.adapters import HFAdapters
-from megaverl.models.lora.low_rank import ADAPTER, follow
 from megaverl.models.packing import MicroBatch
 from megaverl.models.vision import VisionReader
 from megaverl.platform import platform

@@ -13,8 +13,19 @@ from megaverl.config.roles import EnvironmentConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import EpisodeError, MegaverlError
-from megaverl.rollout.environments import Codec, Game, Limits, Outcome, Start, Turns, Views, agents_of, make_game, play
-from megaverl.rollout.environments.episodes import Generate
+from megaverl.rollout.environments import (
+    Codec,
+    Game,
+    Generate,
+    Limits,
+    Outcome,
+    Start,
+    Turns,
+    Views,
+    agents_of,
+    make_game,
+    play,
+)
 
 SIDE_BY_SIDE = 16  # episodes of a rank whose steps wait for something outside it
 

@@ -20,9 +20,9 @@ from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layouts_of
 from megaverl.models.hf_shards import module_without_data, sharded_weights, tensor_cuts
+from megaverl.models.lora import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.models.lora.adapter_set import Merge
 from megaverl.models.lora.adapters import layer_factors
-from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.models.options import transformer_config
 from megaverl.platform import platform
 from megaverl.rollout.engine import Engine, Shapes
@@ -35,6 +35,8 @@ from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import FinalParts, Resharder, ReshardStats
 from megaverl.weights.transfer import TransportOptions, view, viewed
+from megaverl.weights.reshard import Resharder, ReshardStats
+from megaverl.weights.transports import TransportOptions, view, viewed
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination
 from megaverl.workers.model import TrainingModel

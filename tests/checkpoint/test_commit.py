@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaverl.checkpoint.manifest import Manifest
+from megaverl.checkpoint import Manifest
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaverl.checkpoint.commit import Committer, Retention, best_name, commit, job_name, prepare_folder, prune, remove
-from megaverl.checkpoint.manifest import (
+from megaverl.checkpoint import (
     FORMAT_VERSION,
     Manifest,
     checkpoint_folders,
@@ -24,6 +23,7 @@ from megaverl.checkpoint.manifest import (
     read_json,
     readable,
 )
+from megaverl.checkpoint.commit import Committer, Retention, best_name, commit, job_name, prepare_folder, prune, remove
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 
 ROLES = {"actor": {"model": {"hidden_size": 32, "num_layers": 2}, "value_head": False, "grid": {"tp": 2}}}

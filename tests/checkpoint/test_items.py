@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaverl.checkpoint import parts
-from megaverl.checkpoint.manifest import ChecksummedFile, crc32_of, read_into
+from megaverl.checkpoint import ChecksummedFile, crc32_of, parts, read_into
 from megaverl.checkpoint.parts import frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import DamagedCheckpoint
 from tests.device_tensors import DeviceTensor
@@ -91,7 +90,7 @@ def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
 
 
 def test_pieces_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaverl.checkpoint.manifest.PIECE_BYTES", 7)
+    monkeypatch.setattr("megaverl.checkpoint.PIECE_BYTES", 7)
     data = bytes(range(100))
     (tmp_path / "file").write_bytes(data)
     found = bytearray(60)

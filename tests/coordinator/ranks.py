@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules
-from megaverl.coordinator.islands import IslandMember, serve_join
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
 from megaverl.distributed.worlds import Fabric, join
 from megaverl.errors import CheckpointError, TrainingStopped
+from megaverl.trainer.islands import IslandMember, serve_join
 from tests.distributed.ranks import start
 
 ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}

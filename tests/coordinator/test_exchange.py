@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed import TCPStore
 
+from megaverl.coordinator import complete_set, tree_children, tree_parent
 from megaverl.coordinator.decide import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
-from megaverl.coordinator.exchange import complete_set, tree_children, tree_parent
 from megaverl.distributed.liveness import Liveness, Timeouts
 from tests.distributed.test_heartbeat import beat
 from tests.launcher import Launcher

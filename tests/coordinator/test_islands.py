@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megaverl.coordinator.islands import Compressor, OuterOptimizer
+from megaverl.trainer.islands import Compressor, OuterOptimizer
 from tests.launcher import Launcher
 
 SPLITS = [(0, 5), (5, 6), (6, 16)]  # rows of each island

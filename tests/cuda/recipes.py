@@ -36,7 +36,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import Colocated
 from megaverl.trainer.job import Stages, alone
 from megaverl.trainer.saving import sample_records
-from megaverl.weights.transfer import check_tensors
+from megaverl.weights.transports import check_tensors
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_trainable import MegatronTrainable, optimizer_tensors

@@ -99,7 +99,7 @@ ALLOWED = {
     "megaverl/weights/reshard.py:_agree: copy to the host": 1,
     "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": 1,
     "megaverl/weights/transports/ipc.py:_any_rank: item": 1,
-    "megaverl/weights/transports/cuda_ipc.py:_open_all: stream.synchronize": 1,
+    "megaverl/weights/transports/ipc.py:_open_all: stream.synchronize": 1,
 }
 
 OPERATORS = ("rollout", "reward", "old_log_probs", "ref_log_probs", "advantages", "actor_update", "reshard")

@@ -135,7 +135,7 @@ def weights_move() -> dict[str, Any]:
     from megaverl.sharding.plan import make_plan
     from megaverl.sharding.vllm import vllm_layouts
     from megaverl.weights.reshard import Resharder
-    from megaverl.weights.transfer import TransportOptions
+    from megaverl.weights.transports import TransportOptions
     from tests.sharding.specs import element_ids, fill, make_spec
 
     fabric = start({"rollout": "2-3"})

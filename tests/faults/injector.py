@@ -108,7 +108,7 @@ class _Patches:
         self.written = 0
 
     def apply(self) -> None:
-        from megaverl.checkpoint.manifest import ChecksummedFile
+        from megaverl.checkpoint import ChecksummedFile
         from megaverl.trainer.job import Stages
 
         note, write = Stages.status, ChecksummedFile.write

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megaverl.checkpoint.manifest import Manifest, newest_first
+from megaverl.checkpoint import Manifest, newest_first
 from tests.trainer.conftest import command_arguments
 from tools.same_numbers import is_cost
 

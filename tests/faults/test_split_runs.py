@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaverl.checkpoint.manifest import newest_first
+from megaverl.checkpoint import newest_first
 from megaverl.processes import ending_with_parent
 from megaverl.trainer.islands import island_file
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE

@@ -10,8 +10,8 @@ import torch
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
+from megaverl.models.lora import LowRank, factor_weights, held_span, low_ranks, with_factors
 from megaverl.models.lora.adapter_set import Merge, add_product
-from megaverl.models.lora.low_rank import LowRank, factor_weights, held_span, low_ranks, with_factors
 from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout

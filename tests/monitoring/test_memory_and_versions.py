@@ -12,7 +12,7 @@ import pytest
 
 import megaverl
 from megaverl.monitoring.timeline import memory_metrics, process_memory_mb
-from megaverl.monitoring.versions import collect_versions, git_commit, write_versions
+from megaverl.monitoring.tracker import collect_versions, git_commit, write_versions
 
 
 def test_memory_is_in_megabytes_and_grows_with_what_is_held() -> None:

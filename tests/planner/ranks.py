@@ -16,7 +16,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transfer import TransportOptions
+from megaverl.weights.transports import TransportOptions
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import CoordinatorConfig, LoraConfig, OffloadConfig
-from megaverl.coordinator.islands import serve_join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
@@ -22,6 +21,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable, local
+from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor

@@ -1,6 +1,6 @@
 """CUDA IPC between real processes, with a stand-in for torch's calls: a GPU's memory is a file that others map.
 
-The stand-in keeps torch's rules (`megaverl.weights.transports.cuda_ipc` names where they stand): what is shared counts
+The stand-in keeps torch's rules (`megaverl.weights.transports.ipc` names where they stand): what is shared counts
 its readers from one, in an unsigned number; a storage that is shared stays allocated until that is zero; a handle
 belongs to an allocation. Weights travel through it as they would through a GPU's memory, on gloo.
 """
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transfer import TransportOptions
-from megaverl.weights.transports import cuda_ipc, ipc
+from megaverl.weights.transports import TransportOptions, ipc
 from tests.weights.transport_ranks import Sides
 
 DEVICE = 5  # this rank's
@@ -94,7 +93,7 @@ class FakeDevice:
         patch.setattr(storage, "_new_shared_cuda", self.open, raising=False)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-        for module in (ipc, cuda_ipc):
+        for module in (ipc, ipc):
             patch.setattr(module, "platform", SimpleNamespace(is_cuda=True, device=torch.device("cpu")))
 
 

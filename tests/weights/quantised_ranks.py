@@ -20,7 +20,7 @@ from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import QuantisedWeight, landing_parts, scale_shape, vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transfer import TransportOptions
+from megaverl.weights.transports import TransportOptions
 from megaverl.weights.transports.quantised import Landed, QuantisedDestination, dequantise
 from tests.sharding.specs import fill, make_experts, make_spec
 

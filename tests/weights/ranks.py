@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
-from megaverl.models.lora.low_rank import follow
+from megaverl.models.lora import follow
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
@@ -22,7 +22,7 @@ from megaverl.weights.export import save_folder
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.load import load_folder
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transfer import TransportOptions
+from megaverl.weights.transports import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 
 

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box
-from megaverl.weights.transfer import view
-from megaverl.weights.transports import ipc
+from megaverl.weights.transports import ipc, view
 from megaverl.weights.transports.ipc import TensorAddress, calls_for, joined, parts
 from tests.launcher import Launcher, WorldError
 

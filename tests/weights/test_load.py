@@ -19,7 +19,7 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.weights.load import load_folder
-from megaverl.weights.transfer import viewed
+from megaverl.weights.transports import viewed
 from tests.sharding.specs import expert_tp
 from tests.weights.ranks import empty_tensors
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transfer import ALONE, messages
+from megaverl.weights.transports import ALONE, messages
 from tests.launcher import Launcher
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM"}

@@ -20,6 +20,8 @@ from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.reshard import FinalParts, Resharder
 from megaverl.weights.transfer import TransportOptions
+from megaverl.weights.reshard import Resharder
+from megaverl.weights.transports import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
 

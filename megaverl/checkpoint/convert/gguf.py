@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaverl.checkpoint.convert.items import bar
+from megaverl.checkpoint.convert import bar
 from megaverl.checkpoint.convert.run import check_output, commit, writing
 from megaverl.checkpoint.convert.source import check_same_ids
 from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend

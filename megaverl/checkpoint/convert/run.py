@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ByteSize, TypeAdapter
 
-from megaverl.checkpoint.convert.items import ArrayPart, Item, bar, in_threads, parts_of, share_of, slabs, write_items
+from megaverl.checkpoint.convert import ArrayPart, Item, bar, in_threads, parts_of, share_of, slabs, write_items
 from megaverl.checkpoint.convert.source import (
     ModelSource,
     carry_files,
@@ -53,8 +53,7 @@ from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.load import BESIDE_KEY, clear_padding, fill
 from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist import check_checksums
-from megaverl.weights.torch_dist_index import read_arrays
+from megaverl.weights.torch_dist import check_checksums, read_arrays
 
 
 def compare_bytes(

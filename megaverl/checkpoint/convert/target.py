@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megaverl.checkpoint.convert.items import ArrayPart, Item, Parts, parts_of, stored_box
+from megaverl.checkpoint.convert import ArrayPart, Item, Parts, parts_of, stored_box
 from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
@@ -22,8 +22,7 @@ from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
 from megaverl.weights.safetensors_writer import data_bytes, entries_of, framed, index_text, shard_headers
 from megaverl.weights.stored import DTYPES, INDEX_FILE
-from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Frame, write_index
-from megaverl.weights.torch_dist_index import Chunk, IndexedArray
+from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Chunk, Frame, IndexedArray, write_index
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import on_first_rank, together
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
-from megaverl.models.lora.low_rank import (
+from megaverl.models.lora import (
     ALL_LINEAR,
     PEFT_PREFIX,
     Layouts,
@@ -41,7 +41,7 @@ from megaverl.weights.load import check_names, check_shapes, fill
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import folder_layout, read_header, stored_arrays
-from megaverl.weights.transfer import check_tensors
+from megaverl.weights.transports import check_tensors
 
 CHUNK = 1 << 22  # elements that are merged in float32 at a time, into weights of 16 bits
 

@@ -40,8 +40,7 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
 from megaverl.models.hf_shards import ShardedWeights, shard_box
 from megaverl.models.layers import sum_gradients
-from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
-from megaverl.models.lora.low_rank import (
+from megaverl.models.lora import (
     ADAPTER,
     Layouts,
     LowRank,
@@ -52,6 +51,7 @@ from megaverl.models.lora.low_rank import (
     low_ranks,
     with_factors,
 )
+from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.platform import platform
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, join_layouts

@@ -23,7 +23,7 @@ from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.hardware import hardware
 from megaverl.monitoring.doctor.network import network, storage
 from megaverl.monitoring.doctor.trials import measure_rates, start_trials
-from megaverl.monitoring.versions import collect_versions
+from megaverl.monitoring.tracker import collect_versions
 from megaverl.platform import flash_attention, platform
 
 PYTHONS = SpecifierSet(">=3.11,<3.13")

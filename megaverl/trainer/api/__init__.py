@@ -2,4 +2,147 @@
 
 `from megaverl import ...`, `from megaverl.trainer import ...`, `from megaverl.utils import ...` lead here, and import
 nothing before they are used.
+
+Which devices a role has, as people write it: "cuda:0-3", [0, 1], {"model": "cuda:0-3"}.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megaverl.distributed.placement import parse_ranks
+from megaverl.errors import ConfigError
+
+Devices = Sequence[int] | str | int | Mapping[str, Any] | None
+FORMS = "[0, 1], 2, '0-3', 'cuda:0-3', 'cuda:0,2', 'cpu:0-1', or {'model': one of these}"
+# the section `placement` has no reward model: a reward's ranks are `reward`'s
+PLACEMENT_KEYS = {
+    "actor_devices": "actor_devices",
+    "critic_devices": "critic_devices",
+    "reference_devices": "reference_devices",
+    "reward_model_devices": "reward_devices",
+    "rollout_devices": "rollout_devices",
+}
+
+
+def parse_devices(value: Devices, where: str) -> list[int] | None:
+    """The ranks of a role; None where none are given (or "auto").
+
+    A device is a rank: a process has one. The word before the colon is for the reader; every rank computes on what
+    its machine has.
+
+    Raises:
+        ConfigError: names `where`, what was found and which forms there are.
+    """
+    if isinstance(value, Mapping):
+        if set(value) != {"model"}:
+            raise ConfigError(f"{where}: found {dict(value)!r}; expected {FORMS}.")
+        value = value["model"]
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool):
+        raise ConfigError(f"{where}: found {value}; expected {FORMS}.")
+    if isinstance(value, int):
+        return _checked([value], where)
+    if isinstance(value, str):
+        match = re.fullmatch(r"(?:(cuda|gpu|cpu|rank):)?([\d,\s-]+)", value.strip())
+        if match is None:
+            raise ConfigError(f"{where}: found {value!r}; expected {FORMS}.")
+        try:
+            return _checked(list(parse_ranks(match[2])), where)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return _checked(list(value), where)
+
+
+def _checked(ranks: list[Any], where: str) -> list[int]:
+    if not ranks or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
+        raise ConfigError(f"{where}: found {ranks!r}; expected {FORMS}.")
+    if len(set(ranks)) < len(ranks):
+        raise ConfigError(f"{where}: found {ranks!r}; a device stands twice. Leave one out.")
+    return ranks
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """Which devices (ranks) each role has. None: the configuration's own rule (see docs/placement.md).
+
+    DataParallelConfig(actor_devices=[0, 1], critic_devices=[2], reward_model_devices=[3]).set_device_map()
+    """
+
+    actor_devices: Devices = None
+    critic_devices: Devices = None
+    reference_devices: Devices = None
+    reward_model_devices: Devices = None
+    rollout_devices: Devices = None
+
+    def placement(self) -> dict[str, list[int]]:
+        """The section `placement` that says the same.
+
+        Raises:
+            ConfigError: lists every entry that cannot be read.
+        """
+        found, mistakes = {}, []
+        for field in fields(self):
+            try:
+                ranks = parse_devices(getattr(self, field.name), field.name)
+            except ConfigError as error:
+                mistakes.append(str(error))
+                continue
+            if ranks is not None:
+                found[PLACEMENT_KEYS[field.name]] = ranks
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return found
+
+    def set_device_map(self) -> dict[str, list[int]]:
+        """`megaverl.utils.set_device_map(self)`."""
+        return set_device_map(self)
+
+
+class _DeviceMap:
+    """What `set_device_map` was last given: for trainers made afterwards, in this process."""
+
+    placement: dict[str, list[int]] = {}
+
+
+def set_device_map(devices: DataParallelConfig | Mapping[str, Devices] | None) -> dict[str, list[int]]:
+    """Give roles their devices, for every trainer that is made afterwards and does not say otherwise.
+
+    Args:
+        devices: a DataParallelConfig, or a mapping of role (actor, critic, reference, reward, reward_model, rollout)
+            to devices. None: forget what was set.
+
+    Returns: the section `placement` that says the same: role_devices -> ranks.
+
+    Raises:
+        ConfigError: lists every role that there is not, and every entry that cannot be read.
+    """
+    _DeviceMap.placement = placement_of(devices)
+    return dict(_DeviceMap.placement)
+
+
+def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> dict[str, list[int]]:
+    """The section `placement` that says the same as `devices`; see `set_device_map`."""
+    if devices is None:
+        return {}
+    if not isinstance(devices, DataParallelConfig | Mapping):
+        raise ConfigError(f"device map: found {devices!r}; expected a DataParallelConfig or {{'actor': [0, 1], ...}}.")
+    return (devices if isinstance(devices, DataParallelConfig) else _from_mapping(devices)).placement()
+
+
+def device_map() -> dict[str, list[int]]:
+    """What `set_device_map` was last given."""
+    return dict(_DeviceMap.placement)
+
+
+def _from_mapping(devices: Mapping[str, Devices]) -> DataParallelConfig:
+    names = {field.name.removesuffix("_devices"): field.name for field in fields(DataParallelConfig)}
+    names |= {"reward": "reward_model_devices", "model": "actor_devices"}
+    unknown = [name for name in devices if name.removesuffix("_devices") not in names]
+    if unknown:
+        raise ConfigError(f"device map: no role {', '.join(map(repr, unknown))}; there are {', '.join(names)}.")
+    return DataParallelConfig(**{names[name.removesuffix("_devices")]: value for name, value in devices.items()})

@@ -17,7 +17,7 @@ from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
 from megaverl.config.run import LoopConfig, named_reward
 from megaverl.config.yaml_source import COMMAND_LINE, recipe
 from megaverl.errors import ConfigError
-from megaverl.trainer.api.devices import Devices, device_map, parse_devices
+from megaverl.trainer.api import Devices, device_map, parse_devices
 
 # What `get_ppo_config()` alone lays over the recipe of the quickstart: one process, without vLLM, about half a minute.
 SMALL_RUN: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from megaverl.config import Config, smallest_world
 from megaverl.config.grids import resolve_placement, role_grids, used_roles
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 from megaverl.processes import free_port
-from megaverl.trainer.api.devices import DataParallelConfig, Devices, placement_of
+from megaverl.trainer.api import DataParallelConfig, Devices, placement_of
 from megaverl.trainer.api.settings import (
     JOB_OF_ONE,
     Description,

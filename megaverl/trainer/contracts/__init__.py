@@ -18,51 +18,50 @@ Promise = tuple[str, Callable[[], None]]
 class Kind(NamedTuple):
     """key: where a configuration names it. what: what it is, in a few words.
 
-    promises: a module of this folder and the function in it that yields them; imported when they are wanted, as some
-    need torch.
+    promises: the function of `kinds` that yields them; imported when they are wanted, as some need torch.
     """
 
     key: str
     what: str
-    promises: tuple[str, str]
+    promises: str
 
 
 KINDS = {
     "reward": Kind(
         "reward.N.function",
         "a function: prompt, response, reference, extra -> number",
-        ("rollouts", "reward_promises"),
+        "reward_promises",
     ),
     "environment": Kind(
         "environment.name",
         "a class derived from megaverl.rollout.environments.Environment or Game",
-        ("rollouts", "environment_promises"),
+        "environment_promises",
     ),
     "generation": Kind(
         "rollout.function",
         "a function: generate, prompts, sampling, seeds -> responses",
-        ("rollouts", "generation_promises"),
+        "generation_promises",
     ),
     "filter": Kind(
         "algorithm.rollout_filter",
         "a function: batch, scores -> true or false for each sample",
-        ("training", "filter_promises"),
+        "filter_promises",
     ),
     "loss": Kind(
         "algorithm.policy_loss",
         "a function: log_probs, old_log_probs, advantages, weights -> LossOutput",
-        ("training", "loss_promises"),
+        "loss_promises",
     ),
     "advantage": Kind(
         "algorithm.advantage",
         "a function of what it names of a batch -> Advantages",
-        ("training", "advantage_promises"),
+        "advantage_promises",
     ),
-    "data": Kind("data.train.N.path", "a function without arguments -> rows", ("rollouts", "data_promises")),
+    "data": Kind("data.train.N.path", "a function without arguments -> rows", "data_promises"),
     "tracker": Kind(
         "run.log_with",
         "a class: RunInfo -> write(step, seconds, metrics), close()",
-        ("rollouts", "tracker_promises"),
+        "tracker_promises",
     ),
 }
 
@@ -91,9 +90,8 @@ def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> 
     if kind not in KINDS:
         raise ConfigError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}.")
     load_object(name, KINDS[kind].key)
-    module, function = KINDS[kind].promises
     promises: Callable[[str, dict[str, Any]], Iterable[Promise]] = getattr(
-        import_module(f"megaverl.trainer.contracts.{module}"), function
+        import_module("megaverl.trainer.contracts.kinds"), KINDS[kind].promises
     )
     yield from keep(promises(name, dict(options or {})))
 

@@ -11,7 +11,7 @@ import torch
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Plan, Transfer
-from megaverl.weights.transfer import Moved, Tensors, TransferJob, copy_boxes, view
+from megaverl.weights.transports import Moved, Tensors, TransferJob, copy_boxes, view
 
 
 def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> int:

@@ -14,7 +14,7 @@ from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transfer import Message, Moved, TransferJob, copy_boxes, messages
+from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
 
 # Parts of a bucket, per direction, that are packed, on their way or being unpacked at the same time.
 SLOTS = 4

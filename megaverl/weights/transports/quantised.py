@@ -25,7 +25,7 @@ from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
 from megaverl.sharding.vllm import QuantisedWeight, slot_of
-from megaverl.weights.transfer import Moved, TransferJob, Transport, view
+from megaverl.weights.transports import Moved, TransferJob, Transport, view
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megaverl.distributed.collectives import broadcast_json
 from megaverl.errors import ReshardError
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transfer import Message, Moved, TransferJob, copy_boxes, messages
+from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 1800.0  # where no timeout was given

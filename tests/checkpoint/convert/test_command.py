@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megaverl.checkpoint.convert.items import bar
+from megaverl.checkpoint.convert import bar
 from megaverl.checkpoint.convert.run import compare_bytes, compare_logits, process_group
 from megaverl.checkpoint.convert.source import open_source
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist_index import read_arrays
+from megaverl.weights.torch_dist import read_arrays
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
 from tests.launcher import ROOT
 from tests.terminals import read_to_the_end

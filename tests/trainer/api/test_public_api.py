@@ -17,9 +17,8 @@ from megaverl import DataParallelConfig, RolloutBatch, TrainerConfig
 from megaverl.config import load_config
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.trainer import RLTrainer, RoleBasedDistributedStrategy
-from megaverl.trainer.api import trainers
+from megaverl.trainer.api import device_map, parse_devices, trainers
 from megaverl.trainer.api import trainers as trainers_module
-from megaverl.trainer.api.devices import device_map, parse_devices
 from megaverl.trainer.api.settings import JOB_OF_ONE, importable_name, resolve
 from megaverl.utils import set_device_map
 from megaverl.utils.config import get_ppo_config

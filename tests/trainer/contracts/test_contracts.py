@@ -64,7 +64,7 @@ def test_what_breaks_it(kind: str, name: str, words: str) -> None:
 
 def test_built_in_losses_and_advantages_keep_to_the_same_contracts() -> None:
     from megaverl.trainer.contracts import keep
-    from megaverl.trainer.contracts.training import advantage_promises, loss_promises
+    from megaverl.trainer.contracts.kinds import advantage_promises, loss_promises
 
     for name in ("ppo_clip", "gspo", "cispo"):
         assert [kept for kept in keep(loss_promises(name, {})) if kept.problem] == []
