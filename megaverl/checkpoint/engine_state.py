@@ -18,10 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from megaverl.checkpoint.parts import boxed, optimizer_shards, share_replicas, shares_of
 from megaverl.errors import CheckpointError
@@ -35,6 +31,10 @@ from megaverl.workers.megatron_trainable import MegatronTrainable
 
 platform.adapt_megatron()
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 SHARDING_TYPE = "fully_reshardable"
 
@@ -214,9 +214,6 @@ def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_parameter_state_from_fs_model_space(held)  # mostly in their place already
     for parameter, step in steps.items():
         moments[parameter]["step"] = step.clone()
-
-
-platform.adapt_megatron()
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -29,14 +29,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    LocalNonpersistentObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    apply_factories,
-    is_main_replica,
-)
 
 from megaverl.checkpoint import ChecksummedFile, crc32, read_into
 from megaverl.errors import CheckpointError, DamagedCheckpoint
@@ -47,6 +39,14 @@ from megaverl.workers.megatron_trainable import optimizer_tensors
 
 platform.adapt_megatron()
 
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    is_main_replica,
+)
 
 Described: TypeAlias = ShardedTensor | ShardedTensorFactory
 EXPERTS = ".experts."  # of a name: such a weight's replicas are the ranks of the expert-data-parallel group

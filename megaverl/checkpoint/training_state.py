@@ -19,14 +19,6 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 from megaverl.checkpoint.engine_state import (
     MOMENT_PREFIX,
@@ -51,6 +43,15 @@ from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.trainable import TrainableModel
 
 platform.adapt_megatron()
+
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 
 def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False) -> dict[str, Any]:
@@ -151,9 +152,6 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(data: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
-
-
-platform.adapt_megatron()
 
 
 MASTERS = f"{MOMENT_PREFIX}param."  # Megatron's float32 copies of its weights

@@ -39,7 +39,6 @@ ESTIMATOR_INPUTS = (
     "response_mask",
 )
 LOSS_INPUTS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "weights", "selected")
-
 SELECTOR_INPUTS = ("log_probs", "advantages", "response_mask", "draws")
 VALUE_LOSS_INPUTS = ("values", "old_values", "returns", "weights")
 AGGREGATION_INPUTS = ("response_mask", "denominators")
@@ -50,8 +49,6 @@ KL_INPUTS = ("log_probs", "ref_log_probs")
 BY_NAME = ("algorithm.name", "algorithm.advantage")
 BY_LOSS = ("algorithm.name", "algorithm.policy_loss")
 BY_AGGREGATION = ("algorithm.name", "algorithm.loss_aggregation")
-
-
 # Losses without a ratio to the policy that sampled, and estimators whose samples need not be the policy's own: what is
 # kept is learned like an answer, or nothing is.
 WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")

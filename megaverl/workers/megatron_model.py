@@ -10,9 +10,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from packaging.version import Version
 
 from megaverl.config.roles import LoraConfig
@@ -39,6 +36,9 @@ from megaverl.workers.model import Loss, Taken, TrainingModel
 
 platform.adapt_megatron()
 
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 Shape = tuple[int, int, int]  # sequence, samples, hidden
 
@@ -81,9 +81,6 @@ class StageCommunicator(P2PCommunicator):
         self._forward += recv_prev
         self._backward += recv_next
         return forward, backward
-
-
-platform.adapt_megatron()
 
 
 logger = logging.getLogger(__name__)

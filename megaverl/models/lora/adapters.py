@@ -27,13 +27,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (  # noqa: E402
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch import nn
 
 from megaverl.config.roles import LoraConfig
@@ -58,6 +51,14 @@ from megaverl.sharding.layout import Layout, Piece, join_layouts
 from megaverl.sharding.weight import Split, Weight
 
 platform.adapt_megatron()
+
+from megatron.core.tensor_parallel import (  # noqa: E402
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 class AdaptedProjection(NamedTuple):
