@@ -15,7 +15,6 @@ from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
-from megaverl.sharding.fit import misfits, no_adapters
 from megaverl.sharding.model_spec import NOT_IN_VLLM, ModelSpec, misfits, no_adapters
 
 if TYPE_CHECKING:

@@ -16,8 +16,6 @@ import torch
 
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.vision import VisionReader
-from megaverl.models.architectures import LAYERS, weights_of
 from megaverl.models.vision import VisionReader, auto_class_of
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, whole_layout

@@ -34,8 +34,6 @@ from megaverl.sharding.vllm import landing_parts
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import FinalParts, Resharder, ReshardStats
-from megaverl.weights.transfer import TransportOptions, view, viewed
-from megaverl.weights.reshard import Resharder, ReshardStats
 from megaverl.weights.transports import TransportOptions, view, viewed
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination

@@ -21,7 +21,7 @@ from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transfer import viewed
+from megaverl.weights.transports import viewed
 from tests.sharding.specs import expert_tp, make_spec
 
 RANK, SCALING = 2, 1.5

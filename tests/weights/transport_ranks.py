@@ -19,8 +19,6 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.reshard import FinalParts, Resharder
-from megaverl.weights.transfer import TransportOptions
-from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
