@@ -18,10 +18,9 @@ from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
 from megaverl.distributed.worlds import Fabric, join
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.trainer.islands import Island
+from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable, local
-from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor
