@@ -132,7 +132,7 @@ class Launcher:
             self._worlds[num_ranks] = world
         return results
 
-    def ranks(self, num_ranks: int, target: str, *, deadline: float = 60.0, **kwargs: Any) -> Ended:
+    def ranks(self, num_ranks: int, target: str, *, deadline: float = 150.0, **kwargs: Any) -> Ended:
         """Run `target` on new ranks without a process group, until all have ended by themselves.
 
         Nobody ends them when one is lost: that they end is what is tested. Only what is left at the deadline in

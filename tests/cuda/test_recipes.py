@@ -97,7 +97,7 @@ ALLOWED = {
     "megaverl/checkpoint/parts.py:write_tensor: copy to the host": 8,  # of the few that are written here, in a thread
     "megaverl/checkpoint/parts.py:copy: copy to the host": 8,  # of those that were not written before an update
     "megaverl/weights/reshard.py:_agree: copy to the host": 1,
-    "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": 1,
+    "megaverl/weights/reshard.py:finished: stream.synchronize": 1,
     "megaverl/weights/transports/ipc.py:_any_rank: item": 1,
     "megaverl/weights/transports/ipc.py:_open_all: stream.synchronize": 1,
 }
