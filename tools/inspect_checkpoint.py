@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 
 from megaverl.checkpoint import MANIFEST_FILE, USE_ANOTHER, Manifest, checkpoint_folders, read_json
 from megaverl.errors import CheckpointError
-from megaverl.weights.torch_dist import INDEX_FILE, CheckpointIndex, IndexedArray, read_index
+from megaverl.weights.torch_dist_index import INDEX_FILE, CheckpointIndex, IndexedArray, read_index
 
 # Sizes of a grid in the order in which people say them; those of 1 are left out.
 GRID = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")

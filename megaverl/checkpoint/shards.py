@@ -41,7 +41,8 @@ from megaverl.checkpoint.commit import Committer
 from megaverl.checkpoint.parts import HeldTensors, HostBuffers, frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
-from megaverl.weights.torch_dist import COMMON_FILE, FORMAT_FILE, INDEX_FILE, read_index
+from megaverl.weights.torch_dist import COMMON_FILE
+from megaverl.weights.torch_dist_index import FORMAT_FILE, INDEX_FILE, read_index
 
 platform.adapt_megatron()
 

@@ -37,7 +37,8 @@ from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import checkpoint_layout
 from megaverl.sharding.weight import Weight
 from megaverl.weights.load import EMBEDDING_KEY, OpenedCheckpoint, clear_padding, fill
-from megaverl.weights.torch_dist import COMMON_FILE, IndexedArray, locate, read_arrays
+from megaverl.weights.torch_dist import COMMON_FILE, locate
+from megaverl.weights.torch_dist_index import IndexedArray, read_arrays
 from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.trainable import TrainableModel

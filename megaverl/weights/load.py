@@ -28,7 +28,8 @@ from megaverl.weights.stored import (
     stored_arrays,
     with_views,
 )
-from megaverl.weights.torch_dist import IndexedArray, is_torch_dist, locate, read_arrays
+from megaverl.weights.torch_dist import locate
+from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
 from megaverl.weights.transports import check_tensors, view, viewed
 
 MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place

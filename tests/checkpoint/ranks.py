@@ -27,7 +27,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.torch_dist import read_index
+from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megaverl.errors import CheckpointError
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.weights.torch_dist import read_index
+from megaverl.weights.torch_dist_index import read_index
 from tests.launcher import ROOT, Launcher
 
 GRIDS = {"actor": {"tp": 2}, "critic": {"pp": 2}}

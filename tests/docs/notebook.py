@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# A notebook's kernel is a process of its own, and no rank of a job.
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
 
 def cells(path: Path, kind: str) -> list[str]:
     """The text of the cells of a kind (`code`, `markdown`)."""
@@ -17,6 +20,8 @@ def cells(path: Path, kind: str) -> list[str]:
 
 def main() -> None:
     path = Path(sys.argv[1])
+    for name in TORCHRUN:
+        os.environ.pop(name, None)
     os.chdir(sys.argv[2])
     sys.path.insert(0, "")  # as a notebook's kernel imports from its folder
     namespace: dict[str, Any] = {"__name__": "__main__"}

@@ -10,7 +10,8 @@ import torch
 from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import whole
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist import Chunk, IndexedArray, check_checksums, locate
+from megaverl.weights.torch_dist import check_checksums, locate
+from megaverl.weights.torch_dist_index import Chunk, IndexedArray
 
 TENSORS = {
     "whole": torch.arange(12.0).reshape(3, 4),

@@ -53,7 +53,8 @@ from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.load import BESIDE_KEY, clear_padding, fill
 from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist import check_checksums, read_arrays
+from megaverl.weights.torch_dist import check_checksums
+from megaverl.weights.torch_dist_index import read_arrays
 
 
 def compare_bytes(

@@ -27,7 +27,7 @@ from megaverl.sharding.weight import Weight
 from megaverl.weights.export import model_files
 from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
 from megaverl.weights.stored import INDEX_FILE, SINGLE_FILE, StoredArray, folder_layout, read_folder, stored_arrays
-from megaverl.weights.torch_dist import COPY_AGAIN, FORMAT_FILE, is_torch_dist
+from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
 
 EMBEDDING = "model.embed_tokens.weight"
 LATEST_FILE = "latest_checkpointed_iteration.txt"

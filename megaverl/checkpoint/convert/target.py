@@ -22,7 +22,8 @@ from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
 from megaverl.weights.safetensors_writer import data_bytes, entries_of, framed, index_text, shard_headers
 from megaverl.weights.stored import DTYPES, INDEX_FILE
-from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Chunk, Frame, IndexedArray, write_index
+from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Frame, write_index
+from megaverl.weights.torch_dist_index import Chunk, IndexedArray
 
 
 @dataclass(frozen=True)

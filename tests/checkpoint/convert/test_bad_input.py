@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.cli.main import main as megaverl
-from megaverl.weights.torch_dist import INDEX_FILE, read_arrays
+from megaverl.weights.torch_dist_index import INDEX_FILE, read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, converted, make_model, make_tokenizer, nothing_changes
 
 

@@ -21,7 +21,7 @@ from megaverl.cli.main import main as megaverl
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist import read_arrays
+from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
 from tests.launcher import ROOT
 from tests.terminals import read_to_the_end

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megaverl.checkpoint.convert.source import open_source
 from megaverl.errors import CheckpointError
 from megaverl.sharding.model_spec import ARCHITECTURES
-from megaverl.weights.torch_dist import read_arrays
+from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, assert_same_files, converted, make_model, make_tokenizer
 from tests.sharding.specs import expert_tp, make_spec
 

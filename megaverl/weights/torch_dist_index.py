@@ -1,0 +1,230 @@
+"""The index of a `torch_dist` checkpoint, read by a reader of its own: torch's runs whatever the pickle names.
+
+`.metadata` (torch's distributed checkpointing) names arrays, their chunks and where these lie in `*.distcp` files. Here
+every class that it may name is a stand-in that keeps what it is given; all else is refused. Works without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaverl.errors import CheckpointError
+from megaverl.sharding.boxes import Box
+
+INDEX_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+COPY_AGAIN = "Copy the checkpoint again from its source, or take another one."
+
+ITEM_BYTES = {
+    name: size
+    for size, names in {
+        16: "complex128",
+        8: "complex64 float64 int64 uint64",
+        4: "float32 int32 uint32",
+        2: "float16 bfloat16 int16 uint16",
+        1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    }.items()
+    for name in names.split()
+}
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # megatron-core leaves its plans in the index
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+
+
+class Chunk(NamedTuple):
+    """Where the zip of an array's box, or of an object (an empty box), lies."""
+
+    box: Box
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class IndexedArray:
+    """An array of a checkpoint; layers are often stacked along the first axis.
+
+    Attributes:
+        dtype: without "torch.".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: Sequence[Chunk]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """What a checkpoint holds, by name, in the index's order; objects are what is no array."""
+
+    arrays: dict[str, IndexedArray]
+    objects: dict[str, Chunk]
+
+    def wrong_sizes(self) -> list[str]:
+        """Every file that is missing or too short for what the index says is in it, in words."""
+        ends: dict[Path, int] = {}
+        for chunk in [*(chunk for array in self.arrays.values() for chunk in array.chunks), *self.objects.values()]:
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+        wrong = []
+        for file, end in sorted(ends.items()):
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
+                wrong.append(f"{file.name} is missing")
+            elif size < end:
+                wrong.append(f"{file.name} has {size} bytes, and the index names some up to {end}")
+        return wrong
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether the folder looks like a distributed checkpoint."""
+    return (folder / INDEX_FILE).is_file()
+
+
+def read_arrays(folder: Path) -> dict[str, IndexedArray]:
+    """Every array of a checkpoint by key, and that its files are there and long enough.
+
+    Raises:
+        CheckpointError: no checkpoint, another format or a newer one, a damaged index, files that are missing or
+            end too early (all of them are named).
+    """
+    _check_format(folder)
+    index = read_index(folder)
+    if wrong := index.wrong_sizes():
+        raise CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {COPY_AGAIN}")
+    return index.arrays
+
+
+def read_index(folder: Path, fix: str = COPY_AGAIN) -> CheckpointIndex:
+    """Read the index alone, no other file.
+
+    Args:
+        fix: what to do, for messages.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, names what it must not, or a place outside of the folder.
+    """
+    path = folder / INDEX_FILE
+    try:
+        with path.open("rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        return _index_of(folder, metadata)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}). {fix}") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path}: refused: {type(error).__name__}: {error}. {fix}") from error
+
+
+def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
+    root, files = folder.resolve(), {}
+    for key, place in metadata.storage_data.items():
+        if place.relative_path not in files:
+            files[place.relative_path] = folder / place.relative_path
+            if not files[place.relative_path].resolve().is_relative_to(root):
+                raise CheckpointError(f"{folder / INDEX_FILE}: {key.fqn} lies outside of the folder. Refused.")
+    places = {}
+    for key, place in metadata.storage_data.items():
+        start = getattr(key, "offset", None)  # an object has none
+        places[key.fqn, None if start is None else tuple(start)] = place
+
+    def chunk(name: str, start: tuple[int, ...] | None, sizes: Sequence[int] = ()) -> Chunk:
+        place = places.get((name, start))
+        if place is None:
+            raise CheckpointError(f"{folder / INDEX_FILE}: names no file for {name} at {start}. {COPY_AGAIN}")
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(f"{folder}: {name} is stored compressed, which cannot be read here.")
+        low = start or ()
+        box = Box(low, tuple(begin + size for begin, size in zip(low, sizes, strict=True)))
+        return Chunk(box, files[place.relative_path], place.offset, place.length)
+
+    arrays = {
+        name: IndexedArray(
+            tuple(entry.size),
+            entry.properties.dtype,
+            [chunk(name, tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks],
+        )
+        for name, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "chunks")
+    }
+    return CheckpointIndex(arrays, {name: chunk(name, None) for name, start in places if start is None})
+
+
+def _check_format(folder: Path) -> None:
+    path = folder / FORMAT_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        backend, version = content["sharded_backend"], content["sharded_backend_version"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: not a whole distributed checkpoint: it has no {FORMAT_FILE}. {COPY_AGAIN}"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
+    if {"sharded_backend": backend, "sharded_backend_version": version} != BACKEND:
+        raise CheckpointError(
+            f"{path}: format {backend!r} version {version}; this megaverl reads torch_dist version 1. "
+            "Take a checkpoint in that format, or a newer megaverl."
+        )
+
+
+class _StandIn:
+    """For any class of the index: keeps its state, and does nothing with it."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        # TensorProperties gives a tuple, its dtype first
+        self.__dict__.update({"dtype": state[0]} if isinstance(state, tuple) else state)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """What this takes, torch may unpickle as well."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in ITEM_BYTES:
+            return name
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return str
+        if name in _CLASSES.get(module, ()):
+            return _StandIn
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
