@@ -165,7 +165,7 @@ class Engine(Protocol):
         Args:
             prompts: token ids; of an image one for each of its parts.
             sampling: for all of them; with `rollout.adaptive_sampling` one for each.
-            seeds: one per prompt (see `megaverl.rollout.sampling`).
+            seeds: one per prompt (see `megaverl.rollout.sample_seed`).
             images: given where a prompt has any.
 
         Raises:

@@ -43,7 +43,7 @@ class UpdateReport:
 
 
 class UpdateDecision(Protocol):
-    """What is to become of a gradient: `megaverl.coordinator.Decision`.
+    """What is to become of a gradient: `megaverl.coordinator.decide.Decision`.
 
     It is multiplied by `scale` (its loss is then the mean over all tokens) and by `clip`; `schedule_step` updates were
     applied before this one.
