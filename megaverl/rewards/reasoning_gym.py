@@ -21,6 +21,7 @@ from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits, wh
 
 PREFIX, COLUMN = "reasoning_gym:", "reasoning_gym"
 HOW_TO_INSTALL = "pip install 'megaverl[reasoning-gym]'"
+SEED = {"seed": 0}  # of a task whose name says none
 ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 # In the sandbox: some of the verifiers hand the model's text to sympy, which evaluates it.
 VERIFIER = """
@@ -49,6 +50,7 @@ class ReasoningGymRows:
         self.path = path
         try:
             name, options = read_task(path)
+            options = SEED | options
             self._dataset = _dataset(name, json.dumps(options))
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
@@ -71,20 +73,23 @@ class ReasoningGymRows:
         }
 
 
-def read_task(path: str) -> tuple[str, dict[str, Any]]:
+def read_task(path: str, prefix: str = PREFIX, named: str = r"[^\W\d]\w*") -> tuple[str, dict[str, Any]]:
     """The name and the options in `reasoning_gym:NAME?OPTION=VALUE&...`; values are JSON, or else text.
+
+    Args:
+        named: a regular expression that names match.
 
     Raises:
         ValueError: it is written otherwise.
     """
-    name, _, query = path.removeprefix(PREFIX).partition("?")
+    name, _, query = path.removeprefix(prefix).partition("?")
     try:
         pairs = parse_qsl(query, strict_parsing=True) if query else []
     except ValueError:
         pairs = [("", "")]
-    if not name.isidentifier() or any(not key.isidentifier() for key, _ in pairs):
-        raise ValueError("expected reasoning_gym:NAME or reasoning_gym:NAME?OPTION=VALUE&OPTION=VALUE")
-    return name, {"seed": 0} | {key: _value(text) for key, text in pairs}
+    if not re.fullmatch(named, name) or any(not key.isidentifier() for key, _ in pairs):
+        raise ValueError(f"expected {prefix}NAME or {prefix}NAME?OPTION=VALUE&OPTION=VALUE")
+    return name, {key: _value(text) for key, text in pairs}
 
 
 def why_no_task(path: str) -> str:
@@ -150,6 +155,7 @@ def reasoning_gym_score(
         if task is None:
             raise ValueError("the row is of no reasoning-gym task; name one: data.train=reasoning_gym:chain_sum")
         name, options = read_task(task["task"])
+        options = SEED | options
         found = ANSWER.findall(sample.response) if tags else [sample.response]
         if found:
             given = {"name": name, "options": options, "index": task["index"], "answer": found[-1].strip()}

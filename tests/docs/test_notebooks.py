@@ -27,7 +27,8 @@ def test_what_a_reader_sees(path: Path) -> None:
     book = json.loads(path.read_text(encoding="utf-8"))
     code = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in code), "run it, so that its outputs are shown"
-    assert any(cell["outputs"] for cell in code) and not re.search(r"Traceback|/root/|/work/|/tmp/", path.read_text())
+    shown = "".join("".join(output.get("text", ())) for cell in code for output in cell["outputs"])
+    assert shown and not re.search(r"Traceback|(?<![\w.:/%])/\w+/", shown), "nothing of the machine that it ran on"
     for link in (link for text in notebook.cells(path, "markdown") for link in LINK.findall(text)):
         target, _, anchor = link.partition("#")
         found = (path.parent / target).resolve()

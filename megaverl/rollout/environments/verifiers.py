@@ -12,15 +12,15 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import re
 import threading
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import parse_qsl
 
 from megaverl.errors import ConfigError, DataError, EpisodeError
+from megaverl.rewards.reasoning_gym import read_task
 from megaverl.rollout.environments.conversation import MODEL
 from megaverl.rollout.environments.environment import Codec
 from megaverl.rollout.environments.gateway import ProgramEpisode
@@ -29,7 +29,7 @@ from megaverl.rollout.environments.registry import register_environment
 PREFIX, COLUMN = "verifiers:", "verifiers"
 HOW_TO_INSTALL = "pip install 'megaverl[verifiers]'"
 HERE = {"type": "subprocess"}  # where a harness runs, unless the options say another place
-SECONDS_TO_BEGIN = 300.0  # for the servers of shared tools
+SECONDS_TO_BEGIN, SECONDS_TO_END = 300.0, 10.0  # for the servers of shared tools
 T = TypeVar("T")
 
 
@@ -39,17 +39,11 @@ def read_taskset(path: str) -> tuple[dict[str, Any], int | None]:
     Raises:
         ValueError: it is written otherwise.
     """
-    name, _, query = path.removeprefix(PREFIX).partition("?")
-    try:
-        pairs = dict(parse_qsl(query, strict_parsing=True)) if query else {}
-        size = int(pairs.pop("size")) if "size" in pairs else None
-    except ValueError:
-        name, size = "", None
-    if not re.fullmatch(r"[\w./@-]+", name) or (size is not None and size < 1):
-        raise ValueError(
-            "expected verifiers:NAME?OPTION=VALUE&OPTION=VALUE, the options are not needed (size: a number)"
-        )
-    return {"id": name} | {key: _value(text) for key, text in pairs.items()}, size
+    name, options = read_task(path, PREFIX, r"[\w./@-]+")
+    size = options.pop("size", None)
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ValueError(f"expected {PREFIX}{name}?size=NUMBER, found size={size}")
+    return {"id": name} | options, size
 
 
 def why_no_taskset(path: str) -> str:
@@ -61,13 +55,6 @@ def why_no_taskset(path: str) -> str:
     except ValueError as error:
         return f"{error}."
     return ""
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 @lru_cache(maxsize=16)
@@ -177,8 +164,9 @@ class EnvironmentLoop:
         return float(sum(trace.reward for trace in episode.traces))
 
     def close(self) -> None:
-        """End its servers."""
-        self._wait(self._serving.__aexit__(None, None, None), SECONDS_TO_BEGIN)
+        """End its servers; what does not end in time ends with this process."""
+        with suppress(TimeoutError):
+            self._wait(self._serving.__aexit__(None, None, None), SECONDS_TO_END)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _wait(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
