@@ -11,7 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megaverl.errors import ModelError
+from megaverl.errors import ConfigError, ModelError
+from megaverl.models.hf_model import build_module
 from megaverl.models.hf_shards import module_without_data, weights_of_module
 from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import Layout
@@ -108,3 +109,10 @@ def test_a_folder_that_is_no_language_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     with pytest.raises(ModelError, match="does not build a causal language model"):
         module_without_data(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_liger_kernels_need_a_gpu(tmp_path: Path) -> None:
+    save("LlamaForCausalLM", tmp_path)
+    with pytest.raises(ConfigError, match=r"^fsdp\.liger: Liger's kernels need a GPU, and there is none\."):
+        build_module(tmp_path, dtype=torch.float32, seed=None, liger=True)
