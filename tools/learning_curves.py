@@ -202,7 +202,10 @@ def write(out: Path, result: Result) -> None:
 
 
 def stored(out: Path) -> Iterator[Result]:
+    """The algorithms' results; those of other tasks stand beside them."""
     for path in sorted((out / "results").glob("*.json")):
+        if path.stem.rpartition("_")[0] not in ALGORITHMS:
+            continue
         found = json.loads(path.read_text(encoding="utf-8"))
         curves = {key: [(int(step), float(value)) for step, value in found.get(key, [])] for key in ("curve", "passes")}
         yield Result(**{**found, **curves})

@@ -25,12 +25,16 @@ SEED = {"seed": 0}  # of a task whose name says none
 ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 # In the sandbox: some of the verifiers hand the model's text to sympy, which evaluates it.
 VERIFIER = """
-import json, sys
+import functools, json, sys
 import reasoning_gym
+
+@functools.lru_cache
+def made(name, options):
+    return reasoning_gym.create_dataset(name, **json.loads(options))
 
 scores = []
 for given in json.load(sys.stdin):
-    dataset = reasoning_gym.create_dataset(given["name"], **given["options"])
+    dataset = made(given["name"], json.dumps(given["options"]))
     scores.append(float(dataset.score_answer(given["answer"], dataset[given["index"]])))
 print("\\n" + json.dumps(scores))
 """

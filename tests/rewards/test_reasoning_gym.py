@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaverl.cli.main import main
+from megaverl.config.yaml_source import all_recipes, read_source
 from megaverl.data.sources import kind_of, open_source
 from megaverl.errors import DataError
 from megaverl.rewards import RewardSample, build_reward
-from megaverl.rewards.reasoning_gym import COLUMN, read_task, why_no_task
+from megaverl.rewards.reasoning_gym import COLUMN, VERIFIER, read_task, why_no_task
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="pip install 'megaverl[reasoning-gym]'")
 # a task of numbers, one whose verifier evaluates the answer, one with many right answers
@@ -88,6 +91,44 @@ def test_the_verifiers_score(tmp_path: Path) -> None:
     add(integrals[2], "<answer>__import__('os')._exit(3)</answer>", 0.0)
     again = build_reward({"name": "reasoning_gym", "workers": 1}).score([samples[-1], *samples[:-1]]).total
     assert again == [0.0, *found]
+
+
+def test_a_verifier_makes_a_data_set_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made, create = list[str](), reasoning_gym.create_dataset
+    monkeypatch.setattr(
+        reasoning_gym, "create_dataset", lambda name, **options: made.append(name) or create(name, **options)
+    )
+    options = {"size": 3, "seed": 5, "min_word_len": 4}
+    rows = create("spell_backward", **options)
+    given = [
+        {"name": name, "options": options, "index": index, "answer": rows[index]["answer"]}
+        for name, options, index in (
+            ("spell_backward", options, 0),
+            ("spell_backward", options, 1),
+            ("spell_backward", {"seed": 5}, 0),
+        )
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(given)))
+    exec(VERIFIER, {})
+    assert json.loads(capsys.readouterr().out)[:2] == [1.0, 1.0] and len(made) == 2
+
+
+RECIPES = [path for path in all_recipes() if path.parent.name == "reasoning_gym"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_holds_rows_out(path: Path) -> None:
+    """Row i of a task is drawn with seed + i."""
+    data = read_source(path, []).values["data"]
+    trained, held_out = (
+        {
+            (name, options.get("data_file"), options["seed"] + i)
+            for name, options in map(read_task, data[key])
+            for i in range(options["size"])
+        }
+        for key in ("train", "validation")
+    )
+    assert len(held_out) >= 64 and not trained & held_out
 
 
 def test_the_command_line_looks_through_a_task(capsys: pytest.CaptureFixture[str]) -> None:
