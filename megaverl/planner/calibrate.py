@@ -26,6 +26,8 @@ from megaverl.planner.operators import StepLoad, operations
 from megaverl.planner.trial_steps import MeasuredOperator, real_steps
 
 ROUNDS = 8
+BISECTIONS = 40
+LEAST = 1e-3  # where a range begins at 0
 BETWEEN_MESSAGES = 8  # products, some tenths of a millisecond
 STEPS = 10  # of a probe
 QUIET = 0.1  # processors of other programs that a measurement bears
@@ -41,6 +43,8 @@ PROBE: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 PROBE_LAYERS = (2, 6)
+CUTS = {"tp": "tensor-parallel", "pp": "in two pipeline stages", "": "each with half the samples"}
+MESSAGES = ("node_latency_us", "send_latency_us", "exchange_ms")
 PROBE_KEYS = (
     "data={max_prompt_tokens: 16, prompts_per_step: 8}",
     "algorithm={name: grpo, group_size: 4, num_mini_batches: 2, kl: {in: loss, kind: k3, coef: 0.001}}",
@@ -70,13 +74,24 @@ def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = 
         for layers in PROBE_LAYERS:
             tell(f"steps of a model of {layers} layers on one rank")
             probes.append(Probe.run(Path(folder), layers, 1, engine))
-        tell("the same on two ranks, tensor-parallel")
-        probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, "actor.tp=2", "reference.tp=2"))
+        for cut, how in CUTS.items():
+            tell(f"the same on two ranks, {how}")
+            keys = [f"{role}.{cut}=2" for role in ("actor", "reference") if cut]
+            probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, *keys))
         if (others := max(probe.others for probe in probes)) > QUIET:
             said = f"other programs had {others:.1f} processors meanwhile: measure again when they have ended"
-            tell(said)
-            hardware = replace(hardware, sources=(*hardware.sources, said))
-        return fit(hardware, probes)
+            hardware = _doubted(hardware, said, tell)
+        hardware = fit(hardware, probes)
+        if free := [field for field in MESSAGES if getattr(hardware, field) <= LEAST]:
+            said = f"{', '.join(free)}: nothing, as two ranks were no slower than one lets expect: measure again"
+            hardware = _doubted(hardware, said, tell)
+        return hardware
+
+
+def _doubted(hardware: Hardware, said: str, tell: Callable[[str], object]) -> Hardware:
+    """With a word among its sources on why it may be wrong."""
+    tell(said)
+    return replace(hardware, sources=(*hardware.sources, said))
 
 
 def available_cores() -> int:
@@ -102,7 +117,7 @@ class Probe:
 
         inputs = make_inputs(folder / f"model_{layers}", PROBE | {"num_hidden_layers": layers})
         keys = [*PROBE_KEYS, *sampling(engine, RESPONSE), *inputs, *more]
-        found = real_steps(folder / f"run_{layers}_{ranks}", keys, ranks, STEPS)
+        found = real_steps(folder / f"run_{len(list(folder.iterdir()))}", keys, ranks, STEPS)
         config = load_config(None, keys, check_paths=False, world_size=ranks)
         return cls(
             make_job(config, find_spec(config), ranks, Machine(gpus_per_node=ranks)), found.operators, found.others
@@ -188,36 +203,44 @@ def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
 def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     """What measured steps take beyond the rates: elementwise work by passes over samples, kernels by the difference
     between a few layers and more when tokens are decoded, what is left as overheads of a token, an update and a step,
-    and a message by the tensor-parallel steps."""
-    few, many, cut = probes
+    a collective by the tensor-parallel steps, a message between stages by those of the pipeline, and what ranks tell
+    each other of their own samples by the data-parallel ones."""
+    few, many, tensor_parallel, staged, apart = probes
     layers = many.job.spec.num_layers - few.job.spec.num_layers
     updates = few.job.config.algorithm.num_mini_batches
 
     def mean(name: str, found: Hardware) -> float:
         return statistics.mean(probe.beyond(name, found) for probe in (few, many))
 
-    def settled(field: str, name: str, sign: int) -> Hardware:
-        """With the value at which an operator takes what it was measured to; sign: whether more of it is slower."""
-        low, high = (math.log(limit) for limit in RANGES[field])
-        for _ in range(40):
-            middle = (low + high) / 2
-            too_slow = mean(name, replace(hardware, **{field: math.exp(middle)})) < 0  # type: ignore[arg-type]
-            low, high = (low, middle) if too_slow == (sign > 0) else (middle, high)
-        return replace(hardware, **{field: math.exp(high)})  # type: ignore[arg-type]
-
     for _ in range(ROUNDS):  # each of the two is fitted with the other as it is
-        hardware = settled("elementwise_efficiency", "ref_log_probs", -1)
+        hardware = _settled(hardware, "elementwise_efficiency", lambda found: mean("ref_log_probs", found), -1)
         slope = many.beyond("rollout", hardware) - few.beyond("rollout", hardware)
         more = slope / (layers * FORWARD_KERNELS * RESPONSE) * 1e6
         hardware = _with(hardware, kernel_us=hardware.kernel_us + more)
     hardware = _with(hardware, sample_ms=mean("reward", hardware) / few.job.config.samples_per_step * 1e3)
     hardware = _with(hardware, step_ms=mean("advantages", hardware) * 1e3)
     hardware = _with(hardware, decode_step_ms=mean("rollout", hardware) / RESPONSE * 1e3)
-    hardware = settled("backward_factor", "actor_update", 1)
+    hardware = _settled(hardware, "backward_factor", lambda found: mean("actor_update", found))
     hardware = _with(hardware, update_ms=mean("actor_update", hardware) / updates * 1e3)
-    lacking, latency = cut.beyond("ref_log_probs", hardware), hardware.node_latency_us
-    of_each = lacking - cut.beyond("ref_log_probs", _with(hardware, node_latency_us=latency + 1))  # a microsecond more
-    return _with(hardware, node_latency_us=latency + lacking / of_each)
+    hardware = _settled(hardware, "node_latency_us", lambda found: tensor_parallel.beyond("ref_log_probs", found))
+    hardware = _settled(hardware, "send_latency_us", lambda found: staged.beyond("actor_update", found))
+    exchanges = ("old_log_probs", "ref_log_probs", "advantages")
+    return _with(hardware, exchange_ms=statistics.mean(apart.beyond(name, hardware) for name in exchanges) * 1e3)
+
+
+def _settled(hardware: Hardware, field: str, lacking: Callable[[Hardware], float], sign: int = 1) -> Hardware:
+    """With the value of a field at which the prediction lacks nothing, by bisection.
+
+    Args:
+        lacking: seconds, negative where a prediction is too long.
+        sign: 1 where a larger value is slower, otherwise -1.
+    """
+    low, high = (math.log(max(limit, LEAST)) for limit in RANGES[field])
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        too_slow = lacking(_with(hardware, **{field: math.exp(middle)})) < 0
+        low, high = (low, middle) if too_slow == (sign > 0) else (middle, high)
+    return _with(hardware, **{field: math.exp(high)})
 
 
 def _with(hardware: Hardware, **fields: float) -> Hardware:

@@ -18,6 +18,7 @@ from megaverl.planner.stages import padded_vocab_size
 from megaverl.sharding.model_spec import ModelSpec
 
 FORWARD_KERNELS = 14  # of a layer: norms, products, rotation, attention, activation, residuals
+EXPERT_KERNELS = 20  # of a router, and of tokens sorted by expert and back; on a CPU (their calls beside a layer's)
 CONTEXT_KERNELS = 14  # of attention in a second part, and of keys and values put in order
 FLASH_BACKWARD = 2.5  # operations of attention's backward pass by those of its forward pass (arXiv 2307.08691, 3.1)
 OPTIMIZER_BYTES = 34  # of a parameter and step: float32 weight and moments read and written, gradient, 16-bit weight
@@ -181,7 +182,7 @@ class ModelCosts:
             products += expert
             beside += moved
             wait += away
-            kernels += 2 * spec.moe.num_experts / grid.ep if self.hardware.cores else 8  # one product for all experts
+            kernels += EXPERT_KERNELS if self.hardware.cores else 8  # one product for all experts
         else:
             products += self._mlp(tokens, spec.ffn_hidden_size / tp)
             beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)

@@ -25,6 +25,7 @@ NUM_SEQS = 256  # vLLM's default of max_num_seqs
 PREFILL_TOKENS = 8192.0  # of a pass of the engine over prompts
 CACHE_PASSES = 3  # of transformers' cache, which a token is appended to by copying it whole
 DECODE_KERNELS = 6  # of a decoding layer, after fusion; a captured graph launches them all at once
+DECODE_EXPERT_KERNELS = 6  # of a router and of tokens sorted by expert, as transformers decodes on a CPU
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class EngineCosts:
             compute = model.read(read) + cache / model.memory + computed
         kernels = FORWARD_KERNELS if hardware.cores else DECODE_KERNELS
         compute += spec.num_layers * kernels * model.kernel
+        if hardware.cores is not None:
+            compute += layers_of(spec)[True] * DECODE_EXPERT_KERNELS * model.kernel
         moved = model.elementwise(batch, self.tp) + self._activation(batch)
         if (
             hardware.cores is not None

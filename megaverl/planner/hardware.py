@@ -54,6 +54,8 @@ class Hardware:
         sample_ms: of a step's own work for each sample that a rank has: rewards, packing, advantages, records.
         step_ms: of a step's own work, whatever it is of, on each rank: `operator_ms` of each operator apart.
         operator_ms: of each operator on each rank.
+        exchange_ms: of an operator whose ranks have samples of their own, for what they tell each other of these, for
+            each doubling of the ranks.
         micro_batch_ms: of each forward or backward pass beside its kernels.
         update_ms: of each optimizer step beside its memory traffic: the ranks' agreements.
     """
@@ -85,6 +87,7 @@ class Hardware:
     sample_ms: float = 0.0
     step_ms: float = 0.0
     operator_ms: float = 0.0
+    exchange_ms: float = 0.0
     micro_batch_ms: float = 0.0
     update_ms: float = 0.0
 
@@ -214,6 +217,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sample_ms": (0, 1e4),
     "step_ms": (0, 1e6),
     "operator_ms": (0, 1e5),
+    "exchange_ms": (0, 1e5),
     "micro_batch_ms": (0, 1e5),
     "update_ms": (0, 1e6),
 }

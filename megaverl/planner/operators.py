@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, log2
 
 from megaverl.planner.activations import Recompute
 from megaverl.planner.costs import (
@@ -132,12 +132,14 @@ def operations(load: StepLoad) -> list[Operation]:
     needs = ["reward"]
     for name, role, kind in scored(job):
         if kind == "score":
-            found.append(_operation(load, name, role.name, role.ranks, ("rollout",), *models[name]))
+            seconds, work, lanes = models[name]
+            told = _exchanged(load, role)
+            seconds, work = seconds + told.seconds, work + told.work(hardware) * len(role.ranks)
+            found.append(_operation(load, name, role.name, role.ranks, ("rollout",), seconds, work, lanes))
             needs.append(name)
-    alone = hardware.step_ms * 1e-3
-    found.append(
-        _operation(load, "advantages", "actor", job.actor.ranks, tuple(needs), alone, alone * len(job.actor.ranks))
-    )
+    alone = Duration(hardware.step_ms * 1e-3) + _exchanged(load, job.actor)
+    ranks, work = job.actor.ranks, alone.work(hardware) * len(job.actor.ranks)
+    found.append(_operation(load, "advantages", "actor", ranks, tuple(needs), alone.seconds, work))
     for name, role, kind in scored(job):
         if kind == "update":
             found.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
@@ -195,6 +197,12 @@ def _operation(
     return Operation(name, role, ranks, frozenset(names), needs, seconds, work, lanes)
 
 
+def _exchanged(load: StepLoad, role: Role) -> Duration:
+    """What data-parallel ranks tell each other of their samples (`data.held_rows.HeldRows.spread`)."""
+    apart = role.grid.dp * role.islands > 1
+    return Duration(wait=load.hardware.exchange_ms * 1e-3 * ceil(log2(len(role.ranks)))) if apart else Duration()
+
+
 def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, tuple[Lane, ...]]:
     """(seconds, seconds of processors, lanes) of scoring a step's samples or of updating on them."""
     update = kind == "update"
@@ -208,7 +216,8 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     busy = [number * sum(piece.work(load.hardware) for piece in _pieces(stage, update)) for stage in stages]
     per_stage = len(role.ranks) // role.grid.pp
     beside = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
-    work = (sum(busy) + beside * role.grid.pp) * per_stage
+    hops = number * (role.grid.pp - 1) * (2 if update else 1)
+    work = (sum(busy) + beside * role.grid.pp + hops * Duration(wait=hop).work(load.hardware)) * per_stage
     span += beside
     offload = _offloaded(load, role) if update else 0.0
     if not update:

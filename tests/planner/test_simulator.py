@@ -19,7 +19,7 @@ from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
-from megaverl.planner.operators import StepLoad, operations, parameters_of_stage
+from megaverl.planner.operators import StepLoad, micro_batches, operations, parameters_of_stage
 from megaverl.planner.picture import draw
 from megaverl.planner.report import as_dict, as_text, memory_over_time, sleep_and_wake, survey
 from megaverl.planner.simulator import MeasuredRate, Prediction, default_lengths, simulate
@@ -257,11 +257,24 @@ def test_a_description_that_is_not_there_says_which_are() -> None:
 
 def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
     """Steps that are made up from known overheads: another job is then predicted as with these."""
-    overheads = {"kernel_us": 40, "decode_step_ms": 1.5, "sample_ms": 0.1, "step_ms": 4}
+    overheads = {"kernel_us": 40, "decode_step_ms": 1.5, "sample_ms": 0.1, "step_ms": 4, "exchange_ms": 7}
     free = {"operator_ms": 0, "micro_batch_ms": 0, "update_ms": 0, "decode_sequence_us": 0, "memory_efficiency": 1.0}
-    true = replace(CPU, **free, **overheads, elementwise_efficiency=0.05, backward_factor=1.4, node_latency_us=200)
+    true = replace(
+        CPU,
+        **free,
+        **overheads,
+        elementwise_efficiency=0.05,
+        backward_factor=1.4,
+        node_latency_us=200,
+        send_latency_us=900,
+    )
     bare = replace(
-        true, **dict.fromkeys(overheads, 0.0), elementwise_efficiency=None, backward_factor=2.0, node_latency_us=50
+        true,
+        **dict.fromkeys(overheads, 0.0),
+        elementwise_efficiency=None,
+        backward_factor=2.0,
+        node_latency_us=50,
+        send_latency_us=50,
     )
 
     def probe(layers: int, *more: str, world: int = 1) -> Probe:
@@ -272,12 +285,40 @@ def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
             planned, {op.name: MeasuredOperator(op.seconds, op.work / len(op.ranks)) for op in operations(load)}
         )
 
-    cut = probe(6, "actor.tp=2", "reference.tp=2", world=2)
-    found = fit(bare, [probe(2), probe(6), cut])
+    cuts = [("actor.tp=2", "reference.tp=2"), ("actor.pp=2", "reference.pp=2"), ()]
+    found = fit(bare, [probe(2), probe(6), *(probe(6, *cut, world=2) for cut in cuts)])
+    assert (found.send_latency_us, found.exchange_ms) == (pytest.approx(900, rel=0.05), pytest.approx(7, rel=0.05))
     for planned in (job("actor.tp=2", world=2), job(world=2), job("actor.pp=2", world=4)):
         lengths = LengthDistribution.fixed(PROMPT, RESPONSE)
         want = simulate(planned, true, lengths=lengths).step_seconds
         assert simulate(planned, found, lengths=lengths).step_seconds == pytest.approx(want, rel=0.05)
+
+
+def test_ranks_with_samples_of_their_own_tell_each_other_of_them() -> None:
+    def longer(*cut: str, world: int) -> float:
+        planned, lengths = job(*cut, world=world), LengthDistribution.fixed(PROMPT, RESPONSE)
+        both = [simulate(planned, replace(CPU, cores=None, exchange_ms=ms), lengths=lengths) for ms in (8, 0)]
+        return both[0].seconds_of("old_log_probs") - both[1].seconds_of("old_log_probs")
+
+    assert longer(world=1) == longer("actor.tp=2", "reference.tp=2", world=2) == 0
+    assert longer(world=2) == pytest.approx(8e-3)
+    assert longer("actor.pp=2", "reference.pp=2", world=4) == pytest.approx(16e-3)
+
+
+def test_messages_between_stages_are_work_of_processors_that_ranks_share() -> None:
+    """One hop of each micro-batch that is scored, and there and back of those of both updates."""
+    planned = job("actor.pp=2", "actor.micro_batch_tokens=1024", world=2)
+    lengths = LengthDistribution.fixed(28, 100)
+
+    def work(latency: float) -> float:
+        return simulate(
+            planned, replace(CPU, message_work=0.5, send_latency_us=latency), lengths=lengths
+        ).processor_seconds
+
+    (role,) = (each for each in planned.roles if each.name == "actor")
+    load = StepLoad(planned, CPU, lengths, None)
+    hops = micro_batches(load, role, 1)[1] + 2 * 2 * micro_batches(load, role, 2)[1]
+    assert work(2000) - work(1000) == pytest.approx(hops * 1e-3 * 0.5)
 
 
 def test_steps_in_which_others_were_at_work_do_not_count(tmp_path: Path) -> None:
