@@ -7,7 +7,8 @@
 begins nothing that would last longer than `--seconds`; told to leave by SIGTERM, it goes on from there the next time.
 Nothing is tuned for an algorithm: the same learning rate, batch and number of steps for all, its published constants
 for the rest. `report` draws one picture and writes one table, into docs/learning_curves.md; a run that failed or did
-not learn stands there like the others. `--task shapes`: one tiny model that sees pictures (`learning_shapes.py`).
+not learn stands there like the others. `--task shapes`: one tiny model that sees pictures (`learning_shapes.py`);
+`--task recipes`: recipes as they are written (`learning_recipes.py`).
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
+from tools import learning_recipes, learning_shapes  # noqa: E402
 from tools.learning_curves_page import Result, draw, page, table  # noqa: E402
 from tools.learning_curves_settings import ALGORITHMS, COMMON, GROUP, OF_GROUPS, TAUGHT, TEACHER  # noqa: E402
 
 ACCURACY, PASS = "validation/accuracy", f"validation/pass@{GROUP}"
+OTHER_TASKS = {"shapes": learning_shapes, "recipes": learning_recipes}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=["run", "report"])
-    parser.add_argument("--task", choices=["digits", "shapes"], default="digits", help="shapes: prompts with images")
+    parser.add_argument("--task", choices=["digits", *OTHER_TASKS], default="digits", help="what is learned")
     parser.add_argument("--out", type=Path, required=True, help="folder of results; what is there is not done again")
     parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would last longer")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the picture and the table go")
     options = parser.parse_args(arguments)
-    if options.task == "shapes":
-        from tools import learning_shapes
-
+    if options.task in OTHER_TASKS:
+        task = OTHER_TASKS[options.task]
         if options.what == "run":
-            return learning_shapes.run(options.out, options.seeds, options.seconds)
-        return learning_shapes.report(options.out, options.docs, options.seeds)
+            return task.run(options.out, options.seeds, options.seconds)
+        return task.report(options.out, options.docs, options.seeds)
     wanted = [(name, seed) for seed in options.seeds for name in options.algorithms]
     if options.what == "run":
         return run(options.out, wanted, options.seconds)
@@ -54,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not results:
         parser.error(f"{options.out} holds no results: run them first")
     draw(results, options.docs / "learning_curves.png")
-    (options.docs / "learning_curves.md").write_text(page(results), encoding="utf-8")
+    file = options.docs / "learning_curves.md"
+    file.write_text(page(results) + learning_recipes.section(file), encoding="utf-8")
     print(table(results))
     return 0
 

@@ -61,7 +61,7 @@ def train_sentencepiece(
     options: dict[str, Any] = {
         "model_type": model_type,
         "byte_fallback": byte_fallback,
-        "user_defined_symbols": list(symbols),
+        "user_defined_symbols": [symbol.replace(" ", SPACE) for symbol in symbols],
         "character_coverage": 1.0,
         "split_digits": True,
         "add_dummy_prefix": False,
@@ -143,7 +143,8 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
 
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    kept = {piece.piece: piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type == USER_DEFINED}
+    pieces = [(kept.get(piece.piece, piece.piece), piece.score) for piece in proto.pieces]
     rules, trained = proto.normalizer_spec, proto.trainer_spec
     if trained.model_type == UNIGRAM:
         model: Any = models.Unigram(pieces, unk_id=trained.unk_id, byte_fallback=trained.byte_fallback)
@@ -176,13 +177,7 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
     )
-    tokenizer.add_tokens(
-        [
-            AddedToken(piece.piece.replace(SPACE, " "), normalized=False, special=False)
-            for piece in proto.pieces
-            if piece.type == USER_DEFINED
-        ]
-    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in kept.values()])
     special = [AddedToken(piece.piece, normalized=False) for piece in proto.pieces if piece.type == CONTROL]
     tokenizer.add_special_tokens(special)
     return tokenizer

@@ -1,6 +1,6 @@
 """The quickstart: a tiny model learns to write numbers backwards, from nothing, on the same code as a 70B run.
 
-With a recipe that names an environment of the package it learns that one instead.
+With a recipe that names an environment of the package, or rows of its own, it learns that instead.
 
 Tokenizer, model and data are made on the spot; a short supervised warm-up teaches the form of an answer, PPO
 teaches the task.
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megaverl.config import Config
+from megaverl.data.sources import open_source
 from megaverl.data.tasks import make_task, write_rows
 from megaverl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaverl.monitoring.console import Console, plot_curves, text_curve
@@ -77,8 +79,11 @@ def make_inputs(config: Config) -> None:
 
 
 def _prepare_data(config: Config, folder: Path) -> Path:
-    """Rows of the task, or of the environment that the configuration names; returns a tokenizer trained on them."""
+    """Rows of the task, or of the environment that the configuration names, unless it has its own; returns a tokenizer
+    trained on them."""
     name = config.environment.name
+    if any(Path(source.path).parent != folder for source in config.data.train):
+        return _tokenizer_of_characters(config, folder / "tokenizer.model")
     if name not in EXAMPLES:
         task = make_task(**TASK, seed=config.run.seed)  # type: ignore[arg-type]
         task.save(folder)
@@ -88,6 +93,19 @@ def _prepare_data(config: Config, folder: Path) -> Path:
     write_rows(folder / "held_out.jsonl", made.held_out)
     write_rows(folder / "warm_up.jsonl", made.warm_up)
     return train_sentencepiece(made.texts(), folder / "tokenizer.model", vocab_size=64)
+
+
+def _tokenizer_of_characters(config: Config, path: Path) -> Path:
+    """Single characters of the rows that the configuration names; what all prompts begin with is one symbol."""
+    sources = [open_source(source) for source in (*config.data.train, *config.sft.train)]
+    rows = [source[index] for source in sources for index in range(len(source))]
+    prompts = [str(row[config.data.prompt_key]) for row in rows]
+    beginning = os.path.commonprefix(prompts)
+    texts = [prompt.removeprefix(beginning) for prompt in prompts] + [str(row[config.data.answer_key]) for row in rows]
+    symbols = [beginning] if beginning else []
+    num_special = 4
+    size = num_special + len(symbols) + len(set().union(*texts))
+    return train_sentencepiece(texts, path, vocab_size=size, symbols=symbols)
 
 
 def quickstart(config: Config, console: Console, job: Job | None = None) -> None:

@@ -170,11 +170,12 @@ def _timeline_of(run_dir: Path, world: str) -> Path:
 
 
 def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int) -> list[dict[str, Any]]:
-    """The first `count` samples as JSON-able records."""
-    agents = batch.columns.get("agent")
+    """The first `count` samples as JSON-able records; `turns`: how many an episode has taken."""
+    agents, turns = batch.columns.get("agent"), batch.columns.get("turns")
     return [
         {
             **({"agent": agents[i]} if agents else {}),
+            **({"turns": len(turns[i])} if turns else {}),
             "prompt": batch.columns["prompt"][i],
             "response": reward.transcript(batch, i),
             "reference": batch.columns["reference"][i],

@@ -72,6 +72,15 @@ def test_a_vocabulary_larger_than_the_texts_yield_becomes_smaller(tmp_path: Path
     assert not (tmp_path / "b.model").exists()
 
 
+def test_a_symbol_may_have_spaces(tmp_path: Path) -> None:
+    path = train_sentencepiece(["ab", "ba"], tmp_path / "a.model", vocab_size=7, symbols=["write it: "])
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("write it: abba")[0] == 4 and len(tokenizer.encode("write it: abba")) == 5
+    tokenizer.save(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved")
+    assert saved.decode(saved.encode("write it: abba")) == "write it: abba"
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", None])
 def test_a_saved_tokenizer_loads_with_auto_tokenizer(
     tmp_path: Path, chat_tokenizer: Tokenizer, model_type: str | None

@@ -63,6 +63,8 @@ def test_tools_and_rewards_of_the_last_turn(launch: Launcher, tmp_path: Path) ->
     assert {"validation/accuracy", "validation/reward"} <= metrics(run)[0].keys() | found.keys()
     told = [record["response"] for record in samples(run)]
     assert any("is " in text for text in told), "every character is a call, and is answered"
+    for record in samples(run):
+        assert ("is " in record["response"]) <= (record["turns"] > 1) and record["turns"] <= 3
 
 
 def paid(folder: Path) -> str:
