@@ -4,7 +4,8 @@ torchrun --nproc-per-node 2 tools/check_answers.py [ARCHITECTURE ...] [--tp 2]
 
 For each architecture transformers makes a tiny model and writes its folder. Its parameters are cut over the ranks by
 rows, as PyTorch's FSDP cuts them, and resharded into vLLM by the layouts that vLLM's own loader gives; no architecture
-has a table here. `same`: the engine answers token for token as one that has loaded the folder, at temperature 0.
+has a table here. `same`: the engine answers token for token as one that has loaded the folder, at temperature 0, and
+transformers gives these tokens the same log-probs in float32; `wrong`: it does not, so vLLM computes another model.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ MORE: dict[str, dict[str, Any]] = {
     "OPTForCausalLM": {"word_embed_proj_dim": 128, "init_std": 0.3, "tie_word_embeddings": False},
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "initializer_range": 0.3},
+    "Lfm2ForCausalLM": {"block_dim": 128, "conv_dim": 128},
 }
 # Different in how they are cut, fused, transposed, tied and computed.
 CHOSEN = (
@@ -74,6 +76,7 @@ CHOSEN = (
 )
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(6)]
 MAX_TOKENS = 12
+TOLERANCE = 1e-3  # of a log-prob
 
 
 class Line(NamedTuple):
@@ -116,14 +119,18 @@ def compare(architecture: str, tp: int) -> Line:
             with engine(folder, tp, load_weights=False) as filled:
                 reshard(folder, filled)
                 found = ask(filled)
+            reference = log_probs_of(folder, wanted[0])
         except Exception as error:
             text = " ".join(str(error).split())
             return Line(architecture, "refused", f"{type(error).__name__}: {text[:300]}")
     (ours, our_log_probs), (theirs, their_log_probs) = found, wanted
     agree = sum(a == b for a, b in zip(ours, theirs, strict=True))
     apart = max(abs(a - b) for a, b in zip(our_log_probs, their_log_probs, strict=True))
+    wrong = max(abs(a - b) for a, b in zip(their_log_probs, reference, strict=True))
     detail = f"{agree} of {len(theirs)} tokens, {len({*theirs})} distinct; log-probs apart by at most {apart:.1e}"
-    return Line(architecture, "same" if agree == len(theirs) else "differs", detail)
+    detail += f", from transformers' by {wrong:.1e}"
+    same = "same" if agree == len(theirs) else "differs"
+    return Line(architecture, same if wrong < TOLERANCE else "wrong", detail)
 
 
 @contextmanager
@@ -190,6 +197,20 @@ def ask(made: VLLMEngine) -> tuple[list[int], list[float]]:
     greedy = SamplingOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     found = made.generate(PROMPTS, greedy, [0] * len(PROMPTS))
     return [token for each in found for token in each.token_ids], [p for each in found for p in each.log_probs]
+
+
+@torch.no_grad()
+def log_probs_of(folder: str, tokens: list[int]) -> list[float]:
+    """What transformers says of all responses."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found: list[float] = []
+    for prompt, response in zip(PROMPTS, torch.tensor(tokens).split(MAX_TOKENS), strict=True):
+        ids = torch.cat([torch.tensor(prompt), response])
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        found += logits.log_softmax(-1).gather(1, response[:, None])[:, 0].tolist()
+    return found
 
 
 def reshard(folder: str, made: VLLMEngine) -> None:

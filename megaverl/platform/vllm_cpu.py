@@ -260,6 +260,21 @@ def _norm_in_one_kernel() -> None:
     RMSNorm.forward_cpu = forward_cpu
 
 
+@_adapts("rotary embeddings of all heads")
+def _turn_all_heads() -> None:
+    """The kernel takes the last axis for all heads of a token: of [tokens, heads, size], as LFM2's code gives queries
+    and keys, it turns the first rows, as many as there are tokens, by wrong positions (vLLM 0.32)."""
+    from vllm import _custom_ops
+
+    @replaces(_custom_ops, "rotary_embedding")
+    def turn(kernel: Any, positions: torch.Tensor, query: Any, key: Any, *args: Any, **options: Any) -> None:
+        rows = [tensor if tensor is None else tensor.flatten(positions.dim()) for tensor in (query, key)]
+        kernel(positions, *rows, *args, **options)
+        for tensor, row in zip((query, key), rows, strict=True):
+            if tensor is not None and row is not None and tensor.data_ptr() != row.data_ptr():  # parts of wider rows
+                tensor.copy_(row.view_as(tensor))
+
+
 @_adapts("attention without a wrapper")
 def _attend_without_a_wrapper() -> None:
     """Two custom operators per layer hide attention from a compiler that is not used, a fiftieth of a small model's
@@ -272,7 +287,6 @@ def _attend_without_a_wrapper() -> None:
 @_adapts("images without torchvision")
 def _images_without_torchvision() -> None:
     """vLLM imports modules and a processor of videos that need torchvision, whose CPU build PyPI does not have."""
-
     adapt_images()
 
 

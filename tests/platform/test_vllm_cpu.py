@@ -23,6 +23,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "quantised products by definition",
         "no sgl kernels",
         "norms in one kernel",
+        "rotary embeddings of all heads",
         "attention without a wrapper",
         "images without torchvision",
         "no ranks of drawn tokens",
@@ -58,6 +59,14 @@ def test_norms_in_one_kernel_are_those_of_pytorch(launch: Launcher) -> None:
     errors = launch.world(1, f"{RANKS}:norm_errors")[0]
     assert len(errors) == 16
     assert all(error < 2.0 for error in errors.values()), errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
+def test_rotary_embeddings_turn_every_head(launch: Launcher) -> None:
+    """Heads in one row, apart, one alone, cut out of wider rows, and without keys; all of a head, and half of it."""
+    errors = launch.world(1, f"{RANKS}:rotary_errors")[0]
+    assert len(errors) == 10
+    assert all(error < 1e-5 for error in errors.values()), errors
 
 
 def test_nothing_happens_on_cuda(adapted: list[Any]) -> None:

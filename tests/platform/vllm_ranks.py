@@ -77,6 +77,39 @@ def norm_errors() -> dict[str, float]:
     return errors
 
 
+def rotary_errors() -> dict[str, float]:
+    """By case, how far turned queries and keys are from the definition."""
+    Platform(is_cuda=False).adapt_vllm()
+    from vllm import _custom_ops
+
+    tokens, size = 7, 32
+    positions = torch.arange(tokens)
+    errors = {}
+    for turned in (32, 16):
+        angles = positions[:, None] * 100.0 ** -(torch.arange(turned // 2) / turned * 2)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        wide = torch.randn(tokens, 4, 2 * size)
+        apart, keys = torch.randn(tokens, 4, size), torch.randn(tokens, 2, size)
+        cases = {
+            "in a row": (apart.flatten(1), keys.flatten(1)),
+            "apart": (apart, keys),
+            "one key": (apart, torch.randn(tokens, 1, size)),
+            "cut out": (wide[..., size:], keys),
+            "no keys": (apart, None),
+        }
+        for name, given in cases.items():
+            before = [None if x is None else x.clone().view(tokens, -1, size) for x in given]
+            _custom_ops.rotary_embedding(positions, *given, size, torch.cat([angles.cos(), angles.sin()], -1), True)
+            worst = 0.0
+            for x, was in zip(given, before, strict=True):
+                if x is not None and was is not None:
+                    a, b, rest = was.split([turned // 2, turned // 2, size - turned], -1)
+                    wanted = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+                    worst = max(worst, float((x.view(tokens, -1, size) - wanted).abs().max()))
+            errors[f"{name} {turned}"] = worst
+    return errors
+
+
 def times_wrapped(function: Any) -> int:
     return 1 + times_wrapped(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
 

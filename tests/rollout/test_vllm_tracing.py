@@ -52,8 +52,9 @@ def test_transformers_classes_stay_as_they_are(launch: Launcher) -> None:
 
 
 def test_engines_filled_from_sharded_modules_answer_as_fresh_ones(launch: Launcher) -> None:
-    """Of architectures that no table describes, from parameters cut by rows: transposed, fused, routed."""
-    architectures = ["GPT2LMHeadModel", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"]
+    """Of architectures that no table describes, from parameters cut by rows: transposed, fused, routed, with states;
+    and as transformers computes them."""
+    architectures = ["GPT2LMHeadModel", "Phi3ForCausalLM", "Qwen2MoeForCausalLM", "Lfm2ForCausalLM"]
     for found in launch.world(2, f"{RANKS}:answers", architectures=architectures):
         assert [line[:2] for line in found] == [[architecture, "same"] for architecture in architectures], found
 
