@@ -59,12 +59,21 @@ class _Renamed:
         "megaverl.fabric": "megaverl.distributed, and what moves batches megaverl.dataflow",
         "megaverl.layout": "megaverl.sharding, and its module weights megaverl.sharding.weight",
         "megaverl.metrics": "megaverl.monitoring",
+        "megaverl.models.classifier": "megaverl.models.folder",
         "megaverl.models.spec": "megaverl.sharding.model_spec",
+        "megaverl.models.supported": "megaverl.models.folder",
         "megaverl.parallel": "megaverl.distributed",
         "megaverl.placement": "megaverl.distributed.placement",
+        "megaverl.planner.activations": "megaverl.planner.stages",
+        "megaverl.planner.replan": "megaverl.trainer.replanning",
         "megaverl.report": "megaverl.monitoring.report",
         "megaverl.reshard": "megaverl.weights, and its plans megaverl.sharding",
         "megaverl.roles": "megaverl.workers",
+        "megaverl.rollout.environments.registry": "megaverl.rollout.environments.environment",
+        "megaverl.trainer.mix": "megaverl.trainer.roles",
+        "megaverl.trainer.stored_rollouts": "megaverl.trainer.schedule",
+        "megaverl.workers.fsdp_trainable": "megaverl.workers.optimizers",
+        "megaverl.workers.megatron_trainable": "megaverl.workers.optimizers",
     }
 
     @classmethod

@@ -30,7 +30,7 @@ HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 # From the bottom up: a package imports from those before it, and from itself.
 MAX_PACKAGES = 18
-MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 277, 450, 80
+MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 270, 450, 80
 ORDER = (
     "errors",
     "version",

@@ -217,7 +217,7 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
     import torch
 
     from megaverl.workers.megatron_model import MegatronModel
-    from megaverl.workers.megatron_trainable import MegatronTrainable
+    from megaverl.workers.optimizers import MegatronTrainable
     from megaverl.workers.policy import Actor, Policy
 
     dtype, section = getattr(torch, config.model.dtype), config.actor
@@ -283,7 +283,7 @@ def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
-    from megaverl.workers.megatron_trainable import MegatronTrainable
+    from megaverl.workers.optimizers import MegatronTrainable
     from megaverl.workers.policy import Actor
 
     small = argparse.Namespace(

@@ -383,7 +383,7 @@ def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
 def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) -> tuple[list[float], int]:
     """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
     from megaverl.models.packing import MicroBatch
-    from megaverl.workers.megatron_trainable import MegatronTrainable
+    from megaverl.workers.optimizers import MegatronTrainable
 
     before = torch.cuda.memory_allocated() if on_cuda() else 0
     model, _ = load_model(folder, pack_samples=False, **options)

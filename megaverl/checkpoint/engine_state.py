@@ -25,9 +25,8 @@ from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.weights.transports import view, viewed
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
 
 platform.adapt_megatron()
 

@@ -35,7 +35,7 @@ from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 from megaverl.sharding.boxes import flat_boxes, split, whole
 from megaverl.weights.torch_dist import CHUNK_BYTES, STORAGES, Frame
-from megaverl.workers.megatron_trainable import optimizer_tensors
+from megaverl.workers.optimizers import optimizer_tensors
 
 platform.adapt_megatron()
 

@@ -39,8 +39,7 @@ from megaverl.sharding.weight import Weight
 from megaverl.weights.load import EMBEDDING_KEY, OpenedCheckpoint, clear_padding, fill
 from megaverl.weights.torch_dist import COMMON_FILE, locate
 from megaverl.weights.torch_dist_index import IndexedArray, read_arrays
-from megaverl.workers.fsdp_trainable import FSDPTrainable
-from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.trainable import TrainableModel
 
 platform.adapt_megatron()

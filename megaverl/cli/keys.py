@@ -19,7 +19,7 @@ from megaverl.errors import MISTAKE
 from megaverl.sharding.model_spec import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from megaverl.models.supported import Support
+    from megaverl.models.folder import Support
 
 KEYS = """\
 The configuration's keys: type, default, meaning; other libraries' included.
@@ -103,7 +103,7 @@ def _models_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from megaverl.models.supported import ANY, NAMED, support_of
+    from megaverl.models.folder import ANY, NAMED, support_of
 
     if arguments.folder is not None:
         found = support_of(arguments.folder, trust_remote_code=arguments.trust_remote_code)

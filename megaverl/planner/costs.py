@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 
 from megaverl.distributed.grid import GridShape
-from megaverl.planner.activations import Recompute
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.hardware import Hardware
-from megaverl.planner.stages import padded_vocab_size
+from megaverl.planner.stages import Recompute, padded_vocab_size
 from megaverl.sharding.model_spec import ModelSpec
 
 FORWARD_KERNELS = 14  # of a layer: norms, products, rotation, attention, activation, residuals

@@ -18,7 +18,7 @@ from megaverl.distributed.placement import Node, ResolvedPlacement
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.classifier import read_model
+from megaverl.models.folder import read_model
 from megaverl.models.lora import LowRank, low_ranks
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.fsdp import Shards, described, fsdp_layouts, shards_of

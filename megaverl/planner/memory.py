@@ -7,16 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-from megaverl.planner.activations import (
-    LayerShape,
-    Recompute,
-    StageLoad,
-    chunked_head_bytes,
-    head_bytes,
-    in_flight,
-    keys_per_token,
-    stage_bytes,
-)
 from megaverl.planner.buffers import (
     ITEMSIZE,
     BufferOptions,
@@ -30,7 +20,17 @@ from megaverl.planner.buffers import (
 from megaverl.planner.fsdp import gathered_bytes, of_tensor_rank, shard_bytes
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.reserve import engine_workspace, graph_bytes, reserve_parts
-from megaverl.planner.stages import padded_vocab_size
+from megaverl.planner.stages import (
+    LayerShape,
+    Recompute,
+    StageLoad,
+    chunked_head_bytes,
+    head_bytes,
+    in_flight,
+    keys_per_token,
+    padded_vocab_size,
+    stage_bytes,
+)
 from megaverl.planner.traffic import aliased_elements, reshard_plans
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec

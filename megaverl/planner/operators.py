@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, log2
 
-from megaverl.planner.activations import Recompute
 from megaverl.planner.costs import (
     OPTIMIZER_BYTES,
     Duration,
@@ -20,7 +19,7 @@ from megaverl.planner.costs import (
 from megaverl.planner.generation import LengthDistribution, engine_costs, rollout_duration
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
-from megaverl.planner.stages import padded_vocab_size, pipeline
+from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
 from megaverl.planner.traffic import ReshardTraffic
 from megaverl.sharding.model_spec import ModelSpec
 

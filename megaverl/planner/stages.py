@@ -1,12 +1,22 @@
-"""How megatron-core divides layers and vocabulary, and sends micro-batches through the stages, without importing it."""
+"""How megatron-core divides a model over stages and sends micro-batches through them, and what a forward pass leaves
+there for its backward pass; counted without importing megatron-core.
+
+Activations after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+2205.05198), sections 4 and 5: a GPT layer with dropout, ungated MLP of 4h and unfused attention keeps sbh(34 + 5as/h)
+bytes, divided by t under tensor and sequence parallelism (table 2). The same count is made here for what the models of
+today are: grouped queries, gated MLPs, RMSNorm, no dropout, attention that keeps no [s, s] matrix, experts.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
+from megaverl.sharding.model_spec import ModelSpec
 
 MORE = "more micro-batches"
 
@@ -127,3 +137,239 @@ def _one_forward_one_backward(
                 place[stage] += 1
                 moved = True
     return max(free), lanes
+
+
+CHUNK_BYTES = 32 * 2**20  # of logits at a time (`megaverl.models.vocab_parallel`, which needs torch)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again in the backward pass: megatron-core's `recompute_*` fields."""
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int = 1
+    modules: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Recompute:
+        granularity = fields.get("recompute_granularity")
+        modules = fields.get("recompute_modules") or ["core_attn"]
+        return cls(
+            granularity,
+            fields.get("recompute_method"),
+            int(fields.get("recompute_num_layers") or 1),
+            tuple(modules) if granularity == "selective" else (),
+        )
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What decides a layer's activations.
+
+    Attributes:
+        gated: the MLP has a gate, whose activation multiplies the other half.
+        dropout: masks of one byte an element, as in the paper's models.
+        unfused: attention keeps its [s, s] scores; False: a fused kernel (FlashAttention, SDPA).
+        sequence_parallel: what is not tensor-parallel is cut along the sequence.
+        itemsize: bytes of an activation.
+        repeats: keys and values that attention reads, and keeps, of those that there are: `keys_per_token`.
+    """
+
+    spec: ModelSpec
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    gated: bool = True
+    dropout: bool = False
+    unfused: bool = False
+    sequence_parallel: bool = False
+    itemsize: int = 2
+    repeats: float = 1.0
+
+    @classmethod
+    def read(
+        cls, spec: ModelSpec, shape: GridShape, fields: Mapping[str, Any], itemsize: int, *, repeats: float = 1.0
+    ) -> LayerShape:
+        return cls(
+            spec,
+            tp=shape.tp,
+            ep=shape.ep,
+            etp=shape.expert_tp,
+            dropout=bool(fields.get("hidden_dropout") or fields.get("attention_dropout")),
+            unfused=str(fields.get("attention_backend", "auto")) in ("unfused", "local"),
+            # experts take their tokens from sequence-parallel ranks: megaverl then sets it
+            sequence_parallel=bool(fields.get("sequence_parallel", spec.moe is not None)) and shape.tp > 1,
+            itemsize=itemsize,
+            repeats=repeats,
+        )
+
+    @property
+    def replicated(self) -> int:
+        """Over how many ranks the regions outside attention and MLP are cut."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def layer_bytes(shape: LayerShape, sequence: int, *, is_moe: bool = False, modules: tuple[str, ...] = ()) -> float:
+    """Bytes that one layer keeps per token on each rank.
+
+    Args:
+        sequence: length of a sequence, for attention that keeps its scores.
+        modules: what selective recomputation leaves out (`recompute_modules`).
+    """
+    spec, size, cut = shape.spec, shape.itemsize, shape.replicated
+    norms = 0 if "layernorm" in modules else size * spec.hidden_size / cut
+    total = 2 * size * spec.hidden_size / cut + 2 * norms  # inputs of the two norms, and of what follows them
+    total += attention_bytes(
+        shape, sequence, keep_core="core_attn" not in modules, keep_up="mla_up_proj" not in modules
+    )
+    if shape.dropout:
+        total += 2 * spec.hidden_size / cut
+    if is_moe and spec.moe is not None:
+        return total + (0 if "moe" in modules else moe_bytes(shape, keep_act="moe_act" not in modules))
+    if "mlp" in modules:
+        return total
+    return total + mlp_bytes(shape, spec.ffn_hidden_size, shape.tp)
+
+
+def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True) -> float:
+    """Queries, keys, values and the output (input of the projection); per token."""
+    spec, size = shape.spec, shape.itemsize
+    if spec.mla is not None:
+        mla = spec.mla
+        latents = size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
+        query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        head = query + shape.repeats * (query + mla.v_head_dim)
+        heads = size * spec.num_heads * (head if keep_up else 0) / shape.tp
+        return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
+    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim  # no rank has no head
+    held = size * (2 * q + 2 * kv * shape.repeats) / shape.tp
+    if spec.qk_norm:  # the norms' inputs, which a rotation follows (megatron-core 0.16, transformer/attention.py)
+        held += size * (q + kv) / shape.tp
+    if keep_core and shape.unfused:  # softmax's output twice where dropout follows it, and its mask
+        held += spec.num_heads * sequence * (2 * size + 1 if shape.dropout else size) / shape.tp
+    elif keep_core:
+        held += 4 * spec.num_heads / shape.tp  # log-sum-exp of every row, float32
+    return held
+
+
+def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float:
+    """How many keys attention reads for each token of a packed row, which holds a shared prompt once.
+
+    Kernels of sequences of any lengths take the prompt's keys as such, and again before those of each sample's own part
+    (`megaverl.models.packing.VarlenPacking`).
+
+    Args:
+        tokens: of the row; as many of a group's samples are in it as fit.
+        shared, own: tokens of each sample that all of its group have, and others.
+    """
+    samples = min(group_size, (tokens - shared) // own)
+    if samples < 2:
+        return 1.0
+    return (shared + samples * (shared + own)) / (shared + samples * own)
+
+
+def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:
+    """Output of the first matrix (gate and up), and the activation that enters the second; per token."""
+    return shape.itemsize * (3 if shape.gated else 2) * width / cut
+
+
+def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:
+    """Tokens that arrive at experts, for perfectly even routing; per token of the micro-batch.
+
+    What an expert gives is not kept on its way back: probabilities are applied inside the expert, to the input of its
+    second matrix (megatron-core 0.16, transformer/moe: experts.py, and `unpermute` without `probs`).
+    """
+    spec, moe, size = shape.spec, shape.spec.moe, shape.itemsize
+    assert moe is not None
+    # A rank of the attention grid owns 1/tp of the tokens; an expert's ranks all hold each of its tokens.
+    arriving = moe.experts_per_token * shape.etp / shape.tp
+    inner = size * (3 if keep_act else 2) * moe.ffn_hidden_size / shape.etp
+    routed = arriving * (size * spec.hidden_size + inner)
+    router = 2 * 4 * moe.num_experts / shape.replicated
+    shared = mlp_bytes(shape, moe.shared_ffn_hidden_size, shape.tp) if moe.shared_ffn_hidden_size else 0.0
+    return routed + router + shared
+
+
+def in_flight(stage: int, pp: int, vpp: int | None, num_micro_batches: int) -> float:
+    """Micro-batches, of a stage's every layer, whose activations it keeps at once (1F1B; section 4.2.3).
+
+    With virtual stages the schedule keeps pieces of a micro-batch: the first stage 1 + (p - 1) / (p m) times as
+    many as without.
+    """
+    if vpp is None or vpp == 1 or pp == 1:
+        return float(min(pp - stage, num_micro_batches))
+    warm_up = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    return min(warm_up, num_micro_batches * vpp) / vpp
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """One pipeline stage at its busiest, for `stage_bytes`."""
+
+    num_dense: int
+    num_moe: int
+    tokens: int
+    sequence: int
+    micro_batches: float
+
+
+def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> float:
+    """Bytes kept by a stage's layers, and by the layers that are computed again one group at a time."""
+    spec, size = shape.spec, shape.itemsize
+    full = {moe: layer_bytes(shape, load.sequence, is_moe=moe) for moe in (False, True)}
+    num_layers = load.num_dense + load.num_moe
+    backward = load.tokens * gradient_bytes(shape)
+    if recompute.granularity != "full":
+        kept = {m: layer_bytes(shape, load.sequence, is_moe=m, modules=recompute.modules) for m in (False, True)}
+        per_token = load.num_dense * kept[False] + load.num_moe * kept[True]
+        again = max((full[m] - kept[m] for m, n in ((False, load.num_dense), (True, load.num_moe)) if n), default=0.0)
+        return load.tokens * (load.micro_batches * per_token + again) + backward
+    inputs = size * spec.hidden_size / shape.replicated
+    largest = full[True] if load.num_moe else full[False]
+    if recompute.method == "block":
+        again_layers = min(recompute.num_layers, num_layers)
+        moe_again = max(0, again_layers - load.num_dense)
+        dense_kept = max(0, load.num_dense - again_layers)
+        per_token = again_layers * inputs + dense_kept * full[False] + (load.num_moe - moe_again) * full[True]
+        return load.tokens * (load.micro_batches * per_token + largest) + backward
+    group = max(1, min(recompute.num_layers, num_layers))
+    per_token = -(-num_layers // group) * inputs
+    return load.tokens * (load.micro_batches * per_token + group * largest) + backward
+
+
+def gradient_bytes(shape: LayerShape) -> float:
+    """Gradients in flight within one layer's backward pass, per token: of its widest tensor and of its output."""
+    spec = shape.spec
+    widest = 2 * spec.ffn_hidden_size / shape.tp
+    if spec.moe is not None:
+        arriving = spec.moe.experts_per_token * shape.etp / shape.tp
+        widest = max(widest, arriving * max(2 * spec.moe.ffn_hidden_size / shape.etp, spec.hidden_size))
+    return shape.itemsize * (widest + spec.hidden_size)
+
+
+def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool) -> float:
+    """The last stage's logits and log-probs (`megaverl.models.vocab_parallel`), at their peak.
+
+    The logits of all tokens and, backward, their gradient; a few rows of them at a time in float32 besides
+    (`tools/bench_logprobs.py`: a twentieth).
+    """
+    logits = shape.itemsize * tokens * padded_vocab / shape.tp
+    return logits * ((2 if train else 1) + 1 / 20)
+
+
+def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool, trains_weight: bool) -> float:
+    """The same where logits are made a chunk at a time (`megaverl.models.vocab_parallel`): hidden states, in training
+    their gradient and a float32 one of the output layer's weight; and a chunk with its
+    gradient, in float32 twice besides."""
+    hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
+    weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0
+    chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)
+    return hidden + weight + chunk * (2 + 2 * 4 / shape.itemsize)
+
+
+def paper_layer_bytes(sequence: int, batch: int, hidden: int, heads: int, tp: int, *, sequence_parallel: bool) -> float:
+    """Table 2 of the paper: a GPT layer in 16 bits, with dropout; the tests compare `layer_bytes` with it."""
+    s, b, h, a = sequence, batch, hidden, heads
+    attention = 5 * a * s / h
+    return s * b * h * ((34 + attention) / tp if sequence_parallel else 10 + 24 / tp + attention / tp)

@@ -21,8 +21,8 @@ from megaverl.rollout.environments import agents_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.elastic_agent import default_nproc
 from megaverl.trainer.roles import Roles
+from megaverl.trainer.schedule import RolloutFolder
 from megaverl.trainer.step import RLStep
-from megaverl.trainer.stored_rollouts import RolloutFolder
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
 

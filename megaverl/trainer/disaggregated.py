@@ -34,9 +34,8 @@ from megaverl.trainer.job import Job, Stages, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
 from megaverl.trainer.roles import REWARD_MODEL, make_roles
 from megaverl.trainer.saving import Records, WorldMetrics
-from megaverl.trainer.schedule import Schedule, WaitingSamples
+from megaverl.trainer.schedule import RolloutFolder, Schedule, StoredRollouts, WaitingSamples
 from megaverl.trainer.step import RLStep
-from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
 from megaverl.weights.reshard import HIDDEN
 from megaverl.workers.model import TrainingModel

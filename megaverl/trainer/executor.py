@@ -31,8 +31,8 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Stages, reporter
 from megaverl.trainer.roles import Roles, make_roles
 from megaverl.trainer.saving import Records
+from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.trainer.step import RLStep
-from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
 from megaverl.workers import local
 from megaverl.workers.micro_batches import Updated, rows_of_updates

@@ -38,8 +38,7 @@ from megaverl.trainer.saving import (
     settle_file,
     tokenizer_digest,
 )
-from megaverl.trainer.schedule import read_waiting
-from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.trainer.schedule import RolloutFolder, StoredRollouts, read_waiting
 from megaverl.trainer.validation import Validation
 from megaverl.workers import RemoteWorker
 

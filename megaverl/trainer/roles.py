@@ -1,21 +1,37 @@
-"""The roles of a run, as one rank has them."""
+"""The roles of a run, as one rank has them; and `mix`: further updates of these roles in a training step, on the
+responses that it has generated and scored.
+
+Each is an operator of the step's flow, after the actor's own update and before the reshard: rejection sampling,
+pairs of the best and the worst response for a preference loss or for the learned reward, and supervised answers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from megaverl.algorithms import KLController
+import torch
+
+from megaverl.algorithms import KLController, count_denominators
+from megaverl.config import Config
+from megaverl.config.run import MixConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
+from megaverl.dataflow import DataFlow, Operator
 from megaverl.distributed.worlds import Fabric
+from megaverl.errors import DataError
 from megaverl.rollout.engine import InFlight
 from megaverl.trainer.build import Builder
-from megaverl.workers import RemoteWorker
+from megaverl.workers import RemoteWorker, local
 from megaverl.workers.critic import Critic
+from megaverl.workers.micro_batches import Weighting, cross_entropy, micro_batches_for
 from megaverl.workers.model import TrainingModel
-from megaverl.workers.pairs import ImplicitRewardModel
+from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates, as_metrics
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.reward import RewardRole
+from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import SynchronisesWeights, WeightSync
@@ -155,3 +171,104 @@ def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: boo
         implicit=implicit,
         learned=learned,
     )
+
+
+Metrics = dict[str, float]
+
+
+class Mix:
+    """The further updates of a run.
+
+    Args:
+        roles: asked for when an update runs; a flow can be looked at without any.
+        record: called with a name and the metrics of an update.
+    """
+
+    def __init__(self, config: Config, roles: Callable[[], Roles], record: Callable[[str, Metrics], None]) -> None:
+        self.config, self._roles, self.record = config, roles, record
+
+    @property
+    def actor(self) -> Actor:
+        return local(self._roles().actor)
+
+    def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
+        """An operator for each entry, between the actor's update and these."""
+        for index, entry in enumerate(self.config.mix):
+            takes = ("rollouts", "scores", "step")
+            name = f"mix_{index}_{entry.update}"
+            operator = Operator(name, partial(self._run, entry), takes, (), role="actor")
+            flow.add_operator(operator, after="actor_update", before=before)
+
+    def _run(self, entry: MixConfig, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
+        """One entry's update, in the steps that are its own; the actor rests while only the critic warms up."""
+        warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
+        if (step + 1) % entry.every or warms_up:
+            return
+        if entry.update == "rejection":
+            update = self._rejection
+        else:
+            update = self._answers if entry.update == "sft" else self._pairs
+        self.record(f"mix_{entry.update}", update(entry, rollouts, scores.metric(entry.judge)))
+
+    def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""
+        differing = set(best_and_worst(judged, rollouts.group_ids))
+        best = [row for row in best_of_each(judged, rollouts.group_ids) if row in differing]
+        metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}
+        return metrics | {"samples": float(len(best))}
+
+    def _pairs(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """The best and the worst response of every group: by `preference.loss`, or for the learned reward to rank."""
+        pairs = best_and_worst(judged, rollouts.group_ids)
+        metrics = self._pair_updates(entry).update(rollouts.select(pairs)) if pairs else {}
+        return metrics | {"samples": float(len(pairs))}
+
+    def _pair_updates(self, entry: MixConfig) -> PreferenceUpdates | RewardModelUpdates:
+        config, roles = self.config, self._roles()
+        if entry.update == "reward_model":
+            assert roles.learned is not None
+            section = config.reward_model
+            return RewardModelUpdates(
+                roles.learned,
+                section.loss,
+                section.options,
+                micro_batch_tokens=section.micro_batch_tokens,
+                weight=entry.weight,
+            )
+        return PreferenceUpdates(
+            self.actor.trainable,
+            config.preference.loss,
+            config.preference.options,
+            local(roles.reference) if config.preference_needs_reference else None,
+            micro_batch_tokens=self.actor.micro_batch_tokens,
+            weight=entry.weight,
+        )
+
+    def _answers(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """Cross-entropy on the reference answer of every prompt.
+
+        Raises:
+            DataError: an answer that is no text.
+        """
+        tokenizer = self._roles().reward.tokenizer
+        firsts = [int((rollouts.group_ids == group).nonzero()[0, 0]) for group in rollouts.group_ids.unique()]
+        prompts, answers = [], []
+        for row in firsts:
+            answer = rollouts.columns["reference"][row]
+            if not isinstance(answer, str):
+                raise DataError(
+                    f"mix: the answer to {rollouts.columns['prompt'][row]!r:.60} is {type(answer).__name__}, and "
+                    "update: sft needs text. Name the right column with data.answer_key."
+                )
+            prompts.append(rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist())
+            answers.append([*tokenizer.encode(answer), tokenizer.eos_token_id])
+        metrics = answers_update(self.actor, pairs_of(prompts, answers), weight=entry.weight)
+        return metrics | {"samples": float(len(firsts))}
+
+
+def answers_update(actor: Actor, batch: RolloutBatch, *, weight: float = 1.0) -> Metrics:
+    """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask, times `weight`."""
+    mask = batch.response_mask
+    weights = Weighting("token_mean").weights(mask, count_denominators(mask)) * weight
+    micro = micro_batches_for(actor.model, batch, actor.micro_batch_tokens, {"weights": weights})
+    return as_metrics(actor.trainable.update(micro, cross_entropy(actor.model)))

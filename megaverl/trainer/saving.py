@@ -23,7 +23,7 @@ from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import barrier, on_first_rank
 from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
 from megaverl.errors import CheckpointError
-from megaverl.models.classifier import classifier_config
+from megaverl.models.folder import classifier_config
 from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces

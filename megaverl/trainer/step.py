@@ -22,10 +22,9 @@ from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import load_object
 from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
-from megaverl.trainer.mix import Mix
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts, refill
-from megaverl.trainer.roles import Roles
-from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.trainer.roles import Mix, Roles
+from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.critic import VALUES, ActorCritic
 from megaverl.workers.policy import LogProbDifference, check_first_comparison

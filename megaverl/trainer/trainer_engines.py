@@ -15,14 +15,13 @@ from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.distributed.worlds import default_group
 from megaverl.errors import ConfigError
-from megaverl.models.classifier import read_model
+from megaverl.models.folder import read_model
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.trainable import TrainableModel

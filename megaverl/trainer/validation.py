@@ -23,8 +23,8 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.saving import Records, sample_records
+from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.trainer.step import RLStep
-from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers import RemoteWorker
 from megaverl.workers.player import Player
 from megaverl.workers.responses import Draws, responses

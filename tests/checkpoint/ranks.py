@@ -29,11 +29,10 @@ from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.micro_batches import micro_batches_for, share
 from megaverl.workers.model import Loss, TrainingModel
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
 from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through

@@ -38,10 +38,9 @@ from megaverl.trainer.job import Stages, alone
 from megaverl.trainer.saving import sample_records
 from megaverl.weights.transports import check_tensors
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable, local
-from megaverl.workers.megatron_trainable import MegatronTrainable, optimizer_tensors
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import storages_of
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local, optimizer_tensors
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 from tests.cuda.device_mode import DeviceMode

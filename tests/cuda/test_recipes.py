@@ -74,7 +74,7 @@ LEFT_OUT = {
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize"
 # Where Transformer Engine is, megatron-core gives the norm as a tensor since 0.17: it is read where it is asked for.
 NORM_OF_GRADIENTS = (
-    "megaverl/workers/megatron_trainable.py:_gradient_norm: item"
+    "megaverl/workers/optimizers.py:_gradient_norm: item"
     if Version(version("megatron-core")) >= Version("0.17")
     else "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item"
 )
@@ -90,7 +90,7 @@ ALLOWED = {
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
     "megaverl/models/router_replay.py:metrics: copy to the host": 1,  # of experts alone
     NORM_OF_GRADIENTS: 1,
-    "megaverl/workers/fsdp_trainable.py:_gradient_norm: item": 1,
+    "megaverl/workers/optimizers.py:_gradient_norm: item": 1,
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
     f"{DISPATCHER}: event.synchronize": 12 * 2,
     "megaverl/platform/__init__.py:synchronize: torch.cuda.synchronize": 1,  # of a save

@@ -19,7 +19,7 @@ from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import TransportOptions
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.policy import Actor
 from tests.models.ranks import manager
 from tests.workers.ranks import experience

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
-from megaverl.planner.activations import (
+from megaverl.planner.advice import advise, shortages, with_settings
+from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
+from megaverl.planner.job import GB, Machine
+from megaverl.planner.memory import MemoryModel, RankMemory
+from megaverl.planner.stages import (
     LayerShape,
     Recompute,
     StageLoad,
@@ -20,15 +24,11 @@ from megaverl.planner.activations import (
     in_flight,
     keys_per_token,
     layer_bytes,
+    layer_split,
     moe_bytes,
     paper_layer_bytes,
     stage_bytes,
 )
-from megaverl.planner.advice import advise, shortages, with_settings
-from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
-from megaverl.planner.job import GB, Machine
-from megaverl.planner.memory import MemoryModel, RankMemory
-from megaverl.planner.stages import layer_split
 from megaverl.planner.traffic import aliased_elements, make_traffic
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.vllm import vllm_layouts

@@ -16,9 +16,9 @@ from megaverl.planner.candidates import key_of, read_choice, write_choice
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import find_spec, make_job
-from megaverl.planner.replan import LEAST_GAIN, Observation, Replanned, factors_of, replan
 from megaverl.planner.search import choose
 from megaverl.planner.simulator import Prediction, simulate
+from megaverl.trainer.replanning import LEAST_GAIN, Observation, Replanned, factors_of, replan
 from tests.planner.test_search import tiny
 
 CPU = Hardware.read("cpu")

@@ -20,9 +20,8 @@ from megaverl.distributed.worlds import Fabric, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
 from megaverl.workers.policy import Actor
 from tests.models.ranks import grid, manager
 from tests.workers.ranks import experience

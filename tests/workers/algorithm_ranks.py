@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.trainer.mix import answers_update
+from megaverl.trainer.roles import answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
 from megaverl.workers.policy import Actor, LogProbDifference, Policy, Teacher
 from tests.models.ranks import manager

@@ -15,10 +15,9 @@ from megaverl.errors import ModelError
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.critic import Critic
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager, whole_rows

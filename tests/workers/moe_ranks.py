@@ -17,7 +17,7 @@ from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.rollout import Rollout
 from tests.models.ranks import manager

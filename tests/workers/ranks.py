@@ -18,10 +18,9 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.fsdp_model import FSDPModel
-from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.micro_batches import Updated, micro_batches_for, micro_batches_of, plan_updates, rows_of_updates
+from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager

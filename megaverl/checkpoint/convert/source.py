@@ -20,7 +20,7 @@ from megaverl.checkpoint.convert import transposed_name
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import CheckpointError, DataError, ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.classifier import read_model
+from megaverl.models.folder import read_model
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megaverl.errors import EpisodeError
-from megaverl.rollout.environments.environment import ALONE, Codec, Environment, Game, Outcome, Start
-from megaverl.rollout.environments.registry import (
+from megaverl.rollout.environments.environment import (
+    ALONE,
+    Codec,
+    Environment,
+    Game,
+    Outcome,
+    Start,
     agents_of,
     check_options,
     environment_names,

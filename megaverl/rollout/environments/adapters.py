@@ -16,8 +16,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 from megaverl.errors import ConfigError, EpisodeError
-from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start
-from megaverl.rollout.environments.registry import register_environment
+from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start, register_environment
 
 
 class Observed(NamedTuple):

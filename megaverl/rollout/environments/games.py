@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaverl.rollout.environments.environment import Codec, Environment, Game, Outcome, Start
-from megaverl.rollout.environments.registry import register_environment
+from megaverl.rollout.environments.environment import Codec, Environment, Game, Outcome, Start, register_environment
 
 
 @register_environment("guess")

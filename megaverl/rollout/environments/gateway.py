@@ -37,8 +37,7 @@ from megaverl.rollout.environments.conversation import (
     as_stream,
     checked,
 )
-from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start
-from megaverl.rollout.environments.registry import register_environment
+from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start, register_environment
 
 logger = logging.getLogger(__name__)
 

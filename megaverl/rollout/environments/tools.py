@@ -24,8 +24,7 @@ from megaverl.errors import ConfigError, EpisodeError
 from megaverl.rewards.line_process import LineProcess, ProcessDied
 from megaverl.rewards.sandbox import why_not_here
 from megaverl.rollout.environments import tool_worker
-from megaverl.rollout.environments.environment import Codec, Environment, Outcome
-from megaverl.rollout.environments.registry import register_environment
+from megaverl.rollout.environments.environment import Codec, Environment, Outcome, register_environment
 from megaverl.rollout.environments.tool_kinds import Answer, MCPTools, PythonTool, SearchTool, ToolProvider
 
 START_SECONDS = 60.0

@@ -22,9 +22,8 @@ from typing import Any, ClassVar, TypeVar
 from megaverl.errors import ConfigError, DataError, EpisodeError
 from megaverl.rewards.reasoning_gym import read_task
 from megaverl.rollout.environments.conversation import MODEL
-from megaverl.rollout.environments.environment import Codec
+from megaverl.rollout.environments.environment import Codec, register_environment
 from megaverl.rollout.environments.gateway import ProgramEpisode
-from megaverl.rollout.environments.registry import register_environment
 
 PREFIX, COLUMN = "verifiers:", "verifiers"
 HOW_TO_INSTALL = "pip install 'megaverl[verifiers]'"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.trainer.job import Job
     from megaverl.trainer.loop import Trainer
-    from megaverl.trainer.stored_rollouts import StoredRollouts
+    from megaverl.trainer.schedule import StoredRollouts
 
 
 class _Joined:
@@ -292,7 +292,7 @@ class PPOTrainer(RLTrainer):
                 self.loop.settle()
 
     def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
-        from megaverl.trainer.stored_rollouts import StoredRollouts
+        from megaverl.trainer.schedule import StoredRollouts
         from megaverl.workers.responses import score_metrics
         from megaverl.workers.reward import Scores
 

@@ -27,8 +27,7 @@ from megaverl.monitoring.backends import Backend, RunInfo, make_backend
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
-from megaverl.rollout.environments.environment import Codec
-from megaverl.rollout.environments.registry import make_game
+from megaverl.rollout.environments.environment import Codec, make_game
 from megaverl.trainer.contracts import Broken, Promise
 from megaverl.workers.reward import Scores, kept_by
 from megaverl.workers.rollout import generate_by

@@ -78,7 +78,7 @@ def mcore_saves(folder: str, checkpoint: str, grid: dict[str, int], value_head: 
 def save_run(folder: str, root: str, grid: dict[str, int], roles: list[str]) -> dict[str, Any]:
     """A run's checkpoint of an actor and a critic, with optimizer; the weights are the folder's."""
     from megaverl.checkpoint.store import CheckpointStore
-    from megaverl.workers.megatron_trainable import MegatronTrainable
+    from megaverl.workers.optimizers import MegatronTrainable
 
     trainables = {}
     for role in roles:

@@ -15,8 +15,7 @@ import pytest
 from megaverl.errors import ConfigError, EpisodeError
 from megaverl.processes import ending_with_parent, free_port
 from megaverl.rollout.environments import Codec
-from megaverl.rollout.environments.environment import Start
-from megaverl.rollout.environments.registry import check_options, make_game
+from megaverl.rollout.environments.environment import Start, check_options, make_game
 from tests.rollout.environments.test_episodes import Letters
 
 CODEC = Codec(Letters(), chat=False)

@@ -19,8 +19,8 @@ from megaverl.errors import ConfigError, EpisodeError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import ALONE, Codec, Limits, Request, Start, Turns, View, check_options, play
+from megaverl.rollout.environments.environment import make_game
 from megaverl.rollout.environments.gateway import ProgramEpisode
-from megaverl.rollout.environments.registry import make_game
 from megaverl.rollout.hf_engine import HFEngine
 from tests.rollout.environments.test_episodes import Letters
 
