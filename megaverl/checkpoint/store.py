@@ -89,11 +89,6 @@ class CheckpointStore:
         self._was_there = False
         self._versions: dict[str, str] = {}
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint was started and is not committed yet; the same on all ranks."""
-        return self._pending is not None
-
     def save(self, step: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], **options: Any) -> Path:
         """Write the checkpoint of `step`; when this returns, it is on the disk and whole. Arguments as of `start`.
 

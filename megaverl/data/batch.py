@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, Joined, experts_column, field_of, join, own_names
+from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, experts_column, field_of, join, own_names
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
@@ -287,15 +287,13 @@ class RolloutBatch:
         """This batch with all tensors on `device`."""
         return RolloutBatch({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.columns)
 
-    def joined(self, *, multiple_of: int = 1, length: int | None = None) -> Joined:
-        """Prompts and responses as one right-padded sequence each, see `Joined`.
+    def joined(self, *, multiple_of: int = 1) -> Tensor:
+        """[B, s] int64: prompt and response of each sample as one sequence, then zeros, a token of every vocabulary.
 
         Args:
-            multiple_of: make the width a multiple of this (the tensor-parallel size under sequence
-                parallelism).
-            length: the width itself, where it must be the same in several batches.
+            multiple_of: of which s is a multiple (the tensor-parallel size under sequence parallelism).
         """
-        return join(self, multiple_of=multiple_of, length=length)
+        return join(self, multiple_of)
 
     def _resized(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         resized = {}

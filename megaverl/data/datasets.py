@@ -105,20 +105,6 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def split_held_out(num_rows: int, num_held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Row numbers for training and for validation: disjoint, each sorted.
-
-    For a data set that has no validation file.
-
-    Raises:
-        DataError: `num_held_out` leaves no rows for training.
-    """
-    if not 0 <= num_held_out < num_rows:
-        raise DataError(f"cannot hold out {num_held_out} of {num_rows} rows: at least one must be left for training.")
-    order = np.random.Generator(np.random.PCG64([seed, num_rows, num_held_out])).permutation(num_rows)
-    return sorted(order[num_held_out:].tolist()), sorted(order[:num_held_out].tolist())
-
-
 BLOCK = 4096  # positions in which every source has exactly its share
 
 

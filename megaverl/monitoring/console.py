@@ -167,30 +167,19 @@ class Console:
         return True
 
 
-class Redirection:
-    """The process's stdout and stderr turned to a log file, descriptors and all; `undo` turns them back."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        _flush()
-        self.saved = (os.dup(1), os.dup(2))
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.close(target)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=True)
-        self._open = True
-
-    def undo(self) -> None:
-        """Give the terminal back to stdout and stderr. A second call does nothing."""
-        if self._open:
-            self._open = False
-            _flush()
-            for number, saved in zip((1, 2), self.saved, strict=True):
-                os.dup2(saved, number)
+def _turned_to(log: Path) -> tuple[int, int]:
+    """The descriptors that stdout and stderr had, now turned to a log file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _flush()
+    saved = (os.dup(1), os.dup(2))
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    return saved
 
 
 def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
@@ -200,17 +189,18 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     else as its last line with the name of the log that has the traceback; so is a crash in native code.
     Loggers and streams made before the call follow, as it is the descriptors that are turned.
     """
-    redirection = Redirection(Path(log_dir, f"rank_{rank}.log"))
-    out, err = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8") for fd in redirection.saved)
+    log = Path(log_dir, f"rank_{rank}.log")
+    saved = _turned_to(log)
+    out, err = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8") for fd in saved)
     console = Console(rank, out, err, Path(log_dir))  # type: ignore[arg-type]
-    faulthandler.enable(file=redirection.saved[1])
+    faulthandler.enable(file=saved[1])
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_exception(kind, error, trace)
         if issubclass(kind, MegaverlError):
             console.error(str(error))
         elif not issubclass(kind, KeyboardInterrupt):
-            console.error(f"{kind.__name__}: {error}\n(the traceback is in {redirection.log})")
+            console.error(f"{kind.__name__}: {error}\n(the traceback is in {log})")
 
     sys.excepthook = show
     return console

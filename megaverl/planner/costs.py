@@ -21,7 +21,6 @@ EXPERT_KERNELS = 20  # of a router, and of tokens sorted by expert and back; on 
 CONTEXT_KERNELS = 14  # of attention in a second part, and of keys and values put in order
 FLASH_BACKWARD = 2.5  # operations of attention's backward pass by those of its forward pass (arXiv 2307.08691, 3.1)
 OPTIMIZER_BYTES = 34  # of a parameter and step: float32 weight and moments read and written, gradient, 16-bit weight
-GEMM_ROWS = 16  # least rows of a product on tensor cores
 
 
 @dataclass(frozen=True)

@@ -366,10 +366,3 @@ def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, tra
     weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0
     chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)
     return hidden + weight + chunk * (2 + 2 * 4 / shape.itemsize)
-
-
-def paper_layer_bytes(sequence: int, batch: int, hidden: int, heads: int, tp: int, *, sequence_parallel: bool) -> float:
-    """Table 2 of the paper: a GPT layer in 16 bits, with dropout; the tests compare `layer_bytes` with it."""
-    s, b, h, a = sequence, batch, hidden, heads
-    attention = 5 * a * s / h
-    return s * b * h * ((34 + attention) / tp if sequence_parallel else 10 + 24 / tp + attention / tp)

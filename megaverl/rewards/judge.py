@@ -19,7 +19,6 @@ from typing import Any
 from megaverl.rewards.registry import RewardSample, register_reward
 from megaverl.rewards.service import Service, ServiceOptions
 
-SERVICE = tuple(ServiceOptions.__dataclass_fields__)
 MODES = ("rubric", "pairwise")
 PLACES = ("prompt", "response", "reference", "first", "second")
 RUBRIC = """\

@@ -249,7 +249,6 @@ class RewardFunction:
 
 
 _REGISTERED: dict[str, RewardFunction] = {}
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def register_reward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megaverl.errors import RolloutError
 
@@ -190,9 +190,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds; it cannot be used afterwards."""
-
-
-EngineKind = Literal["vllm", "hf"]
 
 
 @dataclass

@@ -198,10 +198,10 @@ def _micro_batch(
         batch, index = batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
     packing = None
     if model.pack is None:
-        tokens = batch.joined(multiple_of=model.token_multiple).token_ids
+        tokens = batch.joined(multiple_of=model.token_multiple)
         experts = padded_experts(batch, tokens.shape[1])
     else:
-        padded = batch.joined().token_ids
+        padded = batch.joined()
         packing = model.pack(
             batch.sequence_lengths.tolist(),
             shared_tokens(batch.prompt_lengths.tolist()),

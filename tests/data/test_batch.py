@@ -106,7 +106,7 @@ def test_select_and_concat(batch):
     again = RolloutBatch.concat([batch.select([0]).trim(), batch.select([1]).trim(), batch.select([2]).trim()])
     assert again.rewards.tolist() == [1.0, 2.0, 3.0] and again.columns == batch.columns
     assert again.generated_ids.shape == (3, 3) and torch.equal(again.response_mask, batch.response_mask)
-    assert torch.equal(again.joined().token_ids, batch.joined().token_ids)
+    assert torch.equal(again.joined(), batch.joined())
     with pytest.raises(DataError, match="batch 0 and batch 1 differ in what they hold: values"):
         RolloutBatch.concat([batch, batch.with_(values=torch.ones(3, 3))])
     with pytest.raises(DataError, match="no batches"):
@@ -132,52 +132,22 @@ def test_pad_and_trim_undo_each_other(batch):
 
 
 def test_joined_by_hand(batch):
-    joined = batch.joined()
-    assert joined.token_ids.tolist() == [[11, 12, 13, 14, 15], [21, 0, 0, 0, 0], [31, 32, 33, 34, 0]]
-    assert joined.lengths.tolist() == [5, 1, 4]
-    assert joined.targets.tolist() == [[12, 13, 14, 15, 0], [0] * 5, [32, 33, 34, 0, 0]]
-    # Token 13 stands at position 2 and is predicted at position 1.
-    per_position = torch.arange(15.0).view(3, 5)
-    per_token = joined.to_response(per_position)
-    assert per_token.tolist() == [[1.0, 2.0, 3.0], [0.0] * 3, [12.0, 0.0, 0.0]]
-    assert joined.to_positions(per_token).tolist() == [[0, 1, 2, 3, 0], [0] * 5, [0, 0, 12, 0, 0]]
-
-
-def test_the_target_at_a_tokens_position_is_the_token(batch):
-    joined = batch.joined(multiple_of=4)
-    assert joined.token_ids.shape == (3, 8)
-    tokens = joined.targets.gather(1, joined.positions)
-    assert torch.equal(tokens[batch.response_mask], batch.generated_ids[batch.response_mask])
+    assert batch.joined().tolist() == [[11, 12, 13, 14, 15], [21, 0, 0, 0, 0], [31, 32, 33, 34, 0]]
+    wide = batch.joined(multiple_of=4)
+    assert wide.shape == (3, 8) and torch.equal(wide[:, :5], batch.joined()) and not wide[:, 5:].any()
 
 
 def test_tokens_of_others_are_joined_but_do_not_train(batch):
     mask = torch.tensor([[True, False, True], [False] * 3, [False, False, False]])
     turns = batch.with_(response_mask=mask)
-    assert torch.equal(turns.joined().token_ids, batch.joined().token_ids)
-
-
-def test_a_prompt_of_one_token_shares_its_position_with_no_padding(batch):
-    short = batch.with_(prompt_lengths=torch.tensor([1, 1, 1])).joined()
-    assert short.token_ids.tolist() == [[11, 13, 14, 15], [21, 0, 0, 0], [31, 34, 0, 0]]
-    per_token = torch.tensor([[1.0, 2.0, 3.0], [9.0, 9.0, 9.0], [4.0, 9.0, 9.0]])
-    assert short.to_positions(per_token).tolist() == [[1, 2, 3, 0], [0] * 4, [4, 0, 0, 0]]
-
-
-def test_gradients_flow_to_the_positions(batch):
-    logits = torch.randn(3, 5, requires_grad=True)
-    batch.joined().to_response(logits).sum().backward()
-    assert logits.grad.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 0, 0]]
+    assert torch.equal(turns.joined(), batch.joined())
 
 
 def test_a_row_of_padding_can_be_read_by_a_model(batch):
-    joined = batch.select([]).pad_to(samples=1).trim().joined(multiple_of=2)
-    assert joined.token_ids.tolist() == [[0, 0]] and joined.lengths.tolist() == [0]
-    assert joined.to_response(torch.full((1, 2), torch.nan)).shape == (1, 0)
+    assert batch.select([]).pad_to(samples=1).trim().joined(multiple_of=2).tolist() == [[0, 0]]
 
 
 def test_sequences_that_cannot_be_joined_are_refused(batch):
-    with pytest.raises(DataError, match="up to 5 tokens do not fit a width of 4"):
-        batch.joined(length=4)
     with pytest.raises(DataError, match="sample 0 has a response but an empty prompt"):
         batch.with_(prompt_lengths=torch.tensor([0, 1, 1])).joined()
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.data.datasets import PromptDataset, PromptSampler, split_held_out
+from megaverl.data.datasets import PromptDataset, PromptSampler
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat
 from megaverl.data.sources import JsonlFile, ParquetFile, RowChain, RowList, expand_paths, open_rows
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
@@ -294,19 +294,8 @@ def test_epochs_and_seeds_differ_and_unshuffled_keeps_the_order() -> None:
     assert plain.epoch(2) == 1.5
 
 
-@given(num_rows=st.integers(1, 60), seed=st.integers(0, 100), data=st.data())
-@settings(max_examples=50, deadline=None)
-def test_held_out_rows_are_not_trained_on(num_rows: int, seed: int, data: st.DataObject) -> None:
-    held = data.draw(st.integers(0, num_rows - 1))
-    train, held_out = split_held_out(num_rows, held, seed)
-    assert len(held_out) == held and sorted(train + held_out) == list(range(num_rows))
-    assert (train, held_out) == split_held_out(num_rows, held, seed)
-
-
 def test_a_sampler_without_rows_or_prompts_is_refused() -> None:
     with pytest.raises(DataError, match="empty"):
         PromptSampler(0, 1, 0)
     with pytest.raises(DataError, match="prompts_per_step is 0"):
         PromptSampler(1, 0, 0)
-    with pytest.raises(DataError, match="cannot hold out 3 of 3"):
-        split_held_out(3, 3, 0)

@@ -85,7 +85,7 @@ def logits(folder: str, tokens: list[list[int]], **options: Any) -> list[list[li
         return output.new_zeros(micro.response_mask.shape)
 
     batch = whole_rows(tokens)
-    micro = MicroBatch(torch.arange(len(batch)), batch.joined().token_ids, batch.prompt_lengths, batch.response_lengths)
+    micro = MicroBatch(torch.arange(len(batch)), batch.joined(), batch.prompt_lengths, batch.response_lengths)
     model.score([micro] * pp, score, tuple(batch.generated_ids.shape))  # the same on every data-parallel rank
     return found[0].tolist() if found else []
 

@@ -98,7 +98,7 @@ def checkpoint_logits(arguments: list[str], checkpoint: str, tokens: list[list[i
         return output.new_zeros(micro.response_mask.shape)
 
     batch: RolloutBatch = whole_rows(tokens)
-    micro = MicroBatch(torch.arange(len(batch)), batch.joined().token_ids, batch.prompt_lengths, batch.response_lengths)
+    micro = MicroBatch(torch.arange(len(batch)), batch.joined(), batch.prompt_lengths, batch.response_lengths)
     model.score([micro], score, tuple(batch.generated_ids.shape))
     return found[0].tolist() if found else []
 

@@ -64,7 +64,7 @@ def told_expert(token: int, layer: int, num_experts: int) -> list[int]:
 def told_experts(batch: RolloutBatch, spec: ModelSpec) -> dict[str, Any]:
     """`told_expert` of every token but the last, as the column of a batch."""
     assert spec.moe is not None and spec.moe.experts_per_token == 2
-    joined, lengths = batch.joined().token_ids.tolist(), batch.sequence_lengths.tolist()
+    joined, lengths = batch.joined().tolist(), batch.sequence_lengths.tolist()
     layers, count = range(spec.num_layers), spec.moe.num_experts
     told = [
         torch.tensor([[told_expert(token, layer, count) for layer in layers] for token in row[: length - 1]])

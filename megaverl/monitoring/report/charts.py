@@ -242,8 +242,3 @@ def _bar(span: TraceSpan, y: int, begin: float, end: float, scale: float) -> str
         f'<g><title>{escape(what)}</title><rect class="bar r{colour}" x="{left:.1f}" y="{y}" width="{width:.1f}" '
         f'height="{BAR}" rx="2"/>{text}</g>'
     )
-
-
-def roles_in(runs: Sequence[RunRecord]) -> list[str]:
-    """Every role that has a span, in the order of the picture."""
-    return sorted({span.role for run in runs for span in run.spans}, key=lambda role: Lane(role, 0).order)
