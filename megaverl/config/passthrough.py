@@ -27,6 +27,30 @@ _CUT = (
     "and up one after the other."
 )
 
+# Another value would train another model than the folder has, and than the engine generates with.
+_SHAPES_THE_MODEL = """
+    activation_func_clamp_value apply_residual_connection_post_layernorm attention_output_gate
+    dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff
+    dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+    dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss
+    experimental_attention_variant glu_linear_offset heterogeneous_block_specs is_hybrid_model
+    layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_head_dim mamba_num_groups
+    mamba_num_heads mamba_state_dim moe_apply_probs_on_input moe_ffn_hidden_size moe_latent_size moe_layer_freq
+    moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
+    moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_shared_expert_intermediate_size mrope_section multi_latent_attention no_rope_freq num_moe_experts
+    qk_l2_norm rotary_interleaved softmax_scale softmax_type window_attn_skip_freq window_size
+"""
+_CHOOSES_EXPERTS = (
+    "Tokens would go to other experts than in the engine: what is sampled would not be the trained policy."
+)
+_FURTHER_TOKENS = """
+    mtp_num_layers mtp_loss_scaling_factor mtp_standalone mtp_detach_heads mtp_use_repeated_layer
+    mtp_hybrid_override_pattern
+"""
+_NO_CLIP = "Megatron-LM's training loop clips what attention asks for after each step; steps are taken here without it."
+
 MEGATRON: dict[str, str] = {
     "tensor_model_parallel_size": "Use {role}.tp.",
     "pipeline_model_parallel_size": "Use {role}.pp.",
@@ -53,9 +77,13 @@ MEGATRON: dict[str, str] = {
             "add_bias_linear",
             "add_qkv_bias",
             "qk_layernorm",
+            *_SHAPES_THE_MODEL.split(),
         ),
         _FROM_MODEL,
     ),
+    **dict.fromkeys(("moe_router_force_load_balancing", "moe_router_force_biased"), _CHOOSES_EXPERTS),
+    **dict.fromkeys(_FURTHER_TOKENS.split(), "Heads that predict tokens further on are not trained here."),
+    **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"), _NO_CLIP),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
     "fp8_param": _HALF,
     **dict.fromkeys(
@@ -186,6 +214,11 @@ VLLM: dict[str, str] = {
     "logprobs_mode": "It is processed_logprobs: after temperature, as the loss sees them.",
     "enable_sleep_mode": "Use rollout.sleep.",
     "enable_lora": _IN_PLACE,
+    **dict.fromkeys(
+        ("hf_overrides", "hf_config_path", "model_class_overrides", "diffusion_config"),
+        "The engine has the model that is trained: change config.json in the model's folder.",
+    ),
+    **dict.fromkeys(("generation_config", "override_generation_config"), "Use rollout.sampling."),
     "quantization_config": "Use rollout.vllm.quantization: fp8_per_block or fp8_per_tensor.",
     **dict.fromkeys(
         (
@@ -196,6 +229,10 @@ VLLM: dict[str, str] = {
             "data_parallel_size_local",
             "data_parallel_address",
             "data_parallel_rpc_port",
+            "data_parallel_backend",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+            "data_parallel_multi_port_external_lb",
             "nnodes",
             "node_rank",
             "master_addr",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ class Resharder:
         with torch.no_grad(), self._writing():
             moved, moving = Moved(), 0.0
             if self._background is not None:
-                moved, moving = self._background.result()
+                moved, moving = self._result_of(self._background)
             arrived = time.perf_counter()
             moved = moved.plus(finished(self._transports))
             self._agree()
@@ -221,6 +222,16 @@ class Resharder:
             version=self.version,
             hidden_seconds=seconds - here if self._hides else None,
         )
+
+    def _result_of(self, background: Future[tuple[Moved, float]]) -> tuple[Moved, float]:
+        """What the thread has moved: it may take as long as all of its parts may wait for other ranks."""
+        seconds = None if self._timeout is None else self._timeout.total_seconds() * (self.num_parts + 1)
+        if not futures.wait([background], seconds).done:
+            raise ReshardError(
+                f"this rank's weights of version {self.version + 1} have not moved in the background within "
+                f"{seconds:g} s, and it waited for no other rank: a copy on its device stalls."
+            )
+        return background.result()
 
     def source_changes(self) -> None:
         """To be called before the source's weights change: what shares storage with them changes as well, and

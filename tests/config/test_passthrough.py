@@ -69,6 +69,11 @@ def test_what_megaverl_owns_is_there_to_be_owned(target: PassthroughClass):
 @pytest.mark.parametrize(
     ("part", "names"),
     [
+        (
+            "megatron",
+            r"^(dsa_indexer|linear_(att|conv|key|num|value)|mamba_(state|head|num)|mtp_|qk_clip)|router_force",
+        ),
+        ("megatron", r"^moe_router_(topk|num_groups|group_topk|pre_softmax|score_function)|rotary_interl|softmax_[st]"),
         ("megatron", r"glu_interleave|single_grouped|weight_remat|num_weight_shards|^mup_|_scale_func$|rank_capacity"),
         ("ddp", r"fsdp|fp[48]_param|num_buckets"),
     ],
@@ -101,11 +106,18 @@ def test_own_defaults_fit_their_annotations():
         ("actor.megatron.sequence_paralel=true", "sequence_paralel", "Did you mean `sequence_parallel`?"),
         ("actor.megatron.autocast_dtype=int3", "autocast_dtype", "bfloat16"),
         ("actor.megatron.init_method=normal", "init_method", "module:function"),
-        ("actor.megatron.window_size=[1, 2, 3]", "window_size", "takes"),
+        ("actor.megatron.recompute_modules=mlp", "recompute_modules", "takes"),
         ("actor.megatron.lr=1", "lr", "Did you mean `actor.optimizer.lr`?"),
         ("actor.megatron.tensor_model_parallel_size=2", "tensor_model_parallel_size", "Use actor.tp."),
         ("actor.megatron.pipeline_dtype=bf16", "pipeline_dtype", "Use model.dtype."),
         ("actor.megatron.num_layers=2", "num_layers", "config.json"),
+        ("actor.megatron.window_size=[4, 4]", "window_size", "config.json"),
+        ("rollout.vllm.hf_overrides={rope_theta: 1}", "hf_overrides", "change config.json"),
+        ("rollout.vllm.override_generation_config={top_k: 1}", "override_generation_config", "rollout.sampling"),
+        ("reference.megatron.moe_router_topk=1", "moe_router_topk", "config.json"),
+        ("actor.megatron.moe_router_force_load_balancing=true", "moe_router_force_load_balancing", "other experts"),
+        ("actor.megatron.mtp_num_layers=1", "mtp_num_layers", "not trained here"),
+        ("critic.megatron.qk_clip=true", "qk_clip", "without it"),
         ("actor.megatron.calculate_per_token_loss=true", "calculate_per_token_loss", "algorithm.loss_aggregation"),
         ("critic.megatron.context_parallel_size=2", "context_parallel_size", "Use critic.cp."),
         ("actor.megatron.hybrid_context_parallel=true", "hybrid_context_parallel", "the same actor.cp ranks"),
@@ -159,8 +171,8 @@ def test_a_shortened_name_suggests_one_that_begins_alike(data: st.DataObject):
 
 def test_right_fields_of_every_kind(load):
     config = load(
-        "actor.megatron={recompute_granularity: selective, attention_backend: auto, qk_clip_alpha: 1, "
-        "window_size: [4, 4], recompute_modules: [core_attn], autocast_dtype: torch.bfloat16, "
+        "actor.megatron={recompute_granularity: selective, attention_backend: auto, hidden_dropout: 0, "
+        "recompute_modules: [core_attn], autocast_dtype: torch.bfloat16, "
         "init_method: 'torch.nn.init:zeros_', moe_router_dtype: null}",
         "actor.optimizer.exp_avg_dtype=bf16",
         "actor.ddp={bucket_size: null, overlap_grad_reduce: true, data_parallel_sharding_strategy: no_shard}",
@@ -168,7 +180,9 @@ def test_right_fields_of_every_kind(load):
         "rollout.vllm.runner=generate",
         "rollout.sampling={logit_bias: {5: 1.5}, allowed_token_ids: [1, 2], min_p: 0}",
     )
-    assert config.actor.megatron["window_size"] == [4, 4]
+    assert config.actor.megatron["recompute_modules"] == ["core_attn"]
+    window = TARGETS["megatron"].fields()["window_size"]
+    assert window.accepts([4, 4]) and not window.accepts([1, 2, 3])
     assert config.rollout.sampling["logit_bias"] == {5: 1.5}
 
 

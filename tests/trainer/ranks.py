@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,8 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import Colocated
 from megaverl.trainer.loop import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
+from megaverl.weights import reshard
+from megaverl.weights.reshard import in_background
 from tests.models.ranks import whole_rows
 
 Heard = dict[str, str]
@@ -195,3 +198,26 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         assert all(torch.equal(whole[name], batch[name]) for name in batch)
         assert whole.columns == batch.columns
     return {"held": len(mine), "groups": len(held.own)}
+
+
+def train_until_a_part_is_lost(arguments: list[str], stalls: bool) -> str:
+    """Train while weights move in the background, where those of rank 1 raise or never come; how it ends."""
+    trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
+    let_go = threading.Event()
+
+    def lost(function: Any) -> Any:
+        def instead() -> Any:
+            if stalls:
+                let_go.wait()
+            raise OSError("the device is gone")
+
+        return in_background(instead if dist.get_rank() == 1 else function)
+
+    try:
+        with patch.object(reshard, "in_background", lost):
+            trainer.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        let_go.set()
+    return "trained"

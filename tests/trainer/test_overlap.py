@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megaverl.weights.reshard import HIDDEN
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
@@ -18,6 +20,7 @@ PPO = [
     "checkpoint.export_hf=false",
     "reshard.check_every=1",
 ]
+PATIENCE = 3  # seconds
 # Gathered in several buckets, each of which is a part of the reshard.
 BUCKETS = "actor.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 20000}"
 
@@ -35,6 +38,23 @@ def test_the_same_bits_as_without(launch: Launcher, inputs: Path, tmp_path: Path
             assert comparable(before) == comparable(after)
             assert HIDDEN not in before and 0 <= after[HIDDEN] <= 1
             assert after["reshard/bytes_received"] + after["reshard/bytes_local"] > 0
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_what_goes_wrong_in_the_background_ends_the_run(
+    launch: Launcher, inputs: Path, tmp_path: Path, stalls: bool
+) -> None:
+    """On the rank itself with its own words, on the other with whom it waited for."""
+    arguments = [*command_arguments(inputs, tmp_path), *PPO, BUCKETS, "reshard.overlap=true"]
+    arguments += [f"reshard.timeout_minutes={PATIENCE / 60}"]
+    target = "tests.trainer.ranks:train_until_a_part_is_lost"
+    found = launch.world(2, target, fresh=True, arguments=arguments, stalls=stalls)
+    assert found[0].startswith("ReshardError: rank 1 died or stalled while the weights of version 2 moved: rank 0, ")
+    assert f"got no answer within {PATIENCE} s" in found[0]
+    if stalls:
+        assert found[1].startswith("ReshardError: this rank's weights of version 2 have not moved in the background")
+    else:
+        assert found[1] == "OSError: the device is gone"
 
 
 def comparable(metrics: dict[str, Any]) -> str:
