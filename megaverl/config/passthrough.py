@@ -139,6 +139,7 @@ OPTIMIZER: dict[str, str] = {
     "timers": _HOOK,
     "grad_norm_skip_threshold": "Use coordinator.skip_above.",
     "use_layer_wise_distributed_optimizer": "Use {role}.ddp.use_distributed_optimizer.",
+    "log_num_zeros_in_grad": "Zeros of gradients are not reported.",
     "optimizer_cuda_graph": "Megatron-LM's training loop captures its graph; steps are taken here without it.",
 }
 
@@ -153,6 +154,7 @@ SCHEDULER: dict[str, str] = {
 DDP: dict[str, str] = {
     **dict.fromkeys(("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
     "num_buckets": "Megatron-LM's training loop alone reads it. Use {role}.ddp.bucket_size.",
+    "num_distributed_optimizer_instances": "One optimizer is sharded over all data-parallel ranks.",
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_custom_fsdp"),
