@@ -118,6 +118,9 @@ MORE: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"num_key_value_heads": 4},  # vLLM's loader shares no head between ranks
     "Llama4ForCausalLM": {"intermediate_size_mlp": 128, "attn_scale": 0.1},
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    "Dots1ForCausalLM": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16},
+    "PersimmonForCausalLM": {"num_key_value_heads": LEFT_OUT},  # which it lacks, and vLLM would believe
     "Glm4MoeForCausalLM": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "JambaForCausalLM": {
         "use_mamba_kernels": False,

@@ -55,6 +55,9 @@ class LoaderLayouts:
         dtype: of the weights that come.
         empty: whether the parameters hold nothing yet, so that the layouts can be tried on them.
 
+    Raises:
+        RolloutError: this model computes something else at this tensor-parallel size.
+
     Attributes:
         mine: this rank's layout, once it has been asked for.
         beside: weights that vLLM computes from, by the local names that they have there.
@@ -68,6 +71,7 @@ class LoaderLayouts:
         *,
         empty: bool,
     ) -> None:
+        _check_heads(model, config)
         self._model: Any = model
         self._config, self._dtype, self._empty = config, dtype, empty
         self._found: tuple[Shapes, Callable[[int], Layout]] | None = None
@@ -287,3 +291,18 @@ def _tried(
         if name in filled and not unset and int(held[name].count_nonzero()) != filled[name]:
             yield f"{name} has elements that are neither weights nor zero"
     yield from (f"nothing is loaded into {name}" for name in bare if not alike.get(layer_kind(name), True))
+
+
+def _check_heads(model: Any, config: VllmConfig) -> None:
+    """That attention gets the heads that it computes: vLLM's Transformers backend gives each rank's its share of them,
+    also where it knows no way to cut the projections before it, and goes on (0.32: Persimmon)."""
+    from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+
+    size = config.parallel_config.tensor_parallel_size
+    for path, _ in getattr(model, "attention_fusers", {}).values() if size > 1 else ():
+        linears = [module for module in model.get_submodule(path).modules() if isinstance(module, LinearBase)]
+        if linears and all(isinstance(linear, ReplicatedLinear) for linear in linears):
+            raise RolloutError(
+                f"vLLM does not know how to cut {path} over {size} ranks, and would compute another model. "
+                "Set rollout.tp=1, or rollout.engine=hf."
+            )
