@@ -122,7 +122,8 @@ def instead_of(key: str, found: Any) -> str:
         return "Use a folder of the model that is not quantised."
     return (
         "Write its weights in bfloat16 once, and name that folder: transformers' from_pretrained(PATH, dtype='bfloat16'"
-        ", quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), and the tokenizer's files."
+        ", quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER, save_original_format=False), and "
+        "the tokenizer's files."
     )
 
 

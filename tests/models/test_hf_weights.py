@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.hf_model import build_module
@@ -116,3 +116,35 @@ def test_liger_kernels_need_a_gpu(tmp_path: Path) -> None:
     save("LlamaForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match=r"^fsdp\.liger: Liger's kernels need a GPU, and there is none\."):
         build_module(tmp_path, dtype=torch.float32, seed=None, liger=True)
+
+
+def test_the_line_that_writes_mxfp4_in_bfloat16(tmp_path: Path) -> None:
+    """Gives the numbers that the format's definition gives, and a folder that is no longer refused."""
+    save("GptOssForCausalLM", tmp_path / "plain")
+    tensors, wanted = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    four_bits = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    four_bits = torch.cat([four_bits, -four_bits])
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 130, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = torch.stack([four_bits[(blocks & 15).long()], four_bits[(blocks >> 4).long()]], -1).flatten(-2)
+        wanted[name] = (pairs * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2)
+    quantised = tmp_path / "mxfp4"
+    quantised.mkdir()
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+    (quantised / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelError, match="quantization_config=Mxfp4Config") as refused:
+        build_module(quantised, dtype=torch.float32, seed=None)
+    said = str(refused.value)
+    call = said[said.index("from_pretrained(") : said.index(", and the tokenizer")]
+    names = {"Mxfp4Config": transformers.Mxfp4Config, "PATH": quantised, "FOLDER": tmp_path / "written"}
+    eval(f"AutoModelForCausalLM.{call}", {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, **names})
+    build_module(tmp_path / "written", dtype=torch.float32, seed=None)
+    found = load_file(tmp_path / "written" / "model.safetensors")
+    assert len(wanted) == 6 and all(torch.equal(found[name].float(), wanted[name]) for name in wanted)
+    assert all(torch.equal(found[name], tensors[name].bfloat16()) for name in found.keys() - wanted.keys())
