@@ -17,11 +17,17 @@ from typing import Any
 RECIPES = ("reasoning_gym/quickstart", "games/calculator_tool")
 ONE_PROCESS = ("run.nproc=1", "actor.tp=1", "rollout.engine=hf")
 SAMPLES = 256  # all held-out ones are written down, for their turns
+COMMAND = "tools/learning_curves.py run --task recipes --out FOLDER"
 HEADING = "## Recipes\n"
 TEXT = """
 Recipes as they are written, on one process with transformers' generation; each seed begins with other
 weights. Accuracy on held-out prompts, sampled at temperature 1, after the warm-up and after the last step.
 Tool use: the share of held-out episodes of more than one turn, which are those that called the calculator.
+
+The warm-up of the calculator once had other tokens than an episode: no end of sequence after a call, other
+spaces around it. Seed 1 then ended at 0.0%, after 200 steps of warm-up as after 300: it did not find what to
+copy, and unlearned the tool, whose errors cost 0.1. A model whose warm-up has not taught it to copy still
+ends there.
 """
 
 
@@ -92,7 +98,7 @@ def report(out: Path, docs: Path, seeds: Sequence[int]) -> int:
     page = docs / "learning_curves.md"
     before = page.read_text(encoding="utf-8").partition(HEADING)[0].rstrip("\n") if page.exists() else ""
     date = time.strftime("%Y-%m-%d", time.gmtime(max(result_file(out, *key).stat().st_mtime for key in found)))
-    made = f"{date}, two CPU cores shared with other work, `tools/learning_curves.py run --task recipes --out FOLDER`."
+    made = f"{date}, two CPU cores shared with other work, one thread:\n`OMP_NUM_THREADS=1 {COMMAND}`."
     page.write_text(f"{before}\n\n{HEADING}{TEXT}\n{table(found)}\n\n{made}\n".lstrip("\n"), encoding="utf-8")
     print(table(found))
     return 0

@@ -36,3 +36,17 @@ def test_rows_of_a_recipes_own_make_the_tokenizer(tmp_path: Path) -> None:
     words = {rows[index]["answer"] for rows in (train, warm_up) for index in range(len(rows))}
     assert not words & {held_out[index]["answer"] for index in range(len(held_out))}
     assert build_reward(config.reward).accuracy_component == "reasoning_gym"
+
+
+def test_the_warm_up_has_the_tokens_of_an_episode(tmp_path: Path) -> None:
+    """Of a call and its answer, each tokenised by itself in an episode; else a model may never find what to copy."""
+    overrides = [f"run.dir={tmp_path}", "run.name=run"]
+    config = load_config(recipe("games/calculator_tool"), overrides, command="quickstart", check_paths=False)
+    prepare(config)
+    tokenizer, rows = load_tokenizer(config.model.path), open_source(config.sft.train[0])
+    for call, told in ((rows[index], rows[index + 1]) for index in range(0, 40, 2)):
+        called, said = told["prompt"].removeprefix(call["prompt"]).removesuffix(" =").split("</s> is ")
+        result = config.environment.options["result"].format(text=said)
+        turns = tokenizer.encode(call["prompt"]), [*tokenizer.encode(called), tokenizer.eos_token_id]
+        assert [*turns[0], *turns[1], *tokenizer.encode(result)] == tokenizer.encode(told["prompt"])
+        assert called[:2] == call["answer"][:2] == " ["

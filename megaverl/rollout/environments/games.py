@@ -129,7 +129,10 @@ def guessing(draw: random.Random) -> Example:
 
 
 def calculating(draw: random.Random) -> Example:
-    """Two-digit sums; the warm-up calls the tool, now and then with a slip, and copies what it said, likewise."""
+    """Two-digit sums; the warm-up calls the tool, now and then with a slip, and copies what it said, likewise.
+
+    The space before a call and the end after it: the whole text has the tokens of an episode, turn after turn.
+    """
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(problems)
     rows = [{"prompt": f"add {a} {b} =", "answer": str(a + b)} for a, b in problems]
@@ -137,11 +140,11 @@ def calculating(draw: random.Random) -> Example:
     warm_up = []
     for a, b in problems[128:]:
         slip = draw.random() < 0.3
-        call = f"[{draw.randrange(10, 100) if slip else a}+{b}]"
+        call = f" [{draw.randrange(10, 100) if slip else a}+{b}]"
         warm_up.append({"prompt": f"add {a} {b} =", "answer": call})
         said = str(a + b)
         told = said if draw.random() < 0.7 else str(draw.randrange(20, 199))
-        warm_up.append({"prompt": f"add {a} {b} = [{a}+{b}] is {said} =", "answer": told})
+        warm_up.append({"prompt": f"add {a} {b} = [{a}+{b}]</s> is {said} =", "answer": told})
     return Example(train, held_out, warm_up)
 
 
