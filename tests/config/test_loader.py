@@ -84,9 +84,9 @@ def test_the_resolved_configuration_loads_again(load, tmp_path):
 
 
 def test_the_critic_and_the_reference_take_the_actors_grid(load):
-    config = load("actor={tp: 3, pp: 2, micro_batch_tokens: 900, megatron: {qk_clip: true}}", "critic.tp=1")
+    config = load("actor={tp: 3, pp: 2, micro_batch_tokens: 900, megatron: {hidden_dropout: 0.1}}", "critic.tp=1")
     assert (config.critic.tp, config.critic.pp, config.critic.micro_batch_tokens) == (1, 2, 900)
-    assert (config.reference.tp, config.reference.pp, config.reference.megatron) == (3, 2, {"qk_clip": True})
+    assert (config.reference.tp, config.reference.pp, config.reference.megatron) == (3, 2, {"hidden_dropout": 0.1})
     assert config.critic.optimizer["lr"] == 1e-5, "an optimizer is a role's own"
 
 
