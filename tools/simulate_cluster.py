@@ -132,13 +132,16 @@ class Rank:
     def _serve(self) -> None:
         while True:
             phase = self.asked.get()
-            self.before, self.at_rest = replace(self.traffic), None
             try:
                 getattr(self, phase)()
             except BaseException:  # the others would wait for it
                 traceback.print_exc()
                 os._exit(1)
             self.done.put(phase)
+
+    def begin(self) -> None:
+        """Count from here, before any rank is in the phase that follows: some may be answered before others begin."""
+        self.before, self.at_rest = replace(self.traffic), None
 
     @property
     def cost(self) -> Traffic:
@@ -236,6 +239,11 @@ def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
     members = [Rank(rank, setup, connection.clone()) for rank in ranks]  # type: ignore[attr-defined]
     with connects_lazily():
         while (phase := pipe.recv()) != "end":
+            if phase == "begin":
+                for member in members:
+                    member.begin()
+                pipe.send(None)
+                continue
             if phase == "count":
                 pipe.send({member.rank: member.cost for member in members})
                 continue
@@ -303,6 +311,7 @@ class Cluster:
 
     def cost(self, phase: str) -> list[Traffic]:
         """Of every rank."""
+        self._hear("begin")
         self._hear(phase)
         return [cost for found in self._hear("count") for cost in found.values()]
 
