@@ -4,7 +4,7 @@
     python tools/bench_overlap.py                                    # operators that sleep as long as stages would take
     python tools/bench_overlap.py --costs rollout=1,reward=0.3,actor_update=1
     python tools/bench_overlap.py --real                             # the work itself: a tiny model, engine and actor
-    python tools/bench_overlap.py --partial                          # responses of very different lengths, one rank
+    python tools/bench_overlap.py --partial --staleness 8            # responses of very different lengths, one rank
     python tools/bench_overlap.py --reshard                          # weights that travel while the critic updates
 
 Every run is a real one of `megaverl train` on a tiny model: with simulated costs each operator, when its own work is
@@ -100,6 +100,7 @@ def parse() -> argparse.Namespace:
     described.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
     described.add_argument("--steps", type=int, default=16)
     described.add_argument("--staleness", type=int, default=3, help="rollout.max_staleness of the asynchronous run")
+    described.add_argument("--over-sample", type=float, default=2.0, help="rollout.partial.over_sample, with --partial")
     described.add_argument("--json", metavar="FILE")
     described.add_argument("--as-rank", help=argparse.SUPPRESS)
     described.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -204,7 +205,8 @@ def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str,
 
 def compare_partial(arguments: argparse.Namespace) -> int:
     """Both kinds of run, one after the other, and the ratio."""
-    partial = f"rollout={{partial: {{chunk_tokens: 32}}, max_staleness: {arguments.staleness}}}"
+    of_partial = f"{{chunk_tokens: 32, over_sample: {arguments.over_sample}}}"
+    partial = f"rollout={{partial: {of_partial}, max_staleness: {arguments.staleness}}}"
     with tempfile.TemporaryDirectory(prefix="megaverl_partial_") as name:
         folder = Path(name)
         given = [

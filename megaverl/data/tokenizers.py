@@ -376,11 +376,11 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
             f"{source}: not a folder (looked in {os.getcwd()}). model.tokenizer must name a Hugging Face "
             "folder, a sentencepiece .model file, or a model on a hub, such as Qwen/Qwen3-0.6B."
         )
-    loader: Any = transformers.AutoTokenizer
     options: dict[str, Any] = {"local_files_only": folder.is_dir()}
     if (folder / "tokenizer.json").is_file() and _class_in(folder) in GENERIC_CLASSES:
-        loader = transformers.PreTrainedTokenizerFast
+        loader: Any = transformers.PreTrainedTokenizerFast
     else:
+        loader = transformers.AutoTokenizer  # imports all that models need, for four seconds
         options["trust_remote_code"] = trust_remote_code
     try:
         return loader.from_pretrained(source, **options)
