@@ -240,12 +240,19 @@ def scatter_rows(count: int, dest: Sequence[int]) -> dict[int, range]:
 
 
 def redistribute(
-    fabric: Fabric, name: str, scattered: RolloutBatch, lengths: SequenceLengths, dest: Sequence[int], reads: Reads
+    fabric: Fabric,
+    name: str,
+    scattered: RolloutBatch,
+    lengths: SequenceLengths,
+    dest: Sequence[int],
+    reads: Reads,
+    landed: Rows | None = None,
 ) -> RolloutBatch:
     """From where samples were scattered to those that read them; every rank of `dest` takes part.
 
     Args:
         scattered: this rank's, in the order of their numbers.
+        landed: which rank has which; None: as `scatter_rows` says.
 
     Returns: a batch of all samples. Those that this rank does not read have their lengths, the number of their prompt
         and what is read of all, and no tokens.
@@ -254,7 +261,8 @@ def redistribute(
         DataError: a sample that there is not is to be read.
         TrainingStopped: a rank that did not send or take its rows in time, by number and role.
     """
-    count, here, found = len(lengths), scatter_rows(len(lengths), dest), reads.rows(lengths)
+    count, found = len(lengths), reads.rows(lengths)
+    here = scatter_rows(count, dest) if landed is None else landed
     wanted = {rank: sorted(found.get(rank, ())) for rank in dest}
     part = move_batch(fabric, Moving.plan(fabric, f"{name}, to their readers", here, wanted), scattered)
     assert part is not None

@@ -28,7 +28,16 @@ from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.executor import SELECTIVE, AfterOperator, Executor, Measured, SampleRouting, rules_of, speakers_of
+from megaverl.trainer.executor import (
+    SELECTIVE,
+    AfterOperator,
+    Executor,
+    Measured,
+    SampleRouting,
+    rules_of,
+    shares_of,
+    speakers_of,
+)
 from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, participants, place_of
 from megaverl.trainer.job import Job, Stages, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
@@ -52,7 +61,7 @@ class Disaggregated(Executor):
         is_given: a program gives the samples of each step, on every rank.
 
     Raises:
-        ConfigError: a program's own loop, and engines that are to be ahead of training.
+        ConfigError: a program's own loop, and engines that are to be ahead of training, or samples scored in shares.
     """
 
     def __init__(
@@ -66,10 +75,11 @@ class Disaggregated(Executor):
         is_given: bool,
     ) -> None:
         config = builder.config
-        if is_given and config.rollout.async_rollout:
+        ahead = config.rollout.async_rollout
+        if is_given and (ahead or config.trainer.score_shares > 1):
             raise ConfigError(
-                "rollout.async_rollout: a loop of one's own generates and trains in turn. Leave it out, or use "
-                "RLTrainer(...).train()."
+                f"{'rollout.async_rollout' if ahead else 'trainer.score_shares'}: a loop of one's own generates and "
+                "trains in turn. Leave it out, or use RLTrainer(...).train()."
             )
         self.config, self.fabric, self.placement = config, job.fabric, job.fabric.placement
         self.control, self.stages = self.fabric.control, stages
@@ -82,6 +92,7 @@ class Disaggregated(Executor):
             speakers=speakers_of(config, self.placement),
             samples_per_step=config.samples_per_step,
             ahead=config.rollout.async_rollout and config.rollout.max_staleness > 0,
+            shares=shares_of(config),
         )
         self._channel = TensorChannel(self.fabric)
         self.roles = make_roles(builder, self.fabric, generates=replayed is None)
@@ -92,8 +103,10 @@ class Disaggregated(Executor):
         else:
             self.carrier.follow(self.flow.plan.edges)
             self.step.outlet = self.carrier if self.carrier.speakers else None
-        self.routing = SampleRouting(self.step, self.fabric, self.reporter)
-        self.carrier.reads = self.routing.of_operators()
+        here = [edge for edge in self.flow.plan.edges if self.fabric.rank in edge.dest]
+        in_shares = [operator for edge in here for operator in self.carrier.in_shares(edge)]
+        self.routing = SampleRouting(self.step, self.fabric, self.reporter, in_shares)
+        self.carrier.reads, self.carrier.share_reads = self.routing.of_operators(), self.routing.of_shares()
         self.schedule = Schedule.of(config, self.placement)
         self.lag = self.schedule.lag(self.fabric.rank)
         self.waiting = WaitingSamples(config, self.fabric)
@@ -218,13 +231,19 @@ class Disaggregated(Executor):
         engines = self.schedule.in_flight and set(edge.source) & set(self.placement.ranks["rollout"])
         self._agree_inside(self.schedule.in_flight_after(step, lag) if engines else step - lag)
         if self.carrier.streams(edge):
-            self.carrier.arrive(edge, self.stages, self._score_some if "reward" in edge.takers else lambda *part: None)
+            each = self._score_some if "reward" in edge.takers else lambda *part: None
+            self.carrier.arrive(edge, self.stages, each, partial(self._score_share, step))
 
     def _agree_inside(self, done: int) -> None:
         """Inside a step, take part in what follows those up to a number of them."""
         held, doing = self.step.metrics, self.stages.step
         self._agree_until(done)
         self.step.metrics, self.stages.step = held, doing
+
+    def _score_share(self, step: int, operators: Sequence[str], rows: range, share: RolloutBatch) -> None:
+        for operator in operators:
+            with self.stages(operator):
+                self.step.score_share(operator, rows, share, step)
 
     def _score_some(self, rows: Sequence[int], part: RolloutBatch) -> None:
         with self.stages("reward"):

@@ -4,7 +4,7 @@ go to it, where nothing on it reads all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.carrier import Reads
+from megaverl.dataflow.streaming import Shares
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.monitoring.console import Console
@@ -61,19 +62,28 @@ def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]
     return tuple(placement.ranks["rollout"][:: config.rollout.tp])
 
 
+def shares_of(config: Config) -> Shares | None:
+    """What scores a step's samples in shares of its groups (`trainer.score_shares`)."""
+    if (count := config.trainer.score_shares) == 1:
+        return None
+    operators = {"ref_log_probs", "values", "old_log_probs"} | ({"reward"} if config.scores_by_megatron else set())
+    return Shares.of_groups(count, config.data.prompts_per_step, config.algorithm.group_size, operators)
+
+
 class SampleRouting:
     """What this rank's operators read, from what its roles will do with a step's samples.
 
     Args:
         reporter: the rank that keeps the run's records.
+        in_shares: operators of this rank that score a step's samples in shares (`trainer.score_shares`).
 
     Attributes:
         step: the running one, counted from 0.
         first_step: of this start of the run.
     """
 
-    def __init__(self, steps: RLStep, fabric: Fabric, reporter: int) -> None:
-        self._steps, self.fabric, self._reporter = steps, fabric, reporter
+    def __init__(self, steps: RLStep, fabric: Fabric, reporter: int, in_shares: Collection[str] = frozenset()) -> None:
+        self._steps, self.fabric, self._reporter, self._in_shares = steps, fabric, reporter, in_shares
         self.config, self.roles = steps.config, steps.roles
         self.step = self.first_step = 0
 
@@ -82,13 +92,28 @@ class SampleRouting:
         weighed = MASKS | OF_ENGINE | self._estimator_reads
         return {
             "reward": Reads(self._reward, frozenset({"turn_rewards"})),
-            "ref_log_probs": Reads(self._reference),
-            "old_log_probs": Reads(self._old_log_probs, MASKS | OF_ENGINE),
+            "ref_log_probs": Reads(self._unless_in_shares("ref_log_probs", self._reference)),
+            "old_log_probs": Reads(self._unless_in_shares("old_log_probs", self._old_log_probs), MASKS | OF_ENGINE),
             "score_norms": Reads(self._scored, MASKS),
             "implicit_rewards": Reads(self._implicit, MASKS),
             "values": Reads(self._critic, MASKS),
             "advantages": Reads(self._trained, weighed - TOKENS),
         }
+
+    def of_shares(self) -> dict[str, Reads]:
+        """By operators that score in shares, what they read of one."""
+        return {
+            "reward": Reads(lambda outline: self._on("reward", self.roles.reward.share_rows(outline))),
+            "ref_log_probs": Reads(self._reference),
+            "old_log_probs": Reads(self._old_log_probs),
+            "values": Reads(self._values),
+        }
+
+    def _unless_in_shares(
+        self, operator: str, rows: Callable[[SequenceLengths], Rows]
+    ) -> Callable[[SequenceLengths], Rows]:
+        """What an operator reads of the whole batch: nothing, where it has read it in shares."""
+        return (lambda outline: {}) if operator in self._in_shares else rows
 
     def readers(self, flow: DataFlow) -> Readers | None:
         """Who works on which samples of a step, where the roles share their ranks; None where something reads all."""
@@ -116,7 +141,7 @@ class SampleRouting:
         return {self._reporter: range(min(count, len(lengths)))}
 
     def _reward(self, outline: SequenceLengths) -> Rows:
-        return self._on("reward", self.roles.reward.rows(outline))
+        return self._on("reward", self.roles.reward.rows(outline, "reward" in self._in_shares))
 
     def _reference(self, outline: SequenceLengths) -> Rows:
         assert self.roles.reference is not None
@@ -134,10 +159,16 @@ class SampleRouting:
         assert self.roles.implicit is not None
         return self._on("actor", self.roles.implicit.rows(outline))
 
+    def _values(self, outline: SequenceLengths) -> Rows:
+        critic = self.roles.critic
+        assert critic is not None
+        return self._on("critic", critic.rows(outline))
+
     def _critic(self, outline: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
-        return join_rows([self._on("critic", critic.rows(outline)), self._updates("critic", local(critic), outline)])
+        scored = self._unless_in_shares("values", self._values)
+        return join_rows([scored(outline), self._updates("critic", local(critic), outline)])
 
     def _trained(self, outline: SequenceLengths) -> Rows:
         """What the updates train on, and what is written down."""

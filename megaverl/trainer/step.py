@@ -23,10 +23,10 @@ from megaverl.distributed.worlds import default_group
 from megaverl.plugins import load_object
 from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts, refill
-from megaverl.trainer.roles import Mix, Roles
+from megaverl.trainer.roles import Mix, Roles, ShareScores
 from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
-from megaverl.workers.advantage_computer import AdvantageComputer
-from megaverl.workers.critic import VALUES, ActorCritic
+from megaverl.workers.advantage_computer import AdvantageComputer, kept_by
+from megaverl.workers.critic import VALUES
 from megaverl.workers.policy import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
@@ -37,7 +37,7 @@ from megaverl.workers.responses import (
     rollout_metrics,
     score_metrics,
 )
-from megaverl.workers.reward import Scores, kept_by
+from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 
@@ -57,6 +57,7 @@ class RLStep:
         is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
         readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
         in_progress: groups that go on over an update (`rollout.partial`, `rollout.in_flight_updates`).
+        early: what was found of shares of the running step's samples.
     """
 
     config: Config
@@ -73,6 +74,7 @@ class RLStep:
     readers: Readers | None = None
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)
+    early: ShareScores = field(init=False, default_factory=ShareScores)
     _has_compared: bool = False
     _early_seconds: float = 0.0
 
@@ -214,8 +216,9 @@ class RLStep:
             assert self.outlet is not None
             self.outlet.give([number], self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))))
 
-        if self.outlet is not None:
-            self.outlet.begin()
+        if self.outlet is not None and isinstance(engines, Rollout):
+            lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(draws.group_size)]
+            self.outlet.begin(engines.numbers(lengths, draws.group_size))
         hears = finished if self.outlet is not None else None
         function = config.rollout.function
         batch = responses(engines, prompts, sampling, draws, self.roles.player, function, hears, self.readers)
@@ -263,6 +266,14 @@ class RLStep:
         self.roles.reward.score_some(part, rows, self.config.samples_per_step)
         self._early_seconds += time.perf_counter() - start
 
+    def score_share(self, operator: str, rows: range, share: RolloutBatch, step: int) -> None:
+        """What an operator is to find of all samples, of one share of them; every rank of its role takes part."""
+        log_probs = operator == "old_log_probs" and self.wants_log_probs(step)
+        if operator == "reward":
+            self.roles.reward.score_share(share)
+        elif log_probs or operator != "old_log_probs" or self.config.shares_backbone:
+            self.early.add(operator, rows, self.roles.scoring(operator, log_probs)(share))
+
     def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
         """The actor's log-probs at the start of the update; None where its own forward pass gives the same.
 
@@ -271,18 +282,15 @@ class RLStep:
         """
         if not self.wants_log_probs(step):
             return None
-        return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
+        [log_probs] = self.early.take("old_log_probs", rollouts, self.roles.scoring("old_log_probs"))
+        return self._compared(rollouts, log_probs, step)
 
     def log_probs_and_values(self, rollouts: RolloutBatch, step: int) -> dict[str, torch.Tensor | None]:
         """`old_log_probs`, and both values of the same backbone, out of one forward pass."""
-        actor = self.roles.actor
-        assert isinstance(actor, ActorCritic)
-        if not self.wants_log_probs(step):
-            values, last_values = actor.values(rollouts)
-            return {"old_log_probs": None, "values": values, "last_values": last_values}
-        log_probs, values, last_values = actor.log_probs_and_values(rollouts)
-        compared = self._compared(rollouts, log_probs, step)
-        return {"old_log_probs": compared, "values": values, "last_values": last_values}
+        score = self.roles.scoring("old_log_probs", self.wants_log_probs(step))
+        *found, values, last_values = self.early.take("old_log_probs", rollouts, score)
+        log_probs = self._compared(rollouts, found[0], step) if found else None
+        return {"old_log_probs": log_probs, "values": values, "last_values": last_values}
 
     def needs_log_probs(self, step: int) -> bool:
         """Whether the step trains on old log-probs: its own forward pass does not give the same."""
@@ -314,13 +322,11 @@ class RLStep:
 
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""
-        assert self.roles.reference is not None
-        return self.roles.reference.log_probs(rollouts)
+        return self.early.take("ref_log_probs", rollouts, self.roles.scoring("ref_log_probs"))[0]
 
     def values(self, rollouts: RolloutBatch) -> dict[str, torch.Tensor]:
         """The critic's values, before any update of this step; also those after responses that were cut off."""
-        assert self.roles.critic is not None
-        values, last_values = self.roles.critic.values(rollouts)
+        values, last_values = self.early.take("values", rollouts, self.roles.scoring("values"))
         return {"values": values, "last_values": last_values}
 
     def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:

@@ -13,12 +13,16 @@ from megaverl.algorithms import (
     mean,
     moments,
     on_one_rank,
+    policy_filtration,
     token_rewards,
     whiten,
 )
-from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.algorithm import FILTERS, AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import HeldRows
+from megaverl.errors import DataError
+from megaverl.plugins import call_object
+from megaverl.workers.reward import Scores
 
 OF_REWARDS = ("component_weights",)  # what `extra` holds for each reward, and not for each sample
 
@@ -142,3 +146,34 @@ class AdvantageComputer:
                 found[name] = values.new_zeros((len(batch), *values.shape[1:]))
                 found[name][rows] = values
         return batch.with_(**found), metrics
+
+
+def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
+    """[B] bool: the samples that `algorithm.rollout_filter` keeps.
+
+    best_and_worst and best_and_random are `policy_filtration`, by the weighted sum of the rewards. A function is called
+    as function(batch, scores), and returns true for what is to train. A sample that is dropped still counts in the
+    rewards of its group.
+
+    Raises:
+        ConfigError: there is no such function. DataError: it returned something else, or dropped everything.
+    """
+    if name in FILTERS:
+        generator = torch.Generator().manual_seed(int(batch.generated_ids.sum()) % 2**63)
+        draws = torch.rand(len(batch), generator=generator) if name == "best_and_random" else None
+        return policy_filtration(scores.total, batch.group_ids, draws)
+    found = call_object(name, "algorithm.rollout_filter", batch, scores)
+    try:
+        keep = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"algorithm.rollout_filter: {name} returned {type(found).__name__}: {error}") from error
+    if keep.shape != (len(batch),) or keep.dtype != torch.bool:
+        raise DataError(
+            f"algorithm.rollout_filter: {name} returned {keep.dtype} of shape {list(keep.shape)}; expected bool of "
+            f"shape [{len(batch)}], true for each sample that is to train."
+        )
+    if not bool(keep.any()):
+        raise DataError(
+            f"algorithm.rollout_filter: {name} dropped all {len(batch)} samples: nothing is left to train on."
+        )
+    return keep

@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megaverl.algorithms import policy_filtration
-from megaverl.config.algorithm import FILTERS
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import blocks_of, rows_of_rank
 from megaverl.data.held_rows import of_all
@@ -21,9 +19,8 @@ from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.data.prompts import Message
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
-from megaverl.errors import DataError, ModelError, RewardError
+from megaverl.errors import ModelError, RewardError
 from megaverl.platform import flash_attention, platform
-from megaverl.plugins import call_object
 from megaverl.rewards import Reward, RewardSample
 from megaverl.rewards.service import Service
 from megaverl.workers import RemoteWorker
@@ -108,6 +105,7 @@ class RewardRole:
     ) -> None:
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
         self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
+        self._of_shares: dict[str, list[torch.Tensor]] = {}  # what models on a grid gave to shares of a batch
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
@@ -139,6 +137,16 @@ class RewardRole:
         for each in self.learned:
             if isinstance(each.model, TransformersRewardModel):
                 self._kept(partial(each.model.score_some, part, numbered, mine))
+
+    def score_share(self, share: RolloutBatch) -> None:
+        """What models on a grid say of the next share of a batch that is not whole yet; every rank takes part."""
+        for each in self._on_grid:
+            self._of_shares.setdefault(each.name, []).append(each.model.scores(share))
+
+    @property
+    def _on_grid(self) -> list[LearnedReward]:
+        """Models whose forward pass is one of several ranks."""
+        return [each for each in self.learned if not isinstance(each.model, TransformersRewardModel)]
 
     def _score_places(self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]) -> None:
         if (scored := self._kept(partial(self._columns, part, places))) is not None:
@@ -185,7 +193,8 @@ class RewardRole:
         components = {name: table[:, 2 + i] for i, name in enumerate(names)}
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
-            components[each.name] = each.model.scores(batch)  # of all samples
+            shares = self._of_shares.pop(each.name, None)
+            components[each.name] = each.model.scores(batch) if shares is None else torch.cat(shares)  # of all samples
             total = total + each.weight * components[each.name]
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
@@ -215,14 +224,23 @@ class RewardRole:
         said = [service.last_failure for service in Service.known() if service.last_failure]
         return f"The last failure: {said[-1]}. " if said else ""
 
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the role reads, those of its models among them."""
+    def rows(self, outline: SequenceLengths, in_shares: bool = False) -> list[Sequence[int]]:
+        """The samples that each rank of the role reads, those of its models among them.
+
+        Args:
+            in_shares: models on a grid have read them in shares.
+        """
         size = dist.get_world_size(self.world)
         found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
-        for each in self.learned:
+        for each in self.learned if not in_shares else [model for model in self.learned if model not in self._on_grid]:
             for mine, rows in zip(found, each.model.rows(outline), strict=True):
                 mine.update(rows)
         return [sorted(mine) for mine in found]
+
+    def share_rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+        """Those of a share that each rank reads for models on a grid."""
+        found = [each.model.rows(outline) for each in self._on_grid]
+        return [sorted(set[int]().union(*mine)) for mine in zip(*found, strict=True)]
 
     def weights(self, scores: Scores) -> dict[str, float]:
         """The weight of every component in the total."""
@@ -417,34 +435,3 @@ def own_rows(batch: RolloutBatch, world: dist.ProcessGroup) -> range:
 def places_in(batch: RolloutBatch, rows: Sequence[int]) -> Sequence[int]:
     """Where in this rank's batch samples are."""
     return rows if batch.held is None else [batch.held.place[row] for row in rows]
-
-
-def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
-    """[B] bool: the samples that `algorithm.rollout_filter` keeps.
-
-    best_and_worst and best_and_random are `policy_filtration`, by the weighted sum of the rewards. A function is called
-    as function(batch, scores), and returns true for what is to train. A sample that is dropped still counts in the
-    rewards of its group.
-
-    Raises:
-        ConfigError: there is no such function. DataError: it returned something else, or dropped everything.
-    """
-    if name in FILTERS:
-        generator = torch.Generator().manual_seed(int(batch.generated_ids.sum()) % 2**63)
-        draws = torch.rand(len(batch), generator=generator) if name == "best_and_random" else None
-        return policy_filtration(scores.total, batch.group_ids, draws)
-    found = call_object(name, "algorithm.rollout_filter", batch, scores)
-    try:
-        keep = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"algorithm.rollout_filter: {name} returned {type(found).__name__}: {error}") from error
-    if keep.shape != (len(batch),) or keep.dtype != torch.bool:
-        raise DataError(
-            f"algorithm.rollout_filter: {name} returned {keep.dtype} of shape {list(keep.shape)}; expected bool of "
-            f"shape [{len(batch)}], true for each sample that is to train."
-        )
-    if not bool(keep.any()):
-        raise DataError(
-            f"algorithm.rollout_filter: {name} dropped all {len(batch)} samples: nothing is left to train on."
-        )
-    return keep

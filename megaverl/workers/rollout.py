@@ -172,8 +172,7 @@ class Rollout:
         self._wake()
         if engine.in_flight is not None and engine.in_flight.measures:
             engine.in_flight.fit(self._least_free_memory())
-        lengths = [len(prompt) for prompt in prompts]
-        mine = split_prompts(lengths, engine.num_replicas, group_size, conversations)[engine.replica]
+        mine = self.numbers([len(prompt) for prompt in prompts], group_size, conversations)
         speaks = engine.tp_rank == 0  # the ranks of a replica hold the same responses: its first one speaks for it
         found: list[Generation] = []
         with together(self.world), _reporting(engine, mine, finished if speaks else None) as rest:
@@ -187,6 +186,12 @@ class Rollout:
         if not self._stays_awake:
             self._sleep()
         return (mine, found) if speaks else ([], [])
+
+    def numbers(
+        self, lengths: Sequence[int], group_size: int = 1, conversations: Sequence[int] | None = None
+    ) -> list[int]:
+        """Of prompts of these lengths, those that this rank's engine answers; ascending."""
+        return split_prompts(lengths, self.engine.num_replicas, group_size, conversations)[self.engine.replica]
 
     def _least_free_memory(self) -> int:
         """Bytes, on the rank that has the least; every rank takes part."""

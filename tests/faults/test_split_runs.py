@@ -197,6 +197,44 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(launch: Launcher, inputs: Path
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
 
 
+SHARES = ["placement={rollout: 0-1, reference: 2-3, critic: reference, actor: 4}", "trainer.score_shares=4"]
+HELD = str(ROOT / "tests" / "faults" / "held_rollouts.py")
+
+
+@pytest.fixture(scope="module")
+def in_shares(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """... and of one that scores in shares: each step's last responses wait until the first ones are scored."""
+    runs = tmp_path_factory.mktemp("in_shares")
+    arguments = [HELD, "train", *command_arguments(inputs, runs), *data(inputs), *PPO, *SHARES]
+    ended = launch.command(arguments, logs=runs / "output", ranks=5)
+    assert ended.codes == [0] * 5, ended.text
+    return runs
+
+
+def test_scored_in_shares(shared: Path, in_shares: Path) -> None:
+    """The numbers of a whole batch, to rounding; and the timeline shows who scores while the engines are at work."""
+    for before, after in zip(measured(shared), measured(in_shares), strict=True):
+        assert after.keys() == before.keys()
+        assert after == pytest.approx(before, abs=1e-6, rel=1e-6)
+    spans = json.loads((in_shares / "run" / "timeline.json").read_text())["traceEvents"]
+    for step in range(STEPS):
+        own = [span for span in spans if span.get("args", {}).get("step") == step]
+        written = min(span["ts"] + span["dur"] for span in own if span["name"] == "rollout")
+        early = [span["ts"] < written for span in own if span["name"] == "ref_log_probs"]
+        assert any(early) and len(early) == 4 + 1, "a span for each share, and the operator's own"
+
+
+def test_the_bits_of_shares_do_not_depend_on_time(
+    launch: Launcher, inputs: Path, in_shares: Path, tmp_path: Path
+) -> None:
+    """Nobody waits for anybody, a rank is killed, and the run goes on: as if nothing had been."""
+    fault = Fault("kill", 2, "ref_log_probs", 4)
+    assert run(launch, inputs, tmp_path, 5, *SHARES, fault=fault).codes.count(0) == 0
+    ended = run(launch, inputs, tmp_path, 5, *SHARES)
+    assert ended.codes == [0] * 5, ended.text
+    assert differences(remains(tmp_path / "run"), remains(in_shares / "run")) == []
+
+
 ISLANDS = "placement={rollout: 0, actor: 1-2, coordinator: 3, actor_islands: 2}"
 
 

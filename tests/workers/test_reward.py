@@ -21,9 +21,10 @@ from megaverl.errors import ModelError, RewardError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rewards import build_reward
 from megaverl.rollout.engine import Generation
+from megaverl.workers.advantage_computer import kept_by
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.pairs import RewardModel
-from megaverl.workers.reward import LearnedReward, RewardRole, Scores, TransformersRewardModel, kept_by
+from megaverl.workers.reward import LearnedReward, RewardRole, Scores, TransformersRewardModel
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.workers.ranks import experience
 

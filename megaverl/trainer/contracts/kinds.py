@@ -29,7 +29,8 @@ from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
 from megaverl.rollout.environments.environment import Codec, make_game
 from megaverl.trainer.contracts import Broken, Promise
-from megaverl.workers.reward import Scores, kept_by
+from megaverl.workers.advantage_computer import kept_by
+from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import generate_by
 
 MOST_TURNS = 64
