@@ -5,15 +5,18 @@ places, and may work on each as it comes. When all are there, they go on to the 
 has the batch that it would have had at once, to the bit.
 
 A forward pass is one of all ranks of a replica, on micro-batches that follow from the lengths of all that is scored.
-Who is to score before the last sample is there takes shares of the step's groups, by number, one after the other: which
-sample is read beside which then follows from the samples, and not from the time.
+Who is to score before the last sample is there takes shares of the step's groups, by number, each when it is finished:
+which sample is read beside which then follows from the samples, and not from the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ STREAMED = "rollouts"
 BY_NUMBER = frozenset({"reward"})  # operators that work on samples as they come
 # A rank that sends waits until such a part of its samples is finished: small where each is worked on as it comes.
 PARTS, PARTS_THAT_WAIT = 16, 4
+_NEXT = f"{STREAMED}, the share that is finished"
 
 # Called with the numbers of samples and with these.
 Each = Callable[[Sequence[int], RolloutBatch], None]
@@ -90,6 +94,7 @@ class StreamingCarrier(Carrier):
         self.speakers, self._count = tuple(speakers), samples_per_step
         self._outgoing: dict[Edge, Outgoing | OutgoingShares] = {}
         self._arrived: dict[Edge, RolloutBatch] = {}
+        self._told = PendingSends()
 
     def follow(self, edges: Iterable[Edge]) -> None:
         """The edges of the flow that is run."""
@@ -138,7 +143,7 @@ class StreamingCarrier(Carrier):
         Args:
             span: opened with "wait" around waiting.
             each: called with every part that comes, of the samples that are scattered to this rank.
-            scored: called with every share, in their order, when all of it is there; on all ranks of the edge alike.
+            scored: called with every share when all of it is there; on all ranks of the edge in the same order.
 
         Raises:
             TrainingStopped: an engine's rank did not send its part in time, by number and role.
@@ -147,7 +152,8 @@ class StreamingCarrier(Carrier):
         parts: list[tuple[list[int], RaggedBatch]] = []
         known: dict[int, tuple[int, int, int]] = {}  # of each sample, its lengths and prompt
         if (operators := self.in_shares(edge)) and self._shares is not None:
-            for number, rows in enumerate(self._shares.rows):
+            for number in self._finished(edge, len(self._shares.rows), span):
+                rows = self._shares.rows[number]
                 some, share = self._share_of(edge, number, rows, span, each)
                 parts += some
                 scored(operators, rows, share)
@@ -173,6 +179,39 @@ class StreamingCarrier(Carrier):
             head: dict[str, Any] = receive_json(self.fabric, name, sender)
             moving = _moving(name, head["rows"], sender, self.fabric.rank, receives=True)
             return head, receive_rows(self.fabric, moving) if head["holds"] else None
+
+    def _finished(self, edge: Edge, count: int, span: Span) -> Iterator[int]:
+        """The numbers of the shares, each when all engines are done with it. The edge's first rank hears of that from
+        each engine, and tells the others which is next."""
+        first, *others = edge.dest
+        if self.fabric.rank != first:
+            for _ in range(count):
+                with span("wait"):
+                    number = receive_json(self.fabric, _NEXT, first)
+                yield number
+            return
+        heard, times = SimpleQueue[int | Exception](), Counter[int]()
+
+        def hear(sender: int) -> None:
+            try:
+                for _ in range(count):
+                    heard.put(receive_json(self.fabric, _NEXT, sender))
+            except Exception as error:  # whoever waits for the queue is to hear of it
+                heard.put(error)
+
+        for sender in self.speakers:
+            Thread(target=hear, args=(sender,), daemon=True).start()
+        while times.total() < count * len(self.speakers):
+            with span("wait"):
+                found = heard.get()
+            if isinstance(found, Exception):
+                raise found
+            times[found] += 1
+            if times[found] == len(self.speakers):
+                self._told.forget_done()
+                for rank in others:
+                    self._told.add(send_json(self.fabric, _NEXT, rank, found))
+                yield found
 
     def _share_of(
         self, edge: Edge, number: int, rows: range, span: Span, each: Each
@@ -203,6 +242,7 @@ class StreamingCarrier(Carrier):
         super().settle()
         for outgoing in self._outgoing.values():
             outgoing.sent.wait()
+        self._told.wait()
 
     def _outgoing_of(self, edge: Edge) -> Outgoing | OutgoingShares:
         wanted = self._rows_by_rank(edge)
@@ -321,6 +361,7 @@ class OutgoingShares:
         rows = [row for row, _ in kept]
         part = RolloutBatch.concat([sample for _, sample in kept]) if kept else None
         lengths = [] if part is None else _known(rows, range(len(rows)), part, part.group_ids.tolist())
+        self.sent.add(send_json(self.fabric, _NEXT, self.edge.dest[0], number))
         for dest, wanted in self.wanted.items():
             places = [place for place, row in enumerate(rows) if row in wanted]
             own = None if part is None else part.select(places)  # of no samples it says what they would be

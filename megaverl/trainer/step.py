@@ -270,7 +270,7 @@ class RLStep:
         """What an operator is to find of all samples, of one share of them; every rank of its role takes part."""
         log_probs = operator == "old_log_probs" and self.wants_log_probs(step)
         if operator == "reward":
-            self.roles.reward.score_share(share)
+            self.roles.reward.score_share(share, rows)
         elif log_probs or operator != "old_log_probs" or self.config.shares_backbone:
             self.early.add(operator, rows, self.roles.scoring(operator, log_probs)(share))
 

@@ -105,7 +105,7 @@ class RewardRole:
     ) -> None:
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
         self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
-        self._of_shares: dict[str, list[torch.Tensor]] = {}  # what models on a grid gave to shares of a batch
+        self._of_shares: dict[str, dict[int, torch.Tensor]] = {}  # by model on a grid and first sample: of a share
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
@@ -138,10 +138,14 @@ class RewardRole:
             if isinstance(each.model, TransformersRewardModel):
                 self._kept(partial(each.model.score_some, part, numbered, mine))
 
-    def score_share(self, share: RolloutBatch) -> None:
-        """What models on a grid say of the next share of a batch that is not whole yet; every rank takes part."""
+    def score_share(self, share: RolloutBatch, rows: range) -> None:
+        """What models on a grid say of a share of a batch that is not whole yet, ahead of `score`; all ranks take part.
+
+        Args:
+            rows: its samples' numbers; the shares are all of the batch.
+        """
         for each in self._on_grid:
-            self._of_shares.setdefault(each.name, []).append(each.model.scores(share))
+            self._of_shares.setdefault(each.name, {})[rows.start] = each.model.scores(share)
 
     @property
     def _on_grid(self) -> list[LearnedReward]:
@@ -194,7 +198,8 @@ class RewardRole:
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
             shares = self._of_shares.pop(each.name, None)
-            components[each.name] = each.model.scores(batch) if shares is None else torch.cat(shares)  # of all samples
+            found = each.model.scores(batch) if shares is None else torch.cat([shares[row] for row in sorted(shares)])
+            components[each.name] = found  # of all samples
             total = total + each.weight * components[each.name]
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
