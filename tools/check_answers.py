@@ -40,15 +40,22 @@ GPT2: dict[str, Any] = {"initializer_range": 0.3} | {
     "n_inner": 256,
     "vocab_size": 150,
 }
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 512, "head_dim": 64} | dict.fromkeys(
+    ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 64
+)
 MORE: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
     "GPTJForCausalLM": GPT2 | {"rotary_dim": 16},
     "BloomForCausalLM": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True, "initializer_range": 0.3},
+    "GPTNeoXForCausalLM": {"num_key_value_heads": check_layouts.LEFT_OUT},  # else vLLM believes it
     "OPTForCausalLM": {"word_embed_proj_dim": 128, "init_std": 0.3, "tie_word_embeddings": False},
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "initializer_range": 0.3},
     "Lfm2ForCausalLM": {"block_dim": 128, "conv_dim": 128},
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "MiniCPM3ForCausalLM": LATENT,
 }
 # Different in how they are cut, fused, transposed, tied and computed.
 CHOSEN = (
@@ -71,6 +78,7 @@ CHOSEN = (
     "OlmoeForCausalLM",
     "Exaone4ForCausalLM",
     "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
     "Llama4ForCausalLM",
     "Qwen3NextForCausalLM",
 )

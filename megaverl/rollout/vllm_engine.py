@@ -161,12 +161,6 @@ class VLLMEngine:
         }
         if not platform.is_cuda:
             vllm_cpu().check_runs_here(spec.head_dim, arguments, experts=spec.moe is not None)
-            if spec.mla is not None:
-                # seen with vLLM 0.32 alone: a prompt's greedy answer changes with the batch that it is in
-                logger.warning(
-                    "vLLM's CPU build gives wrong answers for multi-head latent attention: expect a large "
-                    "rollout/logprob_diff, or set rollout.engine=hf."
-                )
         if arguments.get("quantization"):
             arguments |= quantised_arguments(arguments["quantization"])
         if drafts := arguments.get("speculative_config"):

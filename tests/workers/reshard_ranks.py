@@ -134,19 +134,3 @@ def generate_afresh(folder: str, tp: int, vllm: dict[str, Any], prompts: list[li
     responses = made.generate(prompts, GREEDY, [0] * len(prompts))
     made.close()
     return [each.token_ids for each in responses]
-
-
-def parameters_that_differ(folder: str, shape: dict[str, int], tp: int) -> list[str]:
-    """All of vLLM's parameters, also those that it computes from others: after a reshard, against a fresh engine's."""
-    spec = ModelSpec.from_folder(folder)
-    model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0)
-    model.load(folder)
-    made = engine(folder, tp, load_weights=False)
-    WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world).reshard()
-    found = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
-    made.close()
-    fresh = engine(folder, tp, load_weights=True)
-    expected = dict(fresh.model.named_parameters())
-    differ = [name for name in expected if not torch.equal(found[name], expected[name])]
-    fresh.close()
-    return differ + sorted(found.keys() ^ expected.keys())
