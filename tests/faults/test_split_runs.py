@@ -197,7 +197,10 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(launch: Launcher, inputs: Path
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
 
 
-SHARES = ["placement={rollout: 0-1, reference: 2-3, critic: reference, actor: 4}", "trainer.score_shares=4"]
+SHARES = [
+    "placement={rollout: 0-1, reference: 2-3, critic: reference, actor: 4, coordinator: 0}",
+    "trainer.score_shares=4",
+]
 HELD = str(ROOT / "tests" / "faults" / "held_rollouts.py")
 
 
@@ -228,8 +231,9 @@ def test_the_bits_of_shares_do_not_depend_on_time(
     launch: Launcher, inputs: Path, in_shares: Path, tmp_path: Path
 ) -> None:
     """Nobody waits for anybody, a rank is killed, and the run goes on: as if nothing had been."""
-    fault = Fault("kill", 2, "ref_log_probs", 4)
-    assert run(launch, inputs, tmp_path, 5, *SHARES, fault=fault).codes.count(0) == 0
+    ended = run(launch, inputs, tmp_path, 5, *SHARES, fault=Fault("kill", 2, "ref_log_probs", 4))
+    assert ended.codes == [1, 1, -9, 1, 1], ended.text
+    assert "rank 2 (critic+reference, " in ended.text and "it was in step 4: ref_log_probs" in ended.text
     ended = run(launch, inputs, tmp_path, 5, *SHARES)
     assert ended.codes == [0] * 5, ended.text
     assert differences(remains(tmp_path / "run"), remains(in_shares / "run")) == []
