@@ -102,8 +102,8 @@ class StreamingCarrier(Carrier):
             self._outgoing = {edge: self._outgoing_of(edge) for edge in edges if self.streams(edge)}
 
     def streams(self, edge: Edge) -> bool:
-        """Whether an edge's value goes in parts."""
-        return edge.value == STREAMED and bool(self.speakers)
+        """Whether an edge's value goes in parts: samples as the engines give them, and no operator after these."""
+        return edge.value == STREAMED and edge.maker == "rollout" and bool(self.speakers)
 
     def in_shares(self, edge: Edge) -> tuple[str, ...]:
         """The operators that score an edge's samples in shares."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -105,6 +105,14 @@ def test_shares_come_in_one_order(launch: Launcher, shares: int) -> None:
     expected = [[start, stop, True] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
     assert [sorted(each["shares"]) for each in found] == [[], [], [], sorted(2 * expected), [], sorted(2 * expected)]
     assert found[3]["shares"] == found[5]["shares"]
+
+
+def test_what_an_operator_changes_goes_whole() -> None:
+    """`trainer.operators` may take the samples and give others: these are sent, when they are there."""
+    carrier = StreamingCarrier(cast(Any, None), (), (), (0,), NUM, shares=Shares.of_groups(2, NUM, 1, {"values"}))
+    first, changed = (Edge("rollouts", maker, ("values",), (0,), (1,), ()) for maker in ("rollout", "mine"))
+    assert (carrier.in_shares(first), carrier.in_shares(changed)) == (("values",), ())
+    assert carrier.streams(first) and not carrier.streams(changed)
 
 
 def test_a_sample_that_does_not_come_is_missed() -> None:
