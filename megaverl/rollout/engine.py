@@ -117,9 +117,11 @@ class Engine(Protocol):
     """A model that generates, or this rank's part of one.
 
     `num_replicas` engines of `tp_size` neighbouring ranks each share the world; this rank is number `tp_rank`
-    of engine `replica`. Every rank of a replica calls each method alike.
+    of engine `replica`. Every rank of a replica calls each method alike. What an engine need not have (quantised
+    weights, a cache, sleep) it has from here as a subclass.
 
     Attributes:
+        may_rebind: whether parameters may take other storage: no captured graph holds their addresses.
         in_flight: bounds on the number of sequences; None: as many as the engine likes.
         on_finished: called with every response of `generate` that is finished while others are not. An engine may leave
             the calls out: the responses then count as finished at the end. None: nobody wants to know.
@@ -130,13 +132,10 @@ class Engine(Protocol):
     tp_rank: int
     replica: int
     num_replicas: int
-    in_flight: InFlight | None
-    on_finished: OnFinished | None
+    may_rebind: bool
+    in_flight: InFlight | None = None
+    on_finished: OnFinished | None = None
     saved_work: SavedWork
-
-    @property
-    def may_rebind(self) -> bool:
-        """Whether parameters may take other storage: no captured graph holds their addresses."""
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The parameters that this rank holds, under the engine's names; written in place by a reshard.
@@ -146,6 +145,7 @@ class Engine(Protocol):
 
     def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
         """Where the numbers and scales of the quantised ones are; asked for only where the layouts name some."""
+        return {}
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
         """Rank -> where the elements of the model's weights stand in that rank's `named_parameters()`.
@@ -174,19 +174,24 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed with old weights; to be called after every change of them."""
+        return
 
     def sleep(self) -> None:
         """Free device memory until `wake_up`, where the engine can."""
+        return
 
     def sleep_without(self, names: Collection[str]) -> bool:
         """The same, but what these of `named_parameters()` hold need not be kept: a reshard writes them anew before
         the next `generate`. False: they are kept."""
+        return False
 
     def wake_weights(self) -> None:
         """Take back the memory of the weights alone, to be written."""
+        return
 
     def wake_up(self) -> None:
         """Take all of the memory back; the weights are as they were, the cache is empty."""
+        return
 
     def close(self) -> None:
         """Free what the engine holds; it cannot be used afterwards."""

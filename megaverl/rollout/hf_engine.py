@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from megaverl.errors import RolloutError
 from megaverl.platform import flash_attention, platform
 from megaverl.rollout.engine import (
+    Engine,
     Generation,
     Images,
-    InFlight,
-    OnFinished,
     Prompts,
     Sampling,
     SamplingOptions,
@@ -30,10 +29,9 @@ from megaverl.sharding.weight import listed
 
 if TYPE_CHECKING:
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.vllm import QuantisedWeight
 
 
-class HFEngine:
+class HFEngine(Engine):
     """A transformers model on every rank, each a replica; see `megaverl.rollout.engine.Engine` for the methods.
 
     Args:
@@ -60,9 +58,7 @@ class HFEngine:
         started = dist.is_initialized()
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
-        self.in_flight: InFlight | None = None
         self.saved_work = SavedWork()
-        self.on_finished: OnFinished | None = None
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         model = AutoModelForCausalLM.from_pretrained(
@@ -76,9 +72,6 @@ class HFEngine:
         known = {id(tensor) for tensor in self.model.parameters()}
         saved = self.model.state_dict(keep_vars=True)  # with buffers that a folder holds
         return parameters | {name: tensor for name, tensor in saved.items() if id(tensor) not in known}
-
-    def quantised_weights(self) -> dict[str, QuantisedWeight]:
-        return {}
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
         """Every rank holds every weight whole, where its module has what a folder calls so.
@@ -170,22 +163,6 @@ class HFEngine:
                 break
         check_generations(generations, len(prompts))
         return generations
-
-    def reset_prefix_cache(self) -> None:
-        """Nothing is cached between calls."""
-
-    def sleep(self) -> None:
-        """The model stays where it is."""
-
-    def sleep_without(self, names: Collection[str]) -> bool:
-        """The same, with its weights."""
-        return False
-
-    def wake_weights(self) -> None:
-        """The model never slept."""
-
-    def wake_up(self) -> None:
-        """The same."""
 
     def close(self) -> None:
         """Free the model."""

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from megaverl.errors import RolloutError
 from megaverl.rollout.engine import (
+    Engine,
     Generation,
     Images,
-    InFlight,
-    OnFinished,
     Prompts,
     Sampling,
     SamplingOptions,
@@ -44,13 +43,12 @@ if TYPE_CHECKING:
 
     from megaverl.config.roles import RolloutConfig, ServersConfig
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.vllm import QuantisedWeight
 
 MOST_THREADS = 512  # requests of a rank at once, over all servers
 POOL_FILE = "rollout_servers.txt"  # in the run's folder
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """This rank's way to the servers; see `megaverl.rollout.engine.Engine` for the methods.
 
     Each rank asks for its own share of the samples, with a seed for each, so that nothing goes from rank to rank that
@@ -82,9 +80,7 @@ class ServerEngine:
         started = dist.is_initialized()
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
-        self.in_flight: InFlight | None = None
         self.saved_work = SavedWork()
-        self.on_finished: OnFinished | None = None
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         servers = config.servers
@@ -191,27 +187,8 @@ class ServerEngine:
     def named_parameters(self) -> dict[str, Tensor]:
         return {}
 
-    def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
-        return {}
-
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
         raise RolloutError("rollout.engine=server: servers hold their weights in their own way, unseen from here.")
-
-    def reset_prefix_cache(self) -> None:
-        """Servers forget when they read new weights."""
-
-    def sleep(self) -> None:
-        """Servers have devices of their own."""
-
-    def sleep_without(self, names: Collection[str]) -> bool:
-        """The same."""
-        return False
-
-    def wake_weights(self) -> None:
-        """Servers are awake."""
-
-    def wake_up(self) -> None:
-        """The same."""
 
     def close(self) -> None:
         """Leave the servers alone."""

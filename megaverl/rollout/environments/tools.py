@@ -63,26 +63,13 @@ class ToolBox:
     size: int = 4
     _free: queue.LifoQueue[LineProcess | None] = field(init=False)
 
-    _shared: ClassVar[dict[tuple[Any, ...], ToolBox]] = {}
-
     def __post_init__(self) -> None:
         self._free = queue.LifoQueue()
         for _ in range(self.size):
             self._free.put(None)
 
-    @classmethod
-    def shared(cls, tools: Mapping[str, str], limits: ToolLimits, size: int) -> ToolBox:
-        """The one box of this process for these tools, closed when the process ends."""
-        key = (tuple(sorted(tools.items())), limits, size)
-        if key not in cls._shared:
-            cls._shared[key] = cls(tools, limits, size)
-            atexit.register(cls._shared[key].close)
-        return cls._shared[key]
-
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-        """Run one tool; whatever goes wrong inside it is an answer too."""
-        if name not in self.tools:
-            return Answer(f"there is no tool '{name}'; there are: {', '.join(sorted(self.tools))}", False)
+        """Run one of its tools; whatever goes wrong inside it is an answer too."""
         process = self._free.get()
         try:
             process = process or self._start()
@@ -213,7 +200,7 @@ class ToolSet:
             else:
                 functions.setdefault(own, {})[name] = spec["function"]
         for own, targets in functions.items():
-            self.tools |= dict.fromkeys(targets, ToolBox.shared(targets, own, workers))
+            self.tools |= dict.fromkeys(targets, ToolBox(targets, own, workers))
 
     @classmethod
     def shared(cls, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> ToolSet:

@@ -208,3 +208,6 @@ def test_what_no_tool_is_made_of(options: dict[str, Any], said: str) -> None:
 def test_one_set_serves_all_episodes() -> None:
     first, second = (ToolSet.shared(["calculator"], ToolLimits(), 2) for _ in range(2))
     assert first is second and first is not ToolSet.shared(["calculator"], ToolLimits(1.0), 2)
+    assert first is not ToolSet.shared(["calculator"], ToolLimits(), 1)
+    assert first is not ToolSet.shared({"sums": "builtins:sum"}, ToolLimits(), 2)
+    assert first.call("calcluator", {}).text == "there is no tool 'calcluator'; there are: calculator"

@@ -208,14 +208,6 @@ def test_a_box_runs_as_many_at_once_as_it_has_processes_and_ends_them_all(
     box.close()
 
 
-def test_one_box_of_this_process_for_the_same_tools_and_limits(attempts: dict[str, str]) -> None:
-    box = ToolBox.shared(attempts, ToolLimits(), 1)
-    assert ToolBox.shared(dict(reversed(attempts.items())), ToolLimits(), 1) is box
-    assert ToolBox.shared(attempts, ToolLimits(seconds=1.0), 1) is not box
-    assert ToolBox.shared(attempts, ToolLimits(), 2) is not box
-    assert ToolBox.shared({"pid": attempts["pid"]}, ToolLimits(), 1) is not box
-
-
 def test_a_process_that_does_not_start_in_time_is_ended(
     attempts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
