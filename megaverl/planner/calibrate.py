@@ -43,8 +43,6 @@ PROBE: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 PROBE_LAYERS = (2, 6)
-CUTS = {"tp": "tensor-parallel", "pp": "in two pipeline stages", "": "each with half the samples"}
-MESSAGES = ("node_latency_us", "send_latency_us", "exchange_ms")
 PROBE_KEYS = (
     "data={max_prompt_tokens: 16, prompts_per_step: 8}",
     "algorithm={name: grpo, group_size: 4, num_mini_batches: 2, kl: {in: loss, kind: k3, coef: 0.001}}",
@@ -74,16 +72,14 @@ def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = 
         for layers in PROBE_LAYERS:
             tell(f"steps of a model of {layers} layers on one rank")
             probes.append(Probe.run(Path(folder), layers, 1, engine))
-        for cut, how in CUTS.items():
-            tell(f"the same on two ranks, {how}")
-            keys = [f"{role}.{cut}=2" for role in ("actor", "reference") if cut]
-            probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, *keys))
+        tell("the same on two ranks, tensor-parallel")
+        probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, "actor.tp=2", "reference.tp=2"))
         if (others := max(probe.others for probe in probes)) > QUIET:
             said = f"other programs had {others:.1f} processors meanwhile: measure again when they have ended"
             hardware = _doubted(hardware, said, tell)
         hardware = fit(hardware, probes)
-        if free := [field for field in MESSAGES if getattr(hardware, field) <= LEAST]:
-            said = f"{', '.join(free)}: nothing, as two ranks were no slower than one lets expect: measure again"
+        if hardware.node_latency_us <= LEAST:
+            said = "node_latency_us: nothing, as two ranks were no slower than one lets expect: measure again"
             hardware = _doubted(hardware, said, tell)
         return hardware
 
@@ -188,7 +184,7 @@ def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
         memory_efficiency=1.0,
         node_gb_s=link,
         node_latency_us=measured["all_reduce_us"],
-        send_latency_us=measured["send_us"],
+        send_latency_us=measured.get("send_us"),
         message_work=measured["message_work"],
         weights_gb_s=measured.get("weights_gb_s"),
         network_gb_s=link,
@@ -203,9 +199,8 @@ def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
 def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     """What measured steps take beyond the rates: elementwise work by passes over samples, kernels by the difference
     between a few layers and more when tokens are decoded, what is left as overheads of a token, an update and a step,
-    a collective by the tensor-parallel steps, a message between stages by those of the pipeline, and what ranks tell
-    each other of their own samples by the data-parallel ones."""
-    few, many, tensor_parallel, staged, apart = probes
+    and a message by the tensor-parallel steps."""
+    few, many, tensor_parallel = probes
     layers = many.job.spec.num_layers - few.job.spec.num_layers
     updates = few.job.config.algorithm.num_mini_batches
 
@@ -222,10 +217,7 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     hardware = _with(hardware, decode_step_ms=mean("rollout", hardware) / RESPONSE * 1e3)
     hardware = _settled(hardware, "backward_factor", lambda found: mean("actor_update", found))
     hardware = _with(hardware, update_ms=mean("actor_update", hardware) / updates * 1e3)
-    hardware = _settled(hardware, "node_latency_us", lambda found: tensor_parallel.beyond("ref_log_probs", found))
-    hardware = _settled(hardware, "send_latency_us", lambda found: staged.beyond("actor_update", found))
-    exchanges = ("old_log_probs", "ref_log_probs", "advantages")
-    return _with(hardware, exchange_ms=statistics.mean(apart.beyond(name, hardware) for name in exchanges) * 1e3)
+    return _settled(hardware, "node_latency_us", lambda found: tensor_parallel.beyond("ref_log_probs", found))
 
 
 def _settled(hardware: Hardware, field: str, lacking: Callable[[Hardware], float], sign: int = 1) -> Hardware:
@@ -334,7 +326,6 @@ def _messages(device: Any) -> dict[str, float]:
             rows @ rows.T
 
     def there_and_back() -> None:
-        work()
         for sends in (rank < other, rank > other):
             if other < world:
                 torch.distributed.send(small, other) if sends else torch.distributed.recv(small, other)
@@ -361,8 +352,9 @@ def _messages(device: Any) -> dict[str, float]:
     reduced = taken(together)
     share = taken(together, time.process_time) / reduced if device.type == "cpu" else 0.0
     rate = 2 * large.nbytes * (world - 1) / world / _seconds(lambda: reduce(large), device, time.perf_counter) / 1e9
-    found = {"all_reduce_us": reduced * 1e6, "send_us": taken(there_and_back) / 2 * 1e6}
-    return found | {"message_work": min(1.0, share), "all_reduce_gb_s": rate}
+    found = {"all_reduce_us": reduced * 1e6, "message_work": min(1.0, share), "all_reduce_gb_s": rate}
+    # where ranks share processors, either takes as long as it takes to wake who waits
+    return found | ({"send_us": taken(there_and_back) / 2 * 1e6} if device.type == "cuda" else {})
 
 
 def _seconds(work: Callable[[], object], device: Any, clock: Clock = time.process_time) -> float:

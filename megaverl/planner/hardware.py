@@ -42,7 +42,7 @@ class Hardware:
             blocks first; None: with the memory's bandwidth, beside them.
         node_gb_s, node_latency_us: to ranks of the same node, and the time of a message before its first byte.
         network_gb_s, network_latency_us: to ranks of other nodes.
-        send_latency_us: the latency of a message from one rank to one other, where it is not that of collectives.
+        send_latency_us: the latency of a message from one rank to one other; None: that of collectives.
         message_work: share of a message's time in which its rank's processor works on it, where ranks share cores.
         link_efficiency: share of a link that collectives reach.
         host_gb_s: to host memory, for what is offloaded.
@@ -54,8 +54,6 @@ class Hardware:
         sample_ms: of a step's own work for each sample that a rank has: rewards, packing, advantages, records.
         step_ms: of a step's own work, whatever it is of, on each rank: `operator_ms` of each operator apart.
         operator_ms: of each operator on each rank.
-        exchange_ms: of an operator whose ranks have samples of their own, for what they tell each other of these, for
-            each doubling of the ranks.
         micro_batch_ms: of each forward or backward pass beside its kernels.
         update_ms: of each optimizer step beside its memory traffic: the ranks' agreements.
     """
@@ -87,7 +85,6 @@ class Hardware:
     sample_ms: float = 0.0
     step_ms: float = 0.0
     operator_ms: float = 0.0
-    exchange_ms: float = 0.0
     micro_batch_ms: float = 0.0
     update_ms: float = 0.0
 
@@ -217,7 +214,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "sample_ms": (0, 1e4),
     "step_ms": (0, 1e6),
     "operator_ms": (0, 1e5),
-    "exchange_ms": (0, 1e5),
     "micro_batch_ms": (0, 1e5),
     "update_ms": (0, 1e6),
 }

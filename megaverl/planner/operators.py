@@ -24,6 +24,7 @@ from megaverl.planner.traffic import ReshardTraffic
 from megaverl.sharding.model_spec import ModelSpec
 
 Lane = tuple[str, int, float, float]
+EXCHANGED = 3  # messages that bring a rank another's samples: sizes, header, rows (`data.held_rows.move_ragged`)
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,12 @@ def _operation(
 
 
 def _exchanged(load: StepLoad, role: Role) -> Duration:
-    """What data-parallel ranks tell each other of their samples (`data.held_rows.HeldRows.spread`)."""
-    apart = role.grid.dp * role.islands > 1
-    return Duration(wait=load.hardware.exchange_ms * 1e-3 * ceil(log2(len(role.ranks)))) if apart else Duration()
+    """What data-parallel ranks tell each other of their samples (`data.held_rows.HeldRows.spread`), by doublings of the
+    ranks."""
+    if role.grid.dp * role.islands == 1:
+        return Duration()
+    number = len(role.ranks)
+    return Duration(wait=EXCHANGED * load.actor.links.send(0.0, number // 2) * ceil(log2(number)))
 
 
 def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, tuple[Lane, ...]]:

@@ -314,15 +314,15 @@ class RLStep:
         found = difference.stats()
         self.metrics |= found.metrics()
         if not self._has_compared and self.replayed is None:
-            dtype = self.roles.actor.model.dtype
-            if warning := check_first_comparison(found, self.config, dtype):
+            if warning := check_first_comparison(found, self.config, self.roles.actor.model.dtype):
                 self.warn(warning)
         self._has_compared = True
         return log_probs if self.needs_log_probs(step) else None
 
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""
-        return self.early.take("ref_log_probs", rollouts, self.roles.scoring("ref_log_probs"))[0]
+        assert (reference := self.roles.reference) is not None
+        return self.early.take("ref_log_probs", rollouts, lambda samples: (reference.log_probs(samples),))[0]
 
     def values(self, rollouts: RolloutBatch) -> dict[str, torch.Tensor]:
         """The critic's values, before any update of this step; also those after responses that were cut off."""
