@@ -18,10 +18,10 @@ from tests.launcher import Launcher
 
 
 def restarts_cost_nothing(flow: Any) -> None:
-    """An operator of one's own is asked for before the first step. After that, messages take a tenth of a second."""
+    """An operator of one's own is asked for before the first step. After that, a message takes two milliseconds."""
 
     def seconds_until(self: Replanning, metrics: Mapping[str, float]) -> float:
-        describe(str(self.config.run.hardware), node_latency_us=1e5)
+        describe(str(self.config.run.hardware), node_latency_us=2e3, node_gb_s=1.0)
         return 0.0
 
     Replanning.seconds_until = seconds_until  # type: ignore[method-assign]
@@ -40,7 +40,7 @@ def more(tmp_path: Path) -> list[str]:
         "actor.tp=auto",
         f"run={{hardware: {tmp_path / 'links.json'}, replan: true, log_with: jsonl}}",
         "rollout={engine: hf, sampling: {ignore_eos: true}}",
-        "algorithm={name: grpo, group_size: 2, kl: {in: none, coef: 0.0}}",
+        "algorithm={name: grpo, group_size: 2, num_mini_batches: 4, kl: {in: none, coef: 0.0}}",
         "data.prompts_per_step=4",
         "trainer={steps: 4, replan_every: 2, operators: ['tests.trainer.test_replanning:restarts_cost_nothing']}",
         "checkpoint={save_interval: 2, export_hf: false}",
