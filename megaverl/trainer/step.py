@@ -313,9 +313,9 @@ class RLStep:
             difference = difference.over_ranks(default_group())
         found = difference.stats()
         self.metrics |= found.metrics()
-        if not self._has_compared and self.replayed is None:
-            if warning := check_first_comparison(found, self.config, self.roles.actor.model.dtype):
-                self.warn(warning)
+        first, dtype = not self._has_compared and self.replayed is None, self.roles.actor.model.dtype
+        if first and (warning := check_first_comparison(found, self.config, dtype)):
+            self.warn(warning)
         self._has_compared = True
         return log_probs if self.needs_log_probs(step) else None
 

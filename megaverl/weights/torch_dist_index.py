@@ -208,7 +208,7 @@ class _StandIn:
     """For any class of the index: keeps its state, and does nothing with it."""
 
     def __init__(self, *_: Any) -> None:
-        pass
+        """Of an enum's value, with which pickle calls its class."""
 
     def __setstate__(self, state: Any) -> None:
         # TensorProperties gives a tuple, its dtype first

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from megaverl.config import Config, InvalidConfig, load_config, smallest_world
 from megaverl.config.loader import Command
+from megaverl.trainer.executor import shares_of
 
 NEEDED = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
 
@@ -100,10 +103,10 @@ def test_what_has_no_shares_to_score(overrides: list[str], said: str) -> None:
 
 
 def test_shares_beside_engines_of_their_own() -> None:
-    load("trainer.score_shares=4", APART, world=2)
-    load("trainer.score_shares=4", APART, "rollout={async_rollout: true, max_staleness: 2}", world=2)
-    load(
-        "trainer.score_shares=4",
-        "placement={actor: 0, rollout: actor, reference: 1}",
-        "algorithm.kl={in: loss, coef: 1}",
-    )
+    ahead = (APART, "rollout={async_rollout: true, max_staleness: 2}")
+    reference = ("placement={actor: 0, rollout: actor, reference: 1}", "algorithm.kl={in: loss, coef: 1}")
+    for taken in ((APART,), ahead, reference):
+        config = load("trainer.score_shares=4", *taken, world=2)
+        shares = shares_of(config)
+        assert shares is not None and [*itertools.chain(*shares.rows)] == [*range(config.samples_per_step)]
+        assert len(shares.rows) == 4 and {len(rows) % config.algorithm.group_size for rows in shares.rows} == {0}

@@ -294,13 +294,14 @@ def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
 
 
 def test_ranks_with_samples_of_their_own_tell_each_other_of_them() -> None:
-    def longer(*cut: str, world: int) -> float:
+    def longer(*cut: str, world: int, name: str = "advantages") -> float:
         planned, lengths = job(*cut, world=world), LengthDistribution.fixed(PROMPT, RESPONSE)
         both = [simulate(planned, replace(CPU, cores=None, node_latency_us=us), lengths=lengths) for us in (1000, 0)]
-        return both[0].seconds_of("advantages") - both[1].seconds_of("advantages")
+        return both[0].seconds_of(name) - both[1].seconds_of(name)
 
     assert longer(world=1) == longer("actor.tp=2", "reference.tp=2", world=2) == 0
-    assert longer(world=2) == pytest.approx(3e-3)  # sizes, header, rows
+    for name in ("advantages", "old_log_probs"):
+        assert longer(world=2, name=name) == pytest.approx(3e-3)  # sizes, header, rows
     assert longer("actor.pp=2", "reference.pp=2", world=4) == pytest.approx(6e-3)
 
 
