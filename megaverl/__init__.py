@@ -62,6 +62,7 @@ class _Renamed:
         "megaverl.models.classifier": "megaverl.models.folder",
         "megaverl.models.spec": "megaverl.sharding.model_spec",
         "megaverl.models.supported": "megaverl.models.folder",
+        "megaverl.monitoring.watch": "megaverl.monitoring.report",
         "megaverl.parallel": "megaverl.distributed",
         "megaverl.placement": "megaverl.distributed.placement",
         "megaverl.planner.activations": "megaverl.planner.stages",

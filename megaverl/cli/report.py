@@ -109,7 +109,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from megaverl.monitoring.watch import RunView
+    from megaverl.monitoring.report import RunView
 
     console, view = Console(highlight=False, markup=False), RunView(arguments.run)
     view.update()

@@ -262,9 +262,9 @@ def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
             yield ConfigIssue(
                 f"{role}.lora.path", f"found {found(lora.path)}, which has no adapter_config.json of peft."
             )
-    tokenizer = config.model.tokenizer
-    if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
-        yield ConfigIssue("model.tokenizer", f"found {found(tokenizer)}, which does not exist.")
+    for key, tokenizer in (("model", config.model.tokenizer), ("reference", config.reference.tokenizer)):
+        if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
+            yield ConfigIssue(f"{key}.tokenizer", f"found {found(tokenizer)}, which does not exist.")
     resume = config.checkpoint.resume
     if resume not in ("auto", "latest", "never") and not Path(resume).is_dir():
         kind = ", which is a file" if Path(resume).exists() else ""

@@ -122,8 +122,7 @@ class TrainedConfig(GridConfig):
     """What a forward pass keeps for the backward pass. none: everything. selective: not the insides of attention's core
     and of the MLP (experts). full: the layers' inputs only. Fields of `megatron` (recompute_*) go before it."""
     gradient_accumulation: Positive = 1
-    """Micro-batches that an optimizer step's gradient is summed over, at least; more where micro_batch_tokens asks for
-    more."""
+    """Micro-batches, at least, that an optimizer step's gradient is summed over; micro_batch_tokens may want more."""
     offload: Annotated[OffloadConfig, BeforeValidator(_all_or_some)] = OffloadConfig()
     """What leaves the accelerator's memory; true: everything."""
     scheduler: Annotated[Passthrough, over(SCHEDULER)] = SCHEDULER
@@ -138,8 +137,7 @@ class ActorConfig(TrainedConfig):
     optimizer: Annotated[Passthrough, over(ACTOR_OPTIMIZER)] = ACTOR_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
     router_replay: Literal["off", "old_log_probs", "update"] = "off"
-    """Tokens take the experts that the engine took (R3, arXiv 2510.11370), where old log-probs are computed, or in the
-    update as well."""
+    """Tokens take the experts that the engine took (R3, arXiv 2510.11370), for old log-probs, or for the update too."""
 
 
 class CriticConfig(TrainedConfig):
@@ -162,6 +160,9 @@ class ReferenceConfig(GridConfig):
 
     path: str | None = None
     """Hugging Face folder. null: model.path."""
+    tokenizer: Text | None = None
+    """The teacher's, of advantage distillation: a folder, a .model file, or a name on a hub. null: that of path. Where
+    it has other tokens than the model's, teacher and student are compared in chunks of the same text."""
     offload: bool = False
     """Keep its weights in host memory while not in use."""
 
@@ -263,8 +264,7 @@ class CoordinatorConfig(Section):
     """With placement.actor_islands: updates between meetings of the islands. 1: their gradients are added up at every
     update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo)."""
     islands_compress: Literal["none", "bfloat16"] = "none"
-    """What goes from the islands to the coordinator: as it is, or rounded, with what rounding took away added to the
-    next."""
+    """What goes from the islands to the coordinator: as it is, or rounded, and the next gets what rounding took."""
     outer_lr: PositiveFloat = 0.7
     """Of the outer optimizer, SGD with Nesterov momentum."""
     outer_momentum: Fraction = 0.9

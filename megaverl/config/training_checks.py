@@ -283,9 +283,53 @@ def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
         )
 
 
+def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """What a teacher cannot do whose tokens are not the model's: it reads the text of one turn."""
+    algorithm, key = config.algorithm, "reference.tokenizer"
+    tokens = "a teacher of other tokens"
+    if algorithm.advantage_name != "distillation":
+        yield ConfigIssue(
+            key,
+            f"is of a teacher that is compared by its text; {algorithm.advantage_name} reads log-probs of the model's "
+            "own tokens. Use algorithm.advantage=distillation, or a reference with the model's tokenizer.",
+            involves=("algorithm.name", "algorithm.advantage"),
+        )
+    refused = {
+        "algorithm.distillation.divergence": (
+            algorithm.divergence_name is not None,
+            f"{tokens} has no probabilities of the student's tokens, top_k of them or all",
+        ),
+        "algorithm.kl.in": (algorithm.kl.place != "none", f"the KL to {tokens} is what distillation learns from"),
+        "mix": (
+            any(entry.update == "preference" for entry in config.mix) and config.preference_needs_reference,
+            f"{tokens} has no log-probs of both responses of a pair in the student's tokens",
+        ),
+        "rollout.adaptive_sampling": (
+            config.rollout.adaptive_sampling and any(rule.top_k for rule in config.rollout.sampling_rules),
+            "its rules have top_k, and the teacher's log-probs are over all of its own tokens",
+        ),
+        "rollout.sampling.top_k": (
+            int(config.rollout.sampling.get("top_k") or 0) > 0,
+            "the student's log-probs would be over its k likeliest tokens, and the teacher's over all of its own",
+        ),
+        "environment.name": (
+            config.environment.name is not None,
+            "what an environment answers is written in the student's tokens and chat template",
+        ),
+        "data.tools": (config.data.tools is not None, f"{tokens} is given the messages alone, without tools"),
+    }
+    for other, (is_set, why) in refused.items():
+        if is_set:
+            yield ConfigIssue(
+                other, f"does not go together with {key}: {why}. Leave one of the two out.", involves=(key,)
+            )
+
+
 def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
     algorithm, key = config.algorithm, "algorithm.distillation"
     given, name = algorithm.distillation, algorithm.divergence_name
+    if config.reference.tokenizer is not None:
+        yield from other_tokenizer_mistakes(config)
     if name is None:
         for option in given.changed():
             yield ConfigIssue(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")

@@ -43,10 +43,11 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
 from megaverl.workers.player import Player
-from megaverl.workers.policy import Actor, Policy, Teacher
+from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync
+from megaverl.workers.teacher import Teacher, reference_policy
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, layouts_among, told_layouts
 
@@ -214,20 +215,17 @@ class Builder:
         place = place_for(None)
         if config.offload and place is not None:  # on a CPU the weights already are where they would go
             model.offload_to(place)
-        return Policy(model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens)
+        with together():
+            made = reference_policy(self.config, model, self.files(config.path).folder, self.tokenizer)
+        return made
 
     def teach(self, actor: Actor, reference: Policy | RemoteWorker | None) -> None:
         """Give the actor its teacher, if `algorithm.distillation` wants one."""
-        algorithm = self.config.algorithm
-        if algorithm.divergence_name is None:
-            return
-        assert reference is not None
-        given, heat = algorithm.distillation, self.temperature
-        teacher = Teacher(
-            reference.model, algorithm.divergence_name, given.options, temperature=heat, top_k=given.top_k
-        )
-        teacher.check_student(actor.model)
-        actor.teacher = teacher
+        given, name, heat = self.config.algorithm.distillation, self.config.algorithm.divergence_name, self.temperature
+        if name is not None:
+            assert reference is not None
+            actor.teacher = Teacher(reference.model, name, given.options, temperature=heat, top_k=given.top_k)
+            actor.teacher.check_student(actor.model)
 
     def rollout(self, actor: TrainingModel | None, engine: Engine | None = None) -> Rollout:
         """The engine, or a further actor's use of one; with an actor its weights come from there, else from the

@@ -93,8 +93,7 @@ class RLStep:
     def flow(self, places: Places | None = None) -> DataFlow:
         """Compiled for `run(prompts=..., step=...)`, where the roles are.
 
-        What a configuration does not use (critic, reference) is no operator of its flow. The roles are only needed
-        when it runs.
+        What a configuration does not use (critic, reference) is no operator of it. Roles are only needed when it runs.
         """
         flow = DataFlow()
         source = self.generate if self.replayed is None else self.replay
@@ -322,7 +321,9 @@ class RLStep:
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""
         assert (reference := self.roles.reference) is not None
-        return self.early.take("ref_log_probs", rollouts, lambda samples: (reference.log_probs(samples),))[0]
+        found = self.early.take("ref_log_probs", rollouts, lambda samples: (reference.log_probs(samples),))
+        self._record("reference", reference.report())
+        return found[0]
 
     def values(self, rollouts: RolloutBatch) -> dict[str, torch.Tensor]:
         """The critic's values, before any update of this step; also those after responses that were cut off."""
@@ -427,9 +428,8 @@ class RLStep:
 
     def reshard(self, updated: bool) -> None:
         """The engine gets the new weights."""
-        if not updated or self.roles.sync is None:
-            return
-        self.metrics |= self.roles.sync.reshard().metrics()
+        if updated and self.roles.sync is not None:
+            self.metrics |= self.roles.sync.reshard().metrics()
 
     def trust_engine(self) -> None:
         """Do not compare its log-probs with those of the actor here."""

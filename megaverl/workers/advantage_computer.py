@@ -50,8 +50,12 @@ class AdvantageComputer:
         """`assign`, for every agent by itself where there are several; metrics are means over the agents.
 
         Of a batch that ranks have parts of, each rank computes the groups that it speaks for. A sample whose reward is
-        NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`.
+        NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`. So does a
+        token whose `ref_log_probs` are NaN: a teacher of other tokens could not say anything of it.
         """
+        if "ref_log_probs" in batch and bool((unread := batch.ref_log_probs.isnan()).any()):
+            filled = batch.ref_log_probs.masked_fill(unread, 0.0)
+            batch = batch.with_(response_mask=batch.response_mask & ~unread, ref_log_probs=filled)
         scored = ~batch.rewards.isnan()
         if not bool(scored.all()):
             batch = batch.with_(response_mask=batch.response_mask & scored.unsqueeze(1))

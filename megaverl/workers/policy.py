@@ -1,4 +1,4 @@
-"""The policy: log-probs of responses, its update by a policy loss, a teacher that it may learn from.
+"""The policy: log-probs of responses, and its update by a policy loss.
 
 And how far the engine's log-probs are from the actor's. Fingerprints say whether the weights are the same; the check
 after a start sees what they cannot: another computation with them. In 16 bits two right computations differ, at single
@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from megaverl.algorithms import (
     combine,
     combined,
     distillation_loss,
-    divergences,
     entropy_sum,
     highest_entropies,
     kl_loss,
@@ -36,10 +34,8 @@ from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import device_of
-from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.errors import TrainingStopped
 from megaverl.models.packing import MicroBatch
-from megaverl.models.vocab_divergence import vocab_parallel_divergence
-from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
 from megaverl.rollout import sample_seed
 from megaverl.workers.micro_batches import (
@@ -54,6 +50,9 @@ from megaverl.workers.micro_batches import (
 )
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
+
+if TYPE_CHECKING:
+    from megaverl.workers.teacher import Teacher
 
 
 class Policy(ModelWorker):
@@ -86,6 +85,10 @@ class Policy(ModelWorker):
 
         with nullcontext() if self._with_adapters else self.model.without_adapters():
             return self.score(batch, score, batch.response_shape)
+
+    def report(self) -> dict[str, float]:
+        """What is worth knowing of the log-probs since the last call, the same on every rank."""
+        return {}
 
     def untempered(self) -> Policy:
         """The same model, whose log-probs are of its own distribution: at temperature 1."""
@@ -373,78 +376,3 @@ def _said(found: DifferenceStats, config: Config, limit: str) -> str:
         "engine applies do this, and an architecture that both compute differently. If the difference is only "
         "rounding, set rollout.logprob_tolerance to the largest that you allow."
     )
-
-
-class Teacher:
-    """Says how far a student is from it.
-
-    Of its forward pass the hidden states of the response tokens are kept, for the micro-batches of one mini-batch;
-    logits are made of them where they are compared, some tokens at a time.
-
-    Args:
-        model: with `chunked_logits`, on the student's grid.
-        name, options: of the divergence.
-        temperature: of both distributions. top_k: see `vocab_parallel_divergence`.
-    """
-
-    def __init__(
-        self,
-        model: TrainingModel,
-        name: str,
-        options: Mapping[str, Any],
-        *,
-        temperature: float,
-        top_k: int | None = None,
-    ) -> None:
-        entry = divergences.get(name)
-        entry.check_options(options)
-        self.model, self.temperature, self.top_k = model, temperature, top_k
-
-        def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-            return entry({"student_log_probs": student, "teacher_log_probs": teacher}, **options)
-
-        self._divergence = divergence
-
-    def check_student(self, student: TrainingModel) -> None:
-        """That their vocabularies are the same. From now on micro-batches are packed if both can read such rows.
-
-        Raises:
-            ConfigError: they are not.
-        """
-        mine, theirs = self.model.spec.vocab_size, student.spec.vocab_size
-        if mine != theirs:
-            raise ConfigError(
-                f"reference.path: the teacher has a vocabulary of {mine} tokens, and model.path one of {theirs}. "
-                "Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
-                "algorithm.name: distillation, which needs log-probs alone."
-            )
-        student.pack = student.pack if student.pack is self.model.pack else None
-        student.token_multiple = math.lcm(student.token_multiple, self.model.token_multiple)
-
-    def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The same micro-batches, with what this model thinks at each response token; every rank takes part."""
-
-        def take(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            _, row, position = batch.predicting
-            return hidden[row, position]
-
-        taught = self.model.outputs(micro_batches, take)
-        if not taught:  # not the last stage
-            return micro_batches
-        return [replace(batch, taught=states) for batch, states in zip(micro_batches, taught, strict=True)]
-
-    def divergence(self, student: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """[b, r] float32, zero in the padding; the gradient flows to the student's output."""
-        assert micro.taught is not None, "the teacher attends to micro-batches before they are trained on"
-        index = torch.arange(len(micro.taught), device=micro.taught.device)
-        mine = Distributions(micro.taught, index, self.model.head_weight)
-        found = vocab_parallel_divergence(
-            student.distributions(output, micro),
-            mine,
-            self._divergence,
-            vocab_size=student.spec.vocab_size,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            group=student.vocab_group,
-        )
-        return student.joined(found, micro)

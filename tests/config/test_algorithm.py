@@ -91,6 +91,8 @@ def test_parts_are_set_one_by_one(load):
 
 G, T = "algorithm.group_size=4", "reference.path=org/teacher"
 IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
+OTHER, TAUGHT = "reference.tokenizer=org/other", "algorithm.distillation"
+D = ["algorithm.name=distillation", T, OTHER]
 
 
 @pytest.mark.parametrize(
@@ -302,6 +304,18 @@ IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
             "on average for k1 alone",
         ),
         (["algorithm.name=distillation"], "reference.path", "would teach the actor to stay as it is"),
+        (["algorithm.name=grpo", G, OTHER], "reference.tokenizer", "compared by its text; grpo reads"),
+        ([*D, "algorithm.distillation={divergence: reverse_kl, top_k: 8}"], f"{TAUGHT}.divergence", "no probabilities"),
+        (
+            [*D, "algorithm.kl={in: loss, coef: 0.1}"],
+            "algorithm.kl.in",
+            "does not go together with reference.tokenizer",
+        ),
+        ([*D, "mix=[{update: preference}]", G], "mix", "no log-probs of both responses of a pair"),
+        ([*D, "rollout.sampling.top_k=5"], "rollout.sampling.top_k", "the teacher's over all of its own"),
+        ([*D, "rollout.adaptive_sampling=true"], "rollout.adaptive_sampling", "its rules have top_k"),
+        ([*D, "environment.name=guess"], "environment.name", "written in the student's tokens"),
+        ([*D, "data.tools=tools.json"], "data.tools", "without tools"),
         (["algorithm.critic_warmup_steps=100"], "algorithm.critic_warmup_steps", "would never be updated"),
         (
             ["algorithm.name=pass_at_k", G, "algorithm.advantage_options.k=2", IN_REWARD],

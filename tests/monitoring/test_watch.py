@@ -13,8 +13,8 @@ from rich.console import Console
 
 from megaverl.cli.main import main
 from megaverl.distributed.heartbeat import Heartbeat
+from megaverl.monitoring.report import MOST_RANKS, RunView
 from megaverl.monitoring.tracker import Tracker
-from megaverl.monitoring.watch import MOST_RANKS, RunView
 from megaverl.trainer.job import RanksFile
 
 

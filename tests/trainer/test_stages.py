@@ -16,6 +16,7 @@ from tests.faults.injector import Fault
 from tests.faults.runs import arguments, metrics
 from tests.launcher import Ended, Launcher
 from tests.trainer.conftest import MODEL, make_inputs
+from tests.workers.tokenizers_made import of_bytes
 
 RANKS = 2
 SHORT = [
@@ -212,6 +213,42 @@ def test_estimators_with_a_loop_of_their_own(launch: Launcher, inputs: Path, tmp
     if name == "prime":
         assert last["reward_model/grad_norm"] > 0 and last["reward_model/loss"] < first["reward_model/loss"]
         assert first["reward_model/loss"] == pytest.approx(0.6931, abs=1e-3), "phi begins as the reference"
+
+
+def test_a_teacher_with_another_tokenizer_is_learned_from(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    """Bytes and pairs of them against the student's pieces, on a grid of its own; killed and started again it ends with
+    the same bits, and on a rank of its own it says the same numbers."""
+    texts = [json.loads(line)["prompt"] for line in (inputs / "train.jsonl").read_text().splitlines()]
+    own = of_bytes([*texts, "0 1 2 3 4 5 6 7 8 9"], size=40, all_bytes=False)
+    shape = MODEL | {"hidden_size": 32, "max_position_embeddings": 128, "tie_embeddings": False}
+    teacher = make_tiny_folder(tmp_path / "teacher", "Qwen3ForCausalLM", seed=7, **shape, vocab_size=own.vocab_size)
+    own.save(teacher)
+    taught = [f"reference={{path: '{teacher}', tp: {RANKS}}}", "algorithm={name: distillation, num_mini_batches: 1}"]
+    taught += [NO_KL, "trainer.steps=12", "actor.optimizer.lr=1.0e-2", "data.prompts_per_step=64"]
+    saves = "checkpoint={save_interval: 4, export_hf: true, resume: auto, async_save: false}"
+    ended = run(launch, arguments(inputs, tmp_path / "whole", *SHORT, *taught, saves), tmp_path / "logs")
+    assert ended.codes == [0] * RANKS, ended.text
+    found = metrics(tmp_path / "whole" / "run")
+    curve = [record["reference/kl_per_token"] for record in found]
+    assert sum(curve[-3:]) < 0.6 * sum(curve[:3])
+    assert found[0]["reference/impossible_samples"] > 5 > found[-1]["reference/impossible_samples"]
+    assert found[-1]["reference/compared_fraction"] > 0.9 and found[0]["reference/tokens_per_chunk"] > 1.0
+    command = arguments(inputs, tmp_path / "hit", *SHORT, *taught, saves)
+    run(launch, command, tmp_path / "logs", Fault("kill", 0, "ref_log_probs", 6, mark=str(tmp_path / "mark")))
+    ended = run(launch, command, tmp_path / "logs")
+    assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS, ended.text
+    assert metrics(tmp_path / "hit" / "run") == found
+    expected = exported(tmp_path / "whole")
+    assert all(torch.equal(expected[name], tensor) for name, tensor in exported(tmp_path / "hit").items())
+    apart = ["reference.tp=1", f"run.nproc={RANKS + 1}", "placement={reference: 0, actor: rest}", "trainer.steps=2"]
+    apart += ["trainer.score_shares=2"]
+    ended = launch.command(
+        arguments(inputs, tmp_path / "apart", *SHORT, *taught, *apart), logs=tmp_path / "logs", ranks=RANKS + 1
+    )
+    assert ended.codes == [0] * (RANKS + 1), ended.text
+    for before, after in zip(found[:2], metrics(tmp_path / "apart" / "run"), strict=True):
+        same = {name: value for name, value in before.items() if name.startswith(("reference/", "actor/", "train/kl"))}
+        assert {name: after[name] for name in same} == pytest.approx(same, abs=1e-4, rel=1e-4)
 
 
 def make_teacher(inputs: Path, folder: Path) -> Path:

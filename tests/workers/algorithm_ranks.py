@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.grid import GridShape
+from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.roles import answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
-from megaverl.workers.policy import Actor, LogProbDifference, Policy, Teacher
+from megaverl.workers.policy import Actor, LogProbDifference, Policy
+from megaverl.workers.teacher import Teacher, TextTeacher
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
 
@@ -137,3 +143,31 @@ def log_prob_difference(own: list[list[float]]) -> list[float]:
     difference, mine = LogProbDifference(), torch.tensor([own[dist.get_rank()]])
     difference.add(mine, torch.ones_like(mine).bool())
     return list(difference.over_ranks(dist.group.WORLD).stats())
+
+
+def text_teacher(
+    folder: str,
+    student: str,
+    own: str,
+    shape: dict[str, int],
+    prompts: list[str],
+    answers: list[list[int]],
+    log_probs: list[list[float]],
+    most: int,
+    chat: bool,
+) -> tuple[list[list[float]], dict[str, float]]:
+    """What a teacher with another tokenizer says of answers, in their order to each prompt in turn, and its report.
+
+    Args: most: tokens that it can read.
+    """
+    spec = replace(ModelSpec.from_folder(folder), max_positions=most)
+    model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0, role="reference")
+    model.load(folder)
+    tokenizers = [load_tokenizer(path) for path in (student, own)]
+    teacher = TextTeacher(model, *tokenizers, temperature=1.0, micro_batch_tokens=128, chat=chat)
+    texts = [prompts[row % len(prompts)] for row in range(len(answers))]
+    generations = [Generation(ids, log_probs[row], "stop") for row, ids in enumerate(answers)]
+    columns = {"prompt": texts, "messages": [[{"role": "user", "content": text}] for text in texts]}
+    batch = RolloutBatch.from_generations([[5, 6]] * len(answers), generations, columns=columns)
+    assert all(list(rows) == list(range(len(answers))) for rows in teacher.rows(sequence_lengths(batch)))
+    return teacher.log_probs(batch).tolist(), teacher.report()

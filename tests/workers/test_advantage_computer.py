@@ -193,3 +193,17 @@ def test_a_sample_that_could_not_be_scored_is_as_if_it_were_not_there(name: str)
     assert torch.equal(found.advantages[kept], alone.advantages) and metrics == expected
     assert not found.advantages[[2, 5]].any() and not found.response_mask[[2, 5]].any()
     assert found.response_mask[kept].all() and found.rewards.isfinite().all()
+
+
+def test_tokens_that_a_teacher_could_not_read_do_not_train() -> None:
+    """NaN of a token, and of all of a response: its mask is gone, and the others are as without it."""
+    unread = torch.tensor([[False, True, False], [True, True, True], [False] * 3, [False] * 3])
+    given, computer = batch(ref_log_probs=torch.full((4, 3), -0.5)), AdvantageComputer(config(name="distillation"))
+    found, metrics = computer.assign_each(
+        given.with_(ref_log_probs=given.ref_log_probs.masked_fill(unread, torch.nan)), kl_coef=0.0, extra={}
+    )
+    mask = given.response_mask & ~unread
+    assert torch.equal(found.response_mask, mask) and bool(found.ref_log_probs.isfinite().all())
+    torch.testing.assert_close(found.advantages, torch.where(mask, -0.5 - given.rollout_log_probs, 0.0))
+    expected = computer.assign(given.with_(response_mask=mask), kl_coef=0.0)[1]
+    assert metrics == pytest.approx(expected) and metrics["kl"] > 0

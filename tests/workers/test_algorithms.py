@@ -14,7 +14,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ConfigError
 from megaverl.models.packing import pack
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.workers.policy import Teacher
+from megaverl.workers.teacher import Teacher
 from tests.launcher import Launcher
 
 # The second mini-batch starts from what the first has learned: a wrong gradient shows in its loss.

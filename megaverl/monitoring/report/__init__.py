@@ -1,13 +1,19 @@
 """A run, or several side by side, as one HTML page that needs nothing but itself: everything about the runs put into
-one template. It loads nothing, from nowhere. Written, or served."""
+one template. It loads nothing, from nowhere. Written, or served. And a run that goes on, in a terminal: how far it is,
+its curves, where the last step's time went, who waits for whom."""
 
 from __future__ import annotations
 
 import hmac
+import json
+import math
 import os
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,8 +22,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
+from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import DataError
+from megaverl.monitoring.console import sparkline
 from megaverl.monitoring.report.charts import NUM_COLOURS, ROLES, busy_shares, gantt, idle_share, line_chart, windows
 from megaverl.monitoring.report.run_folder import (
     POINTS,
@@ -29,6 +40,7 @@ from megaverl.monitoring.report.run_folder import (
     median,
     read_run,
     short,
+    with_settings,
 )
 from megaverl.monitoring.report.summaries import memory_parts, observations, settings, shown_samples, time_parts
 from megaverl.version import __version__
@@ -51,6 +63,9 @@ MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 REFRESH_SECONDS = 30  # after which a browser asks again for a page that is served
 FEW_POINTS = POINTS // 2  # of the many small curves
+OLD = 10.0  # seconds after which what the ranks said counts for nothing
+MOST_RANKS = 16  # that are shown one by one
+NOT_A_STAGE = ("step", "other")  # of the metrics time/..._ms
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
@@ -240,3 +255,122 @@ def _chart(title: str, name: str, runs: Sequence[RunRecord], points: int, scale:
             (run.name, [b._replace(mean=b.mean * scale, low=b.low * scale, high=b.high * scale) for b in found])
         )
     return line_chart(title, curves)
+
+
+@dataclass
+class RunView:
+    """A run's folder, read again and again; of metrics.jsonl only what is new.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+
+    folder: Path
+    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    step: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    _read: int = 0
+    _identity: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.folder.is_dir():
+            raise DataError(f"{self.folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
+
+    def update(self) -> None:
+        """Read what was written since."""
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return
+        status = path.stat()
+        if status.st_ino != self._identity or status.st_size < self._read:  # a run that began again, or was resumed
+            self.values.clear()
+            self.step, self.first, self._read, self._identity = 0, 0.0, 0, status.st_ino
+        with path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                self._take(json.loads(line))
+
+    def _take(self, record: dict[str, Any]) -> None:
+        self.step, self.last = int(record.pop("step")), float(record.pop("time", 0.0))
+        self.first = self.first or self.last
+        for name, value in record.items():
+            self.values[name].append(float(value))
+
+    def ranks(self) -> dict[int, Heartbeat]:
+        """What the ranks said last; nothing where that is old, or they have left."""
+        try:
+            found = json.loads((self.folder / "ranks.json").read_text(encoding="utf-8"))
+            beats = {int(rank): Heartbeat.from_json(json.dumps(beat)) for rank, beat in found["ranks"].items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        is_over = time.time() - found["time"] > OLD or all(beat.left for beat in beats.values())
+        return {} if is_over else beats
+
+    def render(self, width: int = 100) -> RenderableType:
+        """All of it, for a terminal."""
+        ranks = self.ranks()
+        parts: list[RenderableType] = [self._head(bool(ranks)), self._curves(max(10, width - 50))]
+        if times := self._times(max(10, width - 40)):
+            parts += [Text("\nwhere the last step's time went", style="bold"), times]
+        if ranks:
+            parts += [Text("\nranks", style="bold"), _table_of(ranks)]
+        return Group(*parts)
+
+    def _head(self, is_running: bool) -> Text:
+        run = with_settings(self.folder)
+        planned = run.planned_steps
+        text = f"{run.name}: step {self.step}" + (f" of {planned}" if planned else "")
+        took = self.last - self.first
+        if is_running and planned and self.step > 1 and took > 0:
+            text += f", {duration(took / (self.step - 1) * (planned - self.step))} left"
+        text += f", {duration(took)} since the first" if took else ""
+        if self.last and is_running:
+            text += f"; the last step ended {duration(time.time() - self.last)} ago"
+        return Text(text + ("" if is_running else "; no rank is running"), style="bold")
+
+    def _curves(self, width: int) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for title, names in MAIN_CURVES:
+            name = next((name for name in names if name in self.values), None)
+            if name is not None:
+                values = self.values[name]
+                finite = [value for value in values if math.isfinite(value)]
+                ends = f"{short(min(finite))} to {short(max(finite))}" if finite else ""
+                label = title if not name.endswith("_ms") else title.replace("seconds", "milliseconds")
+                table.add_row(label[:30], short(values[-1]), sparkline(values, width), ends)
+        return table
+
+    def _times(self, width: int) -> Table | None:
+        last = {name[5:-3]: v[-1] for name, v in self.values.items() if name.startswith("time/") and v}
+        whole = last.get("step", 0.0)
+        if not whole:
+            return None
+        table = Table.grid(padding=(0, 2))
+        for name, value in sorted(last.items(), key=lambda item: -item[1]):
+            if name not in NOT_A_STAGE:
+                table.add_row(name, duration(value / 1e3), f"{value / whole:.0%}", "█" * round(width * value / whole))
+        return table
+
+
+def _table_of(ranks: Mapping[int, Heartbeat]) -> Table:
+    """Who does what, and who waits: those that work are what the others wait for."""
+    table = Table.grid(padding=(0, 2))
+    alike = Counter((beat.doing, beat.waits_for) for beat in ranks.values())
+    if len(ranks) > MOST_RANKS:
+        for (doing, waits), count in alike.most_common():
+            which = [rank for rank, beat in ranks.items() if (beat.doing, beat.waits_for) == (doing, waits)]
+            named = ", ".join(map(str, which[:8])) + (", ..." if count > 8 else "")
+            table.add_row(f"{count} ranks", doing, _waiting(waits), named)
+        return table
+    for rank, beat in sorted(ranks.items()):
+        seconds = duration(beat.waited if beat.waits_for else beat.seconds)
+        table.add_row(f"rank {rank}", beat.doing, f"{_waiting(beat.waits_for)} {seconds}", beat.collective)
+    return table
+
+
+def _waiting(waits_for: str) -> str:
+    return {"": "works", "device": "waits for its device", "ranks": "waits for others"}[waits_for]

@@ -1,0 +1,415 @@
+"""Teachers that the policy learns from on its own responses: by whole distributions over one vocabulary (`Teacher`), or
+by the text, with a tokenizer of their own (`TextTeacher`).
+
+Two tokenizers cut one text at different places. A chunk lies between two neighbouring places at which both cut it, or
+is the end of the response for both. Its log-prob is the sum over its tokens: the student's over those that were drawn,
+the teacher's over those that its tokenizer makes of the same text. What the student ends with has the teacher's end of
+sequence as its counterpart.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megaverl.algorithms import divergences
+from megaverl.algorithms.model_rewards import LOWEST
+from megaverl.config import Config
+from megaverl.config.training_checks import other_tokenizer_mistakes
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.images import COLUMN
+from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
+from megaverl.errors import ConfigError, DataError
+from megaverl.models.packing import MicroBatch
+from megaverl.models.vocab_divergence import vocab_parallel_divergence
+from megaverl.models.vocab_parallel import Distributions
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.workers.model import TrainingModel
+from megaverl.workers.policy import Policy
+
+INSIDE = -1  # in the place of a token's end: it ends within a character
+MOST_INSIDE = 32  # tokens in a row that end within characters; after more, where they end is not looked for
+MOST_UNFINISHED = 3  # tokens of a character, the last of which is missing
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes become that are no character
+
+
+class TokenTexts:
+    """Which part of a text each token of a tokenizer is."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.backend.added_tokens_decoder
+        self.tokenizer = tokenizer
+        self.special = {*tokenizer.backend.all_special_ids, *(number for number in added if added[number].special)}
+        self._before = tokenizer.encode("a")[-1:]
+        self._text_before = self._decode(self._before)
+        self._pieces: dict[int, str] = {}
+
+    def text(self, token_ids: Sequence[int], *, follows: bool) -> str:
+        """What tokens say.
+
+        Args:
+            follows: after other text. False: at the beginning, where some tokenizers do not write their first space.
+        """
+        if not follows:
+            return self._decode(token_ids)
+        return self._decode([*self._before, *token_ids]).removeprefix(self._text_before)
+
+    def ends(self, token_ids: Sequence[int], text: str, *, follows: bool) -> list[int]:
+        """After how many characters of `text`, which is theirs, each token ends, or `INSIDE`. It has no entries for the
+        last tokens if where they end cannot be seen; its last entry is no `INSIDE`."""
+        ends: list[int] = []
+        start = reached = 0
+        for number in range(len(token_ids)):
+            piece = self._piece(token_ids[start : number + 1], follows or start > 0)
+            if text.startswith(piece, reached):
+                start, reached = number + 1, reached + len(piece)
+                ends.append(reached)
+            elif number - start < MOST_INSIDE:
+                ends.append(INSIDE)
+            else:
+                break
+        return ends[:start]
+
+    def read(self, token_ids: Sequence[int], *, follows: bool) -> tuple[str, list[int]]:
+        """What tokens say, up to the first special one or the first bytes that are no text, and where they end; the
+        tokens after these have no entry."""
+        first = next((number for number, token in enumerate(token_ids) if token in self.special), len(token_ids))
+        text = self.text(token_ids[:first], follows=follows)
+        ends = self.ends(token_ids[:first], text, follows=follows)
+        whole = len(text.partition(BROKEN)[0])
+        while ends and not 0 <= ends[-1] <= whole:
+            ends.pop()
+        return text[: ends[-1]] if ends else "", ends
+
+    def write(self, text: str) -> tuple[list[int], list[int]] | None:
+        """The tokens of a text that follows another, and where they end; None where no tokens say just this, as under a
+        tokenizer that writes all letters small, or where some are special."""
+        encode = self.tokenizer.encode
+        line = encode("\n")  # joins no letters, and some tokenizers put a space before all that they are given
+        after_line = encode(f"\n{text}")
+        ways = [(encode(text), True), (encode(text.removeprefix(" ")), True)]
+        ways += [(after_line[len(line) :], True)] if after_line[: len(line)] == line else []
+        for token_ids, follows in [*ways, (encode(text), False)]:
+            if self.text(token_ids, follows=follows) == text and not self.special.intersection(token_ids):
+                ends = self.ends(token_ids, text, follows=follows)
+                return (token_ids, ends) if len(ends) == len(token_ids) else None
+        return None
+
+    def _piece(self, token_ids: Sequence[int], follows: bool) -> str:
+        if len(token_ids) > 1 or not follows:
+            return self.text(token_ids, follows=follows)
+        if (token := token_ids[0]) not in self._pieces:
+            self._pieces[token] = self.text(token_ids, follows=True)
+        return self._pieces[token]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        backend = self.tokenizer.backend
+        return backend.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Teacher:
+    """Says how far a student of the same vocabulary is from it.
+
+    Of its forward pass the hidden states of the response tokens are kept, for the micro-batches of one mini-batch;
+    logits are made of them where they are compared, some tokens at a time.
+
+    Args:
+        model: with `chunked_logits`, on the student's grid.
+        name, options: of the divergence.
+        temperature: of both distributions. top_k: see `vocab_parallel_divergence`.
+    """
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        temperature: float,
+        top_k: int | None = None,
+    ) -> None:
+        entry = divergences.get(name)
+        entry.check_options(options)
+        self.model, self.temperature, self.top_k = model, temperature, top_k
+
+        def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+            return entry({"student_log_probs": student, "teacher_log_probs": teacher}, **options)
+
+        self._divergence = divergence
+
+    def check_student(self, student: TrainingModel) -> None:
+        """That their vocabularies are the same. From now on micro-batches are packed if both can read such rows.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        mine, theirs = self.model.spec.vocab_size, student.spec.vocab_size
+        if mine != theirs:
+            raise ConfigError(
+                f"reference.path: the teacher has a vocabulary of {mine} tokens, and model.path one of {theirs}. "
+                "Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
+                "algorithm.name: distillation, which compares texts."
+            )
+        student.pack = student.pack if student.pack is self.model.pack else None
+        student.token_multiple = math.lcm(student.token_multiple, self.model.token_multiple)
+
+    def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The same micro-batches, with what this model thinks at each response token; every rank takes part."""
+
+        def take(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+            _, row, position = batch.predicting
+            return hidden[row, position]
+
+        taught = self.model.outputs(micro_batches, take)
+        if not taught:  # not the last stage
+            return micro_batches
+        return [replace(batch, taught=states) for batch, states in zip(micro_batches, taught, strict=True)]
+
+    def divergence(self, student: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        """[b, r] float32, zero in the padding; the gradient flows to the student's output."""
+        assert micro.taught is not None, "the teacher attends to micro-batches before they are trained on"
+        index = torch.arange(len(micro.taught), device=micro.taught.device)
+        mine = Distributions(micro.taught, index, self.model.head_weight)
+        found = vocab_parallel_divergence(
+            student.distributions(output, micro),
+            mine,
+            self._divergence,
+            vocab_size=student.spec.vocab_size,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            group=student.vocab_group,
+        )
+        return student.joined(found, micro)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: ModelSpec) -> Tokenizer | None:
+    """The tokenizer of the reference, whose files are in `folder`; None where the model's tokens are its own as well.
+
+    Raises:
+        ConfigError, DataError: it has other tokens, and the run needs it to read the model's; it does not fit `spec`.
+    """
+    path = config.reference.path or config.model.path
+    named = config.reference.tokenizer
+    if named is None and (path == config.model.path or not any((folder / each).is_file() for each in TOKENIZER_FILES)):
+        return None
+    own = load_tokenizer(named or folder, trust_remote_code=config.model.trust_remote_code)
+    if student.backend.get_vocab().items() <= own.backend.get_vocab().items():
+        return None
+    if mistakes := list(other_tokenizer_mistakes(config)):
+        lines = [f"  - {mistake}" for mistake in mistakes]
+        raise ConfigError("\n".join([f"reference.path: {path} has other tokens than {student.source}:", *lines]))
+    check_fits(own, spec, model=path)
+    return own
+
+
+def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of two ways to cut one text, by where their tokens end: the number of the chunk that each token is in."""
+    cuts = sorted({*ends} & {*others} - {INSIDE})
+
+    def numbers(of: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        reached = cuts[-1] if cuts else 0
+        for end in reversed(of):
+            reached = reached if end == INSIDE else end
+            found.append(bisect_left(cuts, reached))
+        return found[::-1]
+
+    return numbers(ends), numbers(others)
+
+
+def compared(
+    log_probs: torch.Tensor, teacher: torch.Tensor, chunks: Sequence[int], teacher_chunks: Sequence[int]
+) -> torch.Tensor:
+    """[n] float64: each token's log-prob, plus how much likelier its whole chunk is to the teacher.
+
+    So its advantage (`algorithms.distillation`) is log teacher(chunk) - log student(chunk), for every token of the
+    chunk: the score-function gradient of KL(student || teacher) over chunks, as log student(chunk) is the sum over
+    them. Where a token is a chunk of both, the result is the teacher's log-prob of it.
+
+    Args:
+        log_probs: [n], the student's. teacher: [m]. chunks, teacher_chunks: the number of each token's chunk; every
+            chunk has tokens of both.
+    """
+    index, others = (torch.tensor(list(each), dtype=torch.int64) for each in (chunks, teacher_chunks))
+    sums = torch.zeros(2, int(index.max()) + 1 if len(index) else 0, dtype=torch.float64)
+    sums[0].index_add_(0, index, log_probs.double())
+    sums[1].index_add_(0, others, teacher.double())
+    return log_probs.double() + (sums[1] - sums[0])[index]
+
+
+class ReadText(NamedTuple):
+    """A sample as a teacher reads it: its tokens of prompt and response, and the chunks of the student's first tokens
+    and of its own; of the student's further tokens it says nothing, or that the first of them is impossible."""
+
+    prompt: list[int]
+    response: list[int]
+    chunks: list[int]
+    own_chunks: list[int]
+    then_impossible: bool = False
+
+
+class TextTeacher(Policy):
+    """A reference with a tokenizer of its own: it reads the conversation as its own chat template writes it, or the
+    text of the prompt, and the text of the response.
+
+    Args:
+        student: the run's tokenizer. own: this model's.
+        chat: conversations are written by chat templates, where a tokenizer has one.
+    """
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        student: Tokenizer,
+        own: Tokenizer,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        chat: bool,
+    ) -> None:
+        super().__init__(model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        self._student, self._own = TokenTexts(student), TokenTexts(own)
+        self._student_chats = chat and student.chat_template is not None
+        self._chats = chat and own.chat_template is not None
+        self._counts: dict[str, float] = {}
+
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+        """All on every rank: how long a sample is to this model, and so who works on it, is in its text."""
+        return [range(len(outline))] * self.model.grid.shape.world_size
+
+    def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B, R] float32, see `compared`; NaN for tokens that have no counterpart. The same on every rank.
+
+        A token that no text has, special or of bytes that are none, gets `LOWEST`, and what follows it NaN: were it not
+        judged, the student would learn to flee there.
+
+        Args:
+            batch: has the columns `messages` and `prompt`.
+
+        Raises:
+            DataError: it has not, or it has images.
+        """
+        if any(batch.columns.get(COLUMN) or ()):
+            raise DataError("reference.tokenizer: the teacher reads text alone, and the prompts have images.")
+        if missing := {"messages", "prompt"} - batch.columns.keys():
+            raise DataError(
+                f"reference.tokenizer: the teacher writes the conversations by itself, and the batch has no column "
+                f"{' and no '.join(sorted(missing))}. Give them, or generate stored rollouts again."
+            )
+        read = [self._read(batch, row) for row in range(len(batch))]
+        theirs = super().log_probs(self._batch(batch, read))
+        result = torch.full_like(batch.rollout_log_probs, torch.nan)
+        for row, text in enumerate(read):
+            mine = batch.rollout_log_probs[row, : len(text.chunks)]
+            found = compared(mine, theirs[row, : len(text.response)], text.chunks, text.own_chunks)
+            result[row, : len(text.chunks)] = found.to(result.dtype)
+            result[row, len(text.chunks) : len(text.chunks) + text.then_impossible] = LOWEST
+            self._count(mine, theirs[row, : len(text.response)], text, int(batch.response_lengths[row]))
+        beyond = torch.arange(result.shape[1]) >= batch.response_lengths.unsqueeze(1)
+        return result.masked_fill(beyond, 0.0)
+
+    def report(self) -> dict[str, float]:
+        """Of what was compared: `kl_per_token`, log student - log teacher by the student's tokens (nats);
+        `tokens_per_chunk`, the student's; `compared_fraction` of all tokens; `impossible_samples`, that have a token
+        which no text has; `unread_samples`, of which nothing could be judged.
+
+        Raises:
+            DataError: that is so of all.
+        """
+        counts, self._counts = self._counts, {}
+        if not counts:
+            return {}
+        if counts["unread"] == counts["samples"]:
+            raise DataError(
+                f"reference.tokenizer: of {counts['samples']:.0f} responses none can be given to the teacher: its "
+                f"tokenizer ({self._own.tokenizer.source}) does not write the text that the model's "
+                f"({self._student.tokenizer.source}) reads, or its context of {self.model.spec.max_positions} tokens "
+                "is too short. Use another teacher."
+            )
+        return {
+            "kl_per_token": counts["gap"] / max(1, counts["compared"]),
+            "tokens_per_chunk": counts["compared"] / max(1, counts["chunks"]),
+            "compared_fraction": counts["compared"] / counts["tokens"],
+            "impossible_samples": counts["impossible"],
+            "unread_samples": counts["unread"],
+        }
+
+    def _count(self, mine: torch.Tensor, theirs: torch.Tensor, text: ReadText, length: int) -> None:
+        gap = float(mine.double().sum() - theirs.double().sum())
+        found = {"gap": gap, "compared": len(text.chunks), "chunks": len({*text.chunks}), "tokens": length}
+        judged = bool(text.chunks) or text.then_impossible
+        found |= {"samples": 1, "impossible": text.then_impossible, "unread": not judged}
+        for name, value in found.items():
+            self._counts[name] = self._counts.get(name, 0.0) + value
+
+    def _read(self, batch: RolloutBatch, row: int) -> ReadText:
+        own = self._own.tokenizer
+        prompt, nothing = self._prompt(batch, row), ReadText([own.eos_token_id], [], [], [])
+        response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
+        ended = bool(response) and response[-1] in self._student.tokenizer.stop_token_ids
+        said = response[:-1] if ended else response
+        # after a chat template's words an answer begins without the space that some tokenizers put before every text
+        text, ends = self._student.read(said, follows=not self._student_chats)
+        written = self._own.write(text) if text else ([], [])
+        if written is None or not prompt:
+            return nothing
+        token_ids, own_ends = written
+        chunks, own_chunks = chunks_of(ends if token_ids else [], own_ends)
+        if ended and len(chunks) == len(said):
+            token_ids, last = [*token_ids, own.eos_token_id], max(chunks, default=-1) + 1
+            chunks, own_chunks = [*chunks, last], [*own_chunks, last]
+        rest = said[len(chunks) :]
+        # a character of which the limit left no more than the beginning is not impossible
+        impossible = bool(rest) and (rest[0] in self._student.special or ended or len(rest) > MOST_UNFINISHED)
+        fits = len(prompt) + len(token_ids) <= self.model.spec.max_positions
+        return ReadText(prompt, token_ids, chunks, own_chunks, impossible) if fits else nothing
+
+    def _prompt(self, batch: RolloutBatch, row: int) -> list[int]:
+        """Its tokens of what stands before a response."""
+        messages, own = batch.columns["messages"][row], self._own.tokenizer
+        if self._chats:
+            return own.encode(own.render_chat(messages, where=f"reference.tokenizer: sample {row}"))
+        texts = [message["content"] for message in messages] if self._student_chats else [batch.columns["prompt"][row]]
+        token_ids = own.encode("\n\n".join(texts), add_special_tokens=True)
+        # some tokenizers end every text; a prompt must stay open
+        return token_ids[:-1] if token_ids[-1:] == [own.eos_token_id] else token_ids
+
+    def _batch(self, batch: RolloutBatch, read: Sequence[ReadText]) -> RolloutBatch:
+        """The same samples in its tokens."""
+
+        def rows(of: Sequence[Sequence[int]]) -> torch.Tensor:
+            width = max([1, *map(len, of)])
+            return torch.tensor([[*each, *[0] * (width - len(each))] for each in of], dtype=torch.int64)
+
+        lengths = torch.tensor([len(each.response) for each in read])
+        generated = rows([each.response for each in read])
+        tensors = {
+            "input_ids": rows([each.prompt for each in read]),
+            "prompt_lengths": torch.tensor([len(each.prompt) for each in read]),
+            "generated_ids": generated,
+            "response_lengths": lengths,
+            "response_mask": torch.arange(generated.shape[1]) < lengths.unsqueeze(1),
+        }
+        if "temperatures" in batch:
+            tensors |= {"temperatures": batch["temperatures"], "top_ks": torch.zeros_like(batch["top_ks"])}
+        return RolloutBatch(tensors)
+
+
+def reference_policy(config: Config, model: TrainingModel, folder: Path, student: Tokenizer) -> Policy:
+    """The reference as a run has it, of a model whose files are in `folder`: see `other_tokenizer`."""
+    own = other_tokenizer(config, folder, student, model.spec)
+    cap, temperature = config.reference.micro_batch_tokens, float(config.rollout.sampling.get("temperature", 1.0))
+    if own is None:
+        return Policy(model, temperature=temperature, micro_batch_tokens=cap)
+    chat = config.data.chat_template == "auto"
+    return TextTeacher(model, student, own, temperature=temperature, micro_batch_tokens=cap, chat=chat)
