@@ -251,6 +251,26 @@ def raft(
     return _same_for_all_tokens(kept.double() * scale, rewards, response_mask)
 
 
+@advantage_estimators.register("nash_md", of_groups=True)
+def nash_md(rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, scale: float = 0.0) -> Advantages:
+    """Nash-MD-PG, arXiv 2312.00886, section 7 (equation number not checked): A_i = P(y_i > y') - 1/2, y' an opponent.
+
+    The gradient there is (P(y > y') - 1/2 - tau log(pi(y) / mu(y))) grad log pi(y), y of pi and y' of the geometric
+    mixture pi^(1 - beta) mu^beta; the last term is `algorithm.kl` in the loss, of k1 with `score_function`. P(y_i > y')
+    is the mean over the group's opponents, the responses that have no token in the mask; without any, A is 0.
+
+    Args: scale: 0: the higher reward is preferred, and of equal ones each by half; above: sigmoid((r - r') / scale)
+        (Bradley-Terry).
+    """
+    check_finite("rewards", rewards)
+    opponents = ~response_mask.any(dim=1)
+    pairs = (group_ids.unsqueeze(1) == group_ids) & opponents
+    apart = rewards.double().unsqueeze(1) - rewards.double()
+    preferred = torch.sigmoid(apart / scale) if scale else (apart.sign() + 1) / 2
+    mean = torch.where(pairs, preferred - 0.5, 0.0).sum(dim=1) / pairs.sum(dim=1).clamp(min=1)
+    return _same_for_all_tokens(mean, rewards, response_mask)
+
+
 def _same_for_all_tokens(per_sample: Tensor, like: Tensor, response_mask: Tensor) -> Advantages:
     return Advantages(torch.where(response_mask, per_sample.to(like.dtype).unsqueeze(1), 0.0), None)
 

@@ -184,6 +184,10 @@ class AlgorithmConfig(Section):
     policy loss's own."""
     group_size: Positive = 1
     """Responses sampled for each prompt; grpo needs at least 2."""
+    opponent_beta: Fraction | None = None
+    """Of advantage nash_md, with rollout.engine: hf. The second half of each group are opponents, drawn token by token
+    from the geometric mixture of policy and reference, policy^(1 - beta) reference^beta; they do not train. 0: the
+    policy plays itself; 1: the reference. null: no opponents."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Refilling groups that tell nothing."""
     rollout_filter: Annotated[str, known_or_own(FILTERS, "module:function")] | None = None

@@ -19,7 +19,7 @@ from megaverl.config.errors import (
 from megaverl.config.rollout_checks import dynamic_sampling_mistakes
 from megaverl.config.schema import Config
 from megaverl.config.signatures import Registered, registered
-from megaverl.config.training_checks import bonus_and_filter_mistakes, distillation_mistakes
+from megaverl.config.training_checks import bonus_and_filter_mistakes, distillation_mistakes, opponent_mistakes
 
 # What a training step can give an advantage estimator, and a policy loss.
 ESTIMATOR_INPUTS = (
@@ -75,7 +75,7 @@ def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
         yield from loss_conflicts(algorithm, loss, aggregation)
     yield from _corrections(algorithm, loss)
     yield from dynamic_sampling_mistakes(config)
-    yield from distillation_mistakes(config)
+    yield from (*distillation_mistakes(config), *opponent_mistakes(config))
     yield from bonus_and_filter_mistakes(config)
     if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
         yield ConfigIssue(

@@ -283,6 +283,41 @@ def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
         )
 
 
+def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Of responses that are drawn from a mixture of policy and reference (Nash-MD)."""
+    algorithm, rollout, key = config.algorithm, config.rollout, "algorithm.opponent_beta"
+    beta, name = algorithm.opponent_beta, algorithm.advantage_name
+    if (beta is None) != (name != "nash_md"):
+        text = f"found {found(beta)}, and the advantage is {name}: only nash_md compares with opponents."
+        yield ConfigIssue(key, text, involves=("algorithm.advantage",))
+    if beta is None or name != "nash_md":
+        return
+    refused = {
+        "algorithm.group_size": (
+            algorithm.group_size % 2 == 1,
+            f"found {algorithm.group_size}, and half of each group are opponents. Use an even number",
+        ),
+        "rollout.engine": (
+            rollout.engine != "hf",
+            f"found {found(rollout.engine)}, which draws from one model. Use hf",
+        ),
+        "algorithm.kl.in": (
+            algorithm.kl.place == "reward",
+            "found reward: a penalty would count in who is preferred. Use in: loss, kind: k1, score_function: true",
+        ),
+        "rollout.function": (rollout.function is not None, "it draws by itself, and knows no opponents. Leave it out"),
+    }
+    own = "what goes on where it left off is the policy's own. Leave it out"
+    refused |= {
+        "environment.name": (config.environment.name is not None, own),
+        "rollout.partial": (rollout.partial is not None, own),
+        "rollout.in_flight_updates": (rollout.in_flight_updates, own),
+    }
+    for other, (is_set, why) in refused.items():
+        if is_set:
+            yield ConfigIssue(other, f"does not go together with {key}: {why}.", involves=(key,))
+
+
 def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """What a teacher cannot do whose tokens are not the model's: it reads the text of one turn."""
     algorithm, key = config.algorithm, "reference.tokenizer"

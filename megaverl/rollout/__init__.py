@@ -110,6 +110,7 @@ def make_engine(
     images: ImagesConfig | None = None,
     tokenizer: str | None = None,
     routed_experts: bool = False,
+    reference_folder: str | Path | None = None,
 ) -> Engine:
     """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
 
@@ -128,6 +129,7 @@ def make_engine(
         images: of a model that takes images, `data.images`; None: of one that takes none.
         tokenizer: of the run, where that is not the model folder's.
         routed_experts: generations say which experts their tokens took; vLLM's alone can.
+        reference_folder: a second, frozen model, for `SamplingOptions.reference_share`; hf alone has one.
 
     Raises:
         RolloutError: a world, model or machine that the engine cannot work with.
@@ -148,7 +150,9 @@ def make_engine(
 
         unused = ("seed", "load_weights")  # it has no state of its own, and reads its weights from the folder
         wanted = {name: value for name, value in asked.items() if name not in unused}
-        engine = HFEngine(model_folder, **wanted, trust_remote_code=trust_remote_code)
+        engine = HFEngine(
+            model_folder, **wanted, trust_remote_code=trust_remote_code, reference_folder=reference_folder
+        )
     elif ":" in config.engine:
         from megaverl.plugins import load_object
 

@@ -48,6 +48,7 @@ class SamplingOptions:
             (0: from all).
         stop_token_ids: end a response, besides those that the engine was made with.
         ignore_eos: only `stop_token_ids` given here end a response.
+        reference_share: beta, where tokens are drawn from policy^(1 - beta) reference^beta; of HFEngine alone.
         extra: further fields of vLLM's SamplingParams.
     """
 
@@ -67,6 +68,7 @@ class SamplingOptions:
         self.top_k = max(0, top_k)  # vLLM also takes -1 for "all"
         self.stop_token_ids = tuple(stop_token_ids or ())
         self.ignore_eos = ignore_eos
+        self.reference_share = 0.0
         self.extra: Mapping[str, Any] = extra
 
     def __repr__(self) -> str:
@@ -76,6 +78,12 @@ class SamplingOptions:
         """The same with another length."""
         changed = copy.copy(self)
         changed.max_tokens = max_tokens
+        return changed
+
+    def mixed(self, reference_share: float) -> SamplingOptions:
+        """The same from a mixture with the reference."""
+        changed = copy.copy(self)
+        changed.reference_share = reference_share
         return changed
 
     def stop_tokens(self, of_engine: Sequence[int]) -> list[int]:

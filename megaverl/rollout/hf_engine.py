@@ -39,6 +39,7 @@ class HFEngine(Engine):
         dtype: of the weights.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
+        reference_folder: of a second, frozen model, for responses that are drawn from a mixture of the two.
     """
 
     tp_size, tp_rank = 1, 0
@@ -52,6 +53,7 @@ class HFEngine(Engine):
         max_model_len: int,
         stop_token_ids: Sequence[int] = (),
         trust_remote_code: bool = False,
+        reference_folder: str | Path | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -61,11 +63,14 @@ class HFEngine(Engine):
         self.saved_work = SavedWork()
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(model_folder), dtype=dtype, trust_remote_code=trust_remote_code
-        )
-        self.model: Any = model.to(platform.device).eval().requires_grad_(False)
-        flash_attention.use_in(self.model)
+
+        def load(folder: str | Path) -> Any:
+            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+            flash_attention.use_in(model.to(platform.device).eval().requires_grad_(False))
+            return model
+
+        self.model = load(model_folder)
+        self.reference = None if reference_folder is None else load(reference_folder)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -118,11 +123,13 @@ class HFEngine(Engine):
 
     @property
     def _bytes_per_token(self) -> int:
-        """Of keys and values."""
-        config = self.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize)
+        """Of keys and values, in both models where there are two."""
+        total = 0
+        for config in [model.config for model in (self.model, self.reference) if model is not None]:
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            total += 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
+        return int(total)
 
     def _wave(
         self, prompts: Sequence[Sequence[int]], ways: Sequence[SamplingOptions], seeds: Sequence[int], first: int
@@ -135,18 +142,15 @@ class HFEngine(Engine):
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         generations = [Generation([], [], "length") for _ in prompts]
         running = set(range(len(prompts)))
-        cache = None
+        shares = torch.tensor([[way.reference_share] for way in ways])
+        assert self.reference is not None or not shares.any(), "the engine was made without a reference"
+        cache = other_cache = None
         for _ in range(max(way.max_tokens for way in ways)):
-            output = self.model(
-                input_ids=tokens.to(platform.device),
-                attention_mask=mask.to(platform.device),
-                position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :].to(platform.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache = output.past_key_values
-            log_probs, tokens = _next_tokens(output.logits[:, -1].float().cpu(), ways, draws)
+            logits, cache = _next_logits(self.model, tokens, mask, cache)
+            if shares.any():  # a mixture's logits are those of both, weighed: what normalises either falls out
+                others, other_cache = _next_logits(self.reference, tokens, mask, other_cache)
+                logits = torch.lerp(logits, others, shares)
+            log_probs, tokens = _next_tokens(logits, ways, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             for row in sorted(running):
                 token = int(tokens[row])
@@ -165,8 +169,21 @@ class HFEngine(Engine):
         return generations
 
     def close(self) -> None:
-        """Free the model."""
-        del self.model
+        """Free the models."""
+        del self.model, self.reference
+
+
+def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    """[batch, vocab] after the tokens [batch, new ones], of a mask [batch, all so far]; and the cache with them."""
+    output = model(
+        input_ids=tokens.to(platform.device),
+        attention_mask=mask.to(platform.device),
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :].to(platform.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1].float().cpu(), output.past_key_values
 
 
 def _next_tokens(

@@ -312,6 +312,7 @@ class Builder:
         from megaverl.rollout import make_engine
 
         config = self.config
+        plays = config.algorithm.opponent_beta is not None
         return make_engine(
             config.rollout,
             self.folder if weights_come and config.rollout.engine == "vllm" else self.files().wait(),
@@ -326,6 +327,7 @@ class Builder:
             images=config.data.images if self.images is not None else None,
             tokenizer=config.model.tokenizer,
             routed_experts=config.actor.router_replay != "off",
+            reference_folder=self.files(config.reference.path).wait() if plays else None,
         )
 
     @property

@@ -207,7 +207,7 @@ class RLStep:
             self.metrics |= metrics
             return batch if self.readers is None else self.readers.of_whole(batch)
         config, engines, start = self.config, self.roles.engines, time.perf_counter()
-        draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group)
+        draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group, config.algorithm.opponent_beta)
         sampling = self._sampling(prompts, draws)
 
         def finished(number: int, sample: RolloutBatch) -> None:

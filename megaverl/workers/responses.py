@@ -37,12 +37,28 @@ Finished = Callable[[int, RolloutBatch], None]
 
 @dataclass(frozen=True)
 class Draws:
-    """What the seeds of a step's samples are made of, `group_size` for each prompt."""
+    """What the seeds of a step's samples are made of, `group_size` for each prompt; and which of these are opponents.
+
+    opponent_beta: `algorithm.opponent_beta`.
+    """
 
     run_seed: int
     step: int
     group_size: int
     first_group: int = 0
+    opponent_beta: float | None = None
+
+    def is_opponent(self, sample: int) -> bool:
+        """Of the second half of its group, where there are opponents."""
+        return self.opponent_beta is not None and sample % self.group_size >= self.group_size // 2
+
+    def ways(self, sampling: Sampling, count: int) -> Sampling:
+        """How each of `count` samples is drawn, the opponents from their mixture."""
+        if self.opponent_beta is None:
+            return sampling
+        each = of_each(sampling, count)
+        mixed = {way: way.mixed(self.opponent_beta) for way in each}
+        return [mixed[way] if self.is_opponent(sample) else way for sample, way in enumerate(each)]
 
     def seed(self, sample: int, turn: int = 0, agent: str = "") -> int:
         """Of one turn of one sample."""
@@ -74,6 +90,7 @@ def responses(
     """
     size = draws.group_size
     repeated = [prompt for prompt in prompts for _ in range(size)]
+    sampling = draws.ways(sampling, len(repeated))
     group_ids = [draws.first_group + i // size for i in range(len(repeated))]
     if player is not None:
         played = episodes(rollout, repeated, sampling, draws, player)
@@ -92,11 +109,20 @@ def responses(
 
         def one_finished(number: int, generation: Generation) -> None:
             assert finished is not None
-            finished(number, rollout_batch([repeated[number]], [generation], [group_ids[number]]))
+            own = rollout_batch([repeated[number]], [generation], [group_ids[number]])
+            finished(number, without_opponents(own, [number], draws))
 
         hears = one_finished if finished is not None else None
         generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears, images=images)
-    return rollout_batch(repeated, generations, group_ids)
+    return without_opponents(rollout_batch(repeated, generations, group_ids), range(len(repeated)), draws)
+
+
+def without_opponents(batch: RolloutBatch, numbers: Sequence[int], draws: Draws) -> RolloutBatch:
+    """The samples of these numbers, of which opponents do not train: no token of theirs is in the mask."""
+    if draws.opponent_beta is None:
+        return batch
+    own = torch.tensor([not draws.is_opponent(number) for number in numbers])
+    return batch.with_(response_mask=batch.response_mask & own.unsqueeze(1))
 
 
 def held_responses(
@@ -124,7 +150,7 @@ def held_responses(
         token_ids, sampling, seeds, group_size=draws.group_size, fabric=readers.fabric, hold=hold, images=images
     )
     own = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
-    return as_held(own, held)
+    return as_held(without_opponents(own, held.rows, draws), held)
 
 
 def episodes(

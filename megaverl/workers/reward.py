@@ -255,7 +255,8 @@ class RewardRole:
 
     def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
         """What a reward function sees of the samples `rows`."""
-        num_tokens = batch.response_mask.sum(dim=1).tolist()
+        own = batch.response_mask.sum(dim=1)
+        num_tokens = own.where(own > 0, batch.response_lengths).tolist()  # an opponent's tokens are not in the mask
         return [self._sample(batch, row, num_tokens[row]) for row in rows]
 
     def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.algorithms import advantage_estimators, gdpo, pass_at_k, policy_losses
+from megaverl.algorithms import advantage_estimators, gdpo, kl_loss, pass_at_k, policy_losses
 from megaverl.errors import DataError
 from tests.algorithms.strategies import PROPERTY, Case, cases
 
@@ -221,3 +221,45 @@ def test_raft_is_fine_tuning_on_the_best_of_each_group():
     gradient([1, 2, 3, 4], keep=2)
     batch = {"rewards": rewards, "group_ids": groups, "response_mask": mask}
     assert not advantage_estimators.get("raft")(batch, right_from=2.0).advantages.any(), "nothing is kept"
+
+
+@QUICK
+@given(cases(), st.data(), st.sampled_from([0.0, 0.5]))
+def test_nash_md_is_how_often_a_response_is_preferred(case: Case, data: st.DataObject, scale: float):
+    groups = drawn_groups(case, data)
+    rewards = data.draw(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=len(groups), max_size=len(groups)))
+    inputs = {"rewards": torch.tensor(rewards).double(), "group_ids": torch.tensor(groups), "response_mask": case.mask}
+    result = advantage_estimators.get("nash_md")(inputs, scale=scale).advantages
+    for i, group in enumerate(groups):
+        against = [j for j in range(len(groups)) if groups[j] == group and not case.mask[j].any()]
+        apart = [rewards[i] - rewards[j] for j in against]
+        wins = [1 / (1 + math.exp(-gap / scale)) if scale else (gap > 0) + (gap == 0) / 2 for gap in apart]
+        expected = sum(wins) / len(wins) - 0.5 if wins else 0.0
+        assert torch.allclose(result[i], expected * case.mask[i].double(), rtol=0, atol=1e-9)
+
+
+def test_nash_md_with_its_kl_is_the_gradient_of_the_regularised_preference():
+    """Over all pairs of a response and an opponent's, in float64: of P(pi > pi') - tau KL(pi || mu), pi' held fixed,
+    where pi' is the geometric mixture."""
+    generator, tau, beta = torch.Generator().manual_seed(0), 0.3, 0.25
+    logits = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+    mu = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, -1.0], dtype=torch.float64)
+    policy = logits.log_softmax(0)
+    opponent = torch.lerp(policy.detach(), mu, beta).softmax(0)
+    own, other = torch.cartesian_prod(torch.arange(5), torch.arange(5)).T
+    inputs = {
+        "rewards": torch.stack([rewards[own], rewards[other]], dim=1).flatten(),
+        "group_ids": torch.arange(25).repeat_interleave(2),
+        "response_mask": torch.tensor([[True], [False]]).repeat(25, 1),
+    }
+    advantages = advantage_estimators.get("nash_md")(inputs, scale=0.5).advantages[::2]
+    log_probs, weights = policy[own].unsqueeze(1), (policy.detach().exp()[own] * opponent[other]).unsqueeze(1)
+    loss = policy_losses.get("policy_gradient")(
+        {"log_probs": log_probs, "advantages": advantages, "weights": weights}
+    ).loss
+    penalty = kl_loss(log_probs, mu[own].unsqueeze(1), weights, kind="k1", gradient="score").loss
+    found = torch.autograd.grad(loss + tau * penalty, logits, retain_graph=True)[0]
+    preferred = torch.sigmoid((rewards[:, None] - rewards) / 0.5)
+    objective = policy.exp() @ preferred @ opponent - tau * (policy.exp() * (policy - mu)).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(-objective, logits)[0])

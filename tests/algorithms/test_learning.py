@@ -68,6 +68,8 @@ def train(estimator: str, loss: str, mode: str = "token_mean", steps: int = 40) 
     entry = policy_losses.get(loss)
     for _ in range(steps):
         batch = experience(logits, generator)
+        if estimator == "nash_md":  # every other response is an opponent
+            batch["response_mask"] = batch["response_mask"] & (torch.arange(GROUPS * GROUP_SIZE) % 2 == 0).unsqueeze(1)
         advantages = advantage_estimators.get(estimator)(batch, **OPTIONS.get(estimator, {})).advantages
         mask = batch["response_mask"]
         weights = aggregations.get(mode).function(mask, count_denominators(mask), dtype=torch.float64)

@@ -58,6 +58,7 @@ def test_every_estimator_that_a_step_can_feed_has_a_preset():
     feedable = {
         name for name, f in registered("advantage_estimators").items() if set(f.inputs) <= set(ESTIMATOR_INPUTS)
     }
+    feedable.remove("nash_md")  # an option says how its opponents are drawn
     assert feedable == {preset.advantage for preset in PRESETS.values()} & feedable
 
 
@@ -92,6 +93,7 @@ def test_parts_are_set_one_by_one(load):
 G, T = "algorithm.group_size=4", "reference.path=org/teacher"
 IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
 OTHER, TAUGHT = "reference.tokenizer=org/other", "algorithm.distillation"
+N = ["algorithm.name=grpo", "algorithm.advantage=nash_md", G, "algorithm.opponent_beta=0.25", "rollout.engine=hf"]
 D = ["algorithm.name=distillation", T, OTHER]
 
 
@@ -304,6 +306,13 @@ D = ["algorithm.name=distillation", T, OTHER]
             "on average for k1 alone",
         ),
         (["algorithm.name=distillation"], "reference.path", "would teach the actor to stay as it is"),
+        ([*N, "algorithm.opponent_beta=null"], "algorithm.opponent_beta", "only nash_md compares with opponents"),
+        (["algorithm.name=grpo", G, "algorithm.opponent_beta=0.5"], "algorithm.opponent_beta", "only nash_md"),
+        ([*N, "rollout.engine=vllm"], "rollout.engine", "draws from one model. Use hf"),
+        ([*N, "algorithm.group_size=3"], "algorithm.group_size", "half of each group are opponents"),
+        ([*N, IN_REWARD], "algorithm.kl.in", "would count in who is preferred"),
+        ([*N, "environment.name=guess"], "environment.name", "what goes on where it left off is the policy's own"),
+        ([*N, "rollout.partial=true"], "rollout.partial", "what goes on where it left off"),
         (["algorithm.name=grpo", G, OTHER], "reference.tokenizer", "compared by its text; grpo reads"),
         ([*D, "algorithm.distillation={divergence: reverse_kl, top_k: 8}"], f"{TAUGHT}.divergence", "no probabilities"),
         (

@@ -43,6 +43,40 @@ def test_log_probs_are_of_the_drawn_tokens(engine: HFEngine) -> None:
         torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-5, rtol=0)
 
 
+def test_a_mixture_with_the_reference(folder: Path, engine: HFEngine, tmp_path: Path) -> None:
+    """policy^(1 - beta) reference^beta, normalised: log-probs of every token by hand, and how often each is drawn; who
+    is not drawn so is drawn as by the engine alone."""
+    other = make_tiny_folder(tmp_path / "other", tie_embeddings=True, seed=5)
+    both = HFEngine(folder, dtype=torch.float32, max_model_len=64, stop_token_ids=[1], reference_folder=other)
+    plain = SamplingOptions(12, 0.7)
+    mixed = plain.mixed(0.25)
+    assert (plain.reference_share, mixed.temperature, mixed.max_tokens) == (0.0, 0.7, 12)
+    ways = [mixed, plain, mixed, plain]
+    found, alone = both.generate(PROMPTS, ways, SEEDS), engine.generate(PROMPTS, plain, SEEDS)
+    assert [found[n].token_ids for n in (1, 3)] == [alone[n].token_ids for n in (1, 3)]
+
+    def by_hand(prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """[tokens, vocabulary] log-probs."""
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            mine, theirs = (
+                (model(ids).logits[0, len(prompt) - 1 : -1] / 0.7).softmax(-1) for model in (both.model, both.reference)
+            )
+        weighed = mine**0.75 * theirs**0.25
+        return (weighed / weighed.sum(-1, keepdim=True)).log()
+
+    for prompt, one, way in zip(PROMPTS, found, ways, strict=True):
+        if way is mixed:
+            expected = by_hand(prompt, one.token_ids).gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(one.log_probs), expected, atol=1e-5, rtol=0)
+    count = 6000
+    draws = both.generate([PROMPTS[0]] * count, SamplingOptions(1, 0.7).mixed(0.25), range(count))
+    shares = torch.bincount(torch.tensor([draw.token_ids[0] for draw in draws]), minlength=100) / count
+    likely = by_hand(PROMPTS[0], [0])[0].exp()
+    assert (shares - likely).abs().max() < 5 * math.sqrt(0.25 / count)
+    assert (shares - likely).abs().sum() < 0.12 < (shares - by_hand(PROMPTS[0], [0])[0].softmax(0).roll(1)).abs().sum()
+
+
 def test_what_is_drawn_depends_on_seed_and_not_on_company(engine: HFEngine) -> None:
     """... and each response is told of when it is finished, the shortest first."""
     sampling, heard = SamplingOptions(max_tokens=12, stop_token_ids=range(40)), {}

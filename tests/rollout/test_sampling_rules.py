@@ -7,6 +7,7 @@ import torch
 
 from megaverl.config.roles import RolloutConfig
 from megaverl.rollout.engine import SamplingOptions, drawing, of_each, sampling_of
+from megaverl.workers.responses import Draws
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,13 @@ def test_what_a_batch_says_of_how_it_was_drawn() -> None:
     assert said["top_ks"].tolist() == [0, 0, 50] * 2
     assert drawing(SamplingOptions(4, temperature=0.5), 3) == {}
     assert drawing(SamplingOptions(4, top_k=9), 2)["top_ks"].tolist() == [9, 9]
+
+
+def test_the_second_half_of_each_group_are_opponents() -> None:
+    narrow, wide = SamplingOptions(4, temperature=0.5), SamplingOptions(4)
+    draws = Draws(run_seed=0, step=0, group_size=4, opponent_beta=0.25)
+    ways = of_each(draws.ways([narrow] * 4 + [wide] * 4, 8), 8)
+    assert [way.reference_share for way in ways] == [0.0, 0.0, 0.25, 0.25] * 2
+    assert [way.temperature for way in ways] == [0.5] * 4 + [1.0] * 4
+    assert ways[0] is narrow and ways[2] is ways[3], "those that are drawn alike are drawn together"
+    assert Draws(run_seed=0, step=0, group_size=4).ways(wide, 8) is wide

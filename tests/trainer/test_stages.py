@@ -251,6 +251,27 @@ def test_a_teacher_with_another_tokenizer_is_learned_from(launch: Launcher, inpu
         assert {name: after[name] for name in same} == pytest.approx(same, abs=1e-4, rel=1e-4)
 
 
+def test_nash_md_beats_its_opponents(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    """The policy writes what is preferred ever more; where engines have ranks of their own the numbers are the same."""
+    given = "group_size: 8, num_mini_batches: 1, opponent_beta: 0.25, loss_aggregation: seq_mean_token_sum"
+    kl = "kl: {in: loss, kind: k1, score_function: true, coef: 0.01, target: null}"
+    nash = [f"algorithm={{name: grpo, advantage: nash_md, policy_loss: policy_gradient, {given}, {kl}}}"]
+    nash += ["trainer.steps=10", "actor.optimizer.lr=5.0e-3"]
+    ended = run(launch, arguments(inputs, tmp_path, *SHORT, *nash), tmp_path / "logs")
+    assert ended.codes == [0] * RANKS, ended.text
+    found = metrics(tmp_path / "run")
+    curve = [record["reward/mean"] for record in found]
+    assert sum(curve[-3:]) > 1.1 * sum(curve[:3]), curve
+    assert found[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5) and found[-1]["actor/grad_norm"] > 0
+    apart = [f"run.nproc={RANKS + 1}", "placement={rollout: 0, actor: rest}", "trainer.steps=2"]
+    command = arguments(inputs, tmp_path / "apart", *SHORT, *nash, *apart)
+    ended = launch.command(command, logs=tmp_path / "logs", ranks=RANKS + 1)
+    assert ended.codes == [0] * (RANKS + 1), ended.text
+    for before, after in zip(found[:2], metrics(tmp_path / "apart" / "run"), strict=True):
+        same = {name: value for name, value in before.items() if name.startswith(("reward/", "actor/", "train/adv"))}
+        assert {name: after[name] for name in same} == pytest.approx(same, abs=1e-4, rel=1e-4)
+
+
 def make_teacher(inputs: Path, folder: Path) -> Path:
     """Another model over the same vocabulary."""
     vocab_size = json.loads((inputs / "model" / "config.json").read_text())["vocab_size"]

@@ -197,3 +197,16 @@ def test_filters_by_name_keep_the_ends_of_each_group() -> None:
     drawn = kept_by("best_and_random", batch, scores)
     assert drawn[1] and drawn[5] and int(drawn.sum()) == 4
     assert torch.equal(drawn, kept_by("best_and_random", batch, scores)), "the same on every rank, and in a resumed run"
+
+
+def test_a_response_without_a_token_that_trains_is_as_long_as_it_is(
+    group: dist.ProcessGroup, tokenizer: Tokenizer
+) -> None:
+    """Nash-MD's opponents: rewards are given the length of what they see."""
+    role, given = RewardRole(build_reward("exact_match"), tokenizer, group, []), batch(tokenizer)
+    lengths = given.response_lengths.tolist()
+    mask = given.response_mask.clone()
+    mask[1], mask[0, 0] = False, False
+    samples = role.samples(given.with_(response_mask=mask), range(len(given)))
+    assert [sample.num_tokens for sample in samples] == [lengths[0] - 1, *lengths[1:]]
+    assert samples[1].response == RESPONSES[1]

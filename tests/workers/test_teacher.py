@@ -239,3 +239,25 @@ def test_when_a_teacher_reads_text(tmp_path: Path) -> None:
     assert made is not None and made.encode("The sum") == own.encode("The sum")
     with pytest.raises(ConfigError, match=r"has other tokens than .*\n.*reference.tokenizer: is of a teacher"):
         found("algorithm={name: grpo, group_size: 2, kl: {in: loss, coef: 0.1}}")
+
+
+def test_the_same_tokenizer_is_the_same_vocabulary(launch: Launcher, tmp_path: Path) -> None:
+    """Given its own tokens as text, a model says what it says of the tokens."""
+    from transformers import AutoModelForCausalLM
+
+    student = of_pieces(tmp_path)
+    folder = make_tiny_folder(tmp_path / "teacher", "Qwen3ForCausalLM", vocab_size=student.vocab_size)
+    student.save(tmp_path / "student")
+    answers = [[*student.encode(text), student.eos_token_id] for text in ("The sum is 11.", "caf\u00e9 \u4f60")]
+    prompt, mine = "What is 7 plus 4?", [[-1.0 - place for place in range(len(answer))] for answer in answers]
+    given: dict[str, Any] = {"prompts": [prompt], "answers": answers, "log_probs": mine, "most": 60, "chat": False}
+    folders = {"folder": folder, "student": tmp_path / "student", "own": tmp_path / "student"}
+    [[found, report]] = launch.world(1, "tests.workers.algorithm_ranks:text_teacher", shape={}, **folders, **given)
+    model, ids = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32), student.encode(prompt)
+    for row, answer in zip(found, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + answer])).logits[0].log_softmax(-1)
+        expected = logits[len(ids) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
+        inside = [token not in student.encode("\u00e9\u4f60") for token in answer]  # a character's bytes are one chunk
+        torch.testing.assert_close(torch.tensor(row[: len(answer)])[inside], expected[inside], atol=2e-5, rtol=1e-5)
+    assert report["compared_fraction"] == 1.0
