@@ -203,7 +203,8 @@ def test_a_response_without_a_token_that_trains_is_as_long_as_it_is(
     group: dist.ProcessGroup, tokenizer: Tokenizer
 ) -> None:
     """Nash-MD's opponents: rewards are given the length of what they see."""
-    role, given = RewardRole(build_reward("exact_match"), tokenizer, group, []), batch(tokenizer)
+    role = RewardRole(build_reward("exact_match"), tokenizer, group, [])
+    given = batch(tokenizer).with_columns(reference=["1"] * 4, extra=[{}] * 4)
     lengths = given.response_lengths.tolist()
     mask = given.response_mask.clone()
     mask[1], mask[0, 0] = False, False
