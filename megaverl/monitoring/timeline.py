@@ -37,9 +37,7 @@ class Timeline:
         self.rank = rank
         self.roles: dict[str, str] = {}
         self.mark: Callable[[str], Callable[[], None]] | None = None
-        # One wall-clock reading ties the monotonic clock to those of other ranks.
-        self._wall_ns = time.time_ns()
-        self._clock_ns = time.perf_counter_ns()
+        self._to_wall_ns = _monotonic_to_wall_ns()
         self._events: deque[tuple[str, int, int, int, int | None, int | None]] = deque(maxlen=max_events)
         self._totals: defaultdict[str, int] = defaultdict(int)
         self._work: defaultdict[str, int] = defaultdict(int)
@@ -99,7 +97,6 @@ class Timeline:
         Args:
             since: a reading of `time.perf_counter_ns`: spans that began before it are left out.
         """
-        offset = self._wall_ns - self._clock_ns
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
         ]
@@ -107,7 +104,7 @@ class Timeline:
             if begin < since:
                 continue
             event = {"ph": "X", "pid": self.rank, "tid": thread, "name": name}
-            event |= {"ts": (begin + offset) / 1e3, "dur": duration / 1e3}
+            event |= {"ts": (begin + self._to_wall_ns) / 1e3, "dur": duration / 1e3}
             worked = None if work is None else work / 1e3
             facts = {"step": step, "role": self.roles.get(name), "processor_us": worked}
             if known := {key: value for key, value in facts.items() if value is not None}:
@@ -191,6 +188,16 @@ def _write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 MB = 2**20
+
+
+def _monotonic_to_wall_ns() -> int:
+    """What added to `time.perf_counter_ns` gives nanoseconds since 1970, as other ranks and recorders count them: of
+    several readings the one in which the least time passed, for the process may lose its processor within one."""
+    readings = []
+    for _ in range(16):
+        before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
 
 
 def process_memory_mb() -> float:

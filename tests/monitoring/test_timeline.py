@@ -117,3 +117,20 @@ def test_busy_shares_by_role() -> None:
     spans = {event["name"]: event for event in timeline.trace_events() if event["ph"] == "X"}
     assert spans["reshard"]["args"].keys() == {"step", "role", "processor_us"}
     assert (spans["reshard"]["args"]["step"], spans["reshard"]["args"]["role"]) == (0, "rollout")
+
+
+def test_a_process_that_loses_its_processor_between_two_clocks_shifts_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one of the readings that tie the clocks are torn by a millisecond, before the wall clock's or after."""
+    elapsed, readings = itertools.count(), itertools.count()
+    lost = [0]
+
+    def now(beginning: int) -> int:
+        lost[0] += 1_000_000 if next(readings) in {*range(1, 30, 3), *range(35, 48, 3)} else 0
+        return beginning + next(elapsed) + lost[0]
+
+    monkeypatch.setattr(module.time, "perf_counter_ns", lambda: now(0))
+    monkeypatch.setattr(module.time, "time_ns", lambda: now(10**18))
+    timeline = Timeline()
+    with timeline.span("rollout"):
+        began = 10**18 + 49 + lost[0]
+    assert timeline.trace_events()[1]["ts"] == pytest.approx(began / 1e3, abs=0.05)
