@@ -12,6 +12,12 @@ if [[ -n "${MEGAVERL_INTERFACE:-}" ]]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$MEGAVERL_INTERFACE}"
 fi
 
+# --- Names -----------------------------------------------------------------------------------------------------------
+# For every connection to the job's store torch asks the name service for the other's name (torch 2.13, c10d/socket.cpp),
+# and where an answer is lost asks again after 5 seconds, in which no other rank is served: ask again after one.
+# `megaverl doctor` says how long such a question takes here, and how to spare it.
+export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}"
+
 # --- Order of kernels ------------------------------------------------------------------------------------------------
 # Tensor, context and sequence parallelism overlap their collectives with the work around them only if kernels start in
 # the order in which they were queued, so up to Hopper with one hardware queue (megatron-core 0.19.2,

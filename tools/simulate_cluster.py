@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # a lost store is seen by all
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as launch/network.sh says
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -119,7 +120,7 @@ class Rank:
         self.rank, self.setup = rank, setup
         self.traffic = Traffic()
         self.store = CountedStore(store, self.traffic)
-        self.asked: queue.Queue[str] = queue.Queue()
+        self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # not a wait for ranks, as liveness sees it
         self.done: queue.Queue[str] = queue.Queue()
         self.before = Traffic()
         self.at_rest: Traffic | None = None
@@ -345,6 +346,8 @@ class Cluster:
             for pipe in [pipe for pipe in left if pipe in wait(left, timeout=1.0)]:
                 found |= pipe.recv()
                 left.remove(pipe)
+        reasons = {reason: None for reason, _, _ in found.values() if reason}  # few: all pass on the first one's
+        print(*(f"{self.setup.size} ranks, {fault}, said: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
         said = [(re.findall(r"rank \d+", reason), reason) for reason, _, _ in found.values()]
         named = Counter(ranks[0] if ranks else reason or "nobody" for ranks, reason in said)
         if left:

@@ -6,8 +6,11 @@ import os
 import resource
 import shutil
 import socket
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,6 +23,7 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_
 INTERFACE_SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 TORCHRUN_PORT = 29500
 INFINIBAND = Path("/sys/class/infiniband")
+LOOKUPS, SLOW_LOOKUP = 32, 0.1  # tried, and seconds
 
 
 def network() -> Iterator[Finding]:
@@ -30,6 +34,7 @@ def network() -> Iterator[Finding]:
     yield from _settings(set(interfaces) | {"lo"})
     yield _infiniband()
     yield from _names()
+    yield _name_service()
     yield from _ports()
 
 
@@ -102,6 +107,30 @@ def _names() -> Iterator[Finding]:
             yield Finding("network", what, "fail" if what == "MASTER_ADDR" else "warn", f"{name}: {error}", fix)
         else:
             yield Finding("network", what, "ok", f"{name} is {address}")
+
+
+def _name_service() -> Finding:
+    """How long the name of an address takes. For every connection to its store torch asks for the other's name, one
+    after the other, of the address as one of IPv6 (torch 2.13, c10d/socket.cpp), which hosts files have not."""
+    try:
+        address = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())
+    except OSError:
+        address = "127.0.0.1"
+    took: list[float] = []
+    while len(took) < LOOKUPS and max(took, default=0.0) < SLOW_LOOKUP:
+        began = time.perf_counter()
+        with suppress(OSError):
+            socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
+        took.append(time.perf_counter() - began)
+    found = f"{1e3 * statistics.median(took):.1f} ms for the name of an address, {1e3 * max(took):.0f} ms the longest"
+    if max(took) < SLOW_LOOKUP:
+        return Finding("network", "name service", "ok", found)
+    found += ": each connection to the job's store waits for one, and 1,000 ranks wait for each other's"
+    fix = (
+        f"a line '::ffff:{address} NAME' in /etc/hosts for this and every other node's address, or a cache (nscd, "
+        "systemd-resolved); RES_OPTIONS='timeout:1 attempts:5' asks again sooner where an answer is lost"
+    )
+    return Finding("network", "name service", "warn", found, fix)
 
 
 def _ports() -> Iterator[Finding]:

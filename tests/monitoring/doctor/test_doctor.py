@@ -145,6 +145,26 @@ def test_network_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "GLOO_SOCKET_IFNAME=nosuch0" in named(findings, "settings").found
 
 
+@pytest.mark.parametrize(("seconds", "status", "asked"), [(0.002, "ok", 32), (5.0, "warn", 1)])
+def test_a_name_service_that_answers_late(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, status: str, asked: int
+) -> None:
+    now, addresses = [0.0], list[str]()
+
+    def look_up(address: tuple[str, int, int, int], flags: int) -> None:
+        now[0] += seconds
+        addresses.append(address[0])
+        raise socket.gaierror("no name")
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(socket, "getnameinfo", look_up)
+    monkeypatch.setattr("megaverl.monitoring.doctor.network.time.perf_counter", lambda: now[0])
+    finding = named(network(), "name service")
+    assert addresses == ["::ffff:127.0.0.1"] * asked
+    assert (finding.status, "::ffff:127.0.0.1 NAME" in finding.fix) == (status, status == "warn")
+    assert f"{seconds * 1e3:.0f} ms the longest" in finding.found
+
+
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("", 0))
