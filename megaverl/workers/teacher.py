@@ -193,7 +193,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: ModelSpec) -> Tokenizer | None:
-    """The tokenizer of the reference, whose files are in `folder`; None where the model's tokens are its own as well.
+    """The tokenizer of the reference, whose files are in `folder`; None where the model's tokens are its own as well: a
+    number that both have is the same token. One of the two may have more, such as those of a chat template.
 
     Raises:
         ConfigError, DataError: it has other tokens, and the run needs it to read the model's; it does not fit `spec`.
@@ -203,7 +204,8 @@ def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: Mode
     if named is None and (path == config.model.path or not any((folder / each).is_file() for each in TOKENIZER_FILES)):
         return None
     own = load_tokenizer(named or folder, trust_remote_code=config.model.trust_remote_code)
-    if student.backend.get_vocab().items() <= own.backend.get_vocab().items():
+    theirs = {number: token for token, number in own.backend.get_vocab().items()}
+    if all(theirs.get(number, token) == token for token, number in student.backend.get_vocab().items()):
         return None
     if mistakes := list(other_tokenizer_mistakes(config)):
         lines = [f"  - {mistake}" for mistake in mistakes]

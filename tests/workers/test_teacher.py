@@ -234,6 +234,8 @@ def test_when_a_teacher_reads_text(tmp_path: Path) -> None:
     assert found(taught) is None, "no tokenizer there: the run's"
     student.save(folder)
     assert found(taught) is None, "the same"
+    student.backend.add_tokens(["<|tool|>"])
+    assert found(taught) is None, "the same, and one more"
     own.save(folder)
     made = found(taught)
     assert made is not None and made.encode("The sum") == own.encode("The sum")
