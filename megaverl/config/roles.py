@@ -315,9 +315,10 @@ class ServersConfig(Section):
     token_env: Text | None = None
     """Environment variable, on every rank, with the token that they want. null: none, for servers on the loopback."""
     folder: Text | None = None
-    """Folder that the first rank of the actor, the first of the rollout and every server see under this name: each
-    version of the weights is written there as a Hugging Face folder, and servers read it. null: rollout_weights in the
-    run's folder."""
+    """Folder that the actor's ranks, the rollout's first and every server see under this name, for each version of the
+    weights as a Hugging Face folder, which servers read. null: rollout_weights in the run's folder."""
+    transfer: Literal["folder", "nccl"] = "folder"
+    """nccl: the rollout's first rank, on a GPU, sends what is in the folder, which vLLM's servers then need not see."""
     max_requests: Positive = 64
     """Requests at each server at once, of all ranks together."""
     timeout_seconds: PositiveFloat = 600.0
@@ -331,8 +332,7 @@ class ServersConfig(Section):
     poll_seconds: PositiveFloat = 2.0
     """Between two looks at who is in the pool, and whether those that were lost are back."""
     fingerprint_tolerance: PositiveFloat | None = None
-    """Largest mean difference, in nats, between a server's and the trainer's log-probs of 16 tokens after an update.
-    null: 1e-3 in float32, else 0.1."""
+    """Largest mean difference, in nats, of a server's log-probs of 16 tokens. null: 1e-3 in float32, else 0.1."""
 
 
 class PartialConfig(Section):

@@ -425,6 +425,12 @@ def server_mistakes(config: Config) -> Iterator[ConfigIssue]:
 def _server_sampling(config: Config) -> Iterator[ConfigIssue]:
     if config.rollout.servers.kind != "sglang":
         return
+    if config.rollout.servers.transfer == "nccl":
+        yield ConfigIssue(
+            "rollout.servers.transfer",
+            "found 'nccl', which SGLang's servers are not sent weights by. Use transfer: folder.",
+            involves=("rollout.servers.kind",),
+        )
     known = {*_ALL_SERVERS_KNOW, *SGLANG_SAMPLING}
     for key, given in (
         ("rollout.sampling", config.rollout.sampling),

@@ -172,6 +172,9 @@ class VLLMServer(InferenceServer):
     def load(self, folder: str) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self.ask("POST", "/collective_rpc", call, timeout=self._loading)
+        self._forget_cached()
+
+    def _forget_cached(self) -> None:
         answer = self.ask("POST", "/reset_prefix_cache")
         if not (answer or {}).get("success"):
             raise ServerLost(f"{self.url}: did not reset its prefix cache: somebody else's requests are running.")
@@ -297,9 +300,6 @@ class SGLangServer(InferenceServer):
 
         generation, versions = self._taken("POST /generate", take)
         return generation, versions
-
-
-SERVERS: dict[str, type[InferenceServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
 
 def _length_problems(length: Any, expected: ExpectedModel) -> list[str]:

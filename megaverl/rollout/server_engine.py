@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from megaverl.errors import RolloutError
+from megaverl.platform import platform
 from megaverl.rollout.engine import (
     Engine,
     Generation,
@@ -27,11 +33,12 @@ from megaverl.rollout.engine import (
     of_each,
 )
 from megaverl.rollout.server_api import (
-    SERVERS,
     ExpectedModel,
     InferenceServer,
     ServerLost,
     ServerRefused,
+    SGLangServer,
+    VLLMServer,
     is_loopback,
     url_problem,
 )
@@ -40,6 +47,7 @@ from megaverl.sharding.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     from megaverl.config.roles import RolloutConfig, ServersConfig
     from megaverl.sharding.layout import Layout
@@ -227,4 +235,155 @@ def connect(servers: ServersConfig, url: str, token: str | None) -> InferenceSer
         raise ServerRefused(problem)
     if token is None and not is_loopback(url):
         raise ServerRefused(f"{url}: is not on the loopback, and there is no token (rollout.servers.token_env).")
-    return SERVERS[servers.kind](url, token, generating=servers.timeout_seconds, loading=servers.load_timeout_seconds)
+    server = SERVERS[servers.kind, servers.transfer]
+    return server(url, token, generating=servers.timeout_seconds, loading=servers.load_timeout_seconds)
+
+
+# --- weights over NCCL ---------------------------------------------------------------------------------------------
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that an export has
+
+
+class TensorOutline(NamedTuple):
+    """Of a tensor, before it comes (vLLM's `ParamMeta`)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class FolderWeights:
+    """The weights of a Hugging Face folder, as vLLM's senders read them (its `WeightSource`)."""
+
+    def __init__(self, folder: str) -> None:
+        self._files = sorted(Path(folder).glob("*.safetensors"))
+
+    def metadata(self) -> list[TensorOutline]:
+        """Of each tensor, in the order in which they come."""
+        found = []
+        for path in self._files:
+            with safe_open(path, framework="pt") as file:
+                slices = ((name, file.get_slice(name)) for name in sorted(file.keys()))
+                found += [TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape())) for name, it in slices]
+        return found
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in self._files:
+            with safe_open(path, framework="pt", device=str(platform.device)) as file:
+                yield from ((name, file.get_tensor(name)) for name in sorted(file.keys()))
+
+
+class VLLMOverNCCL(VLLMServer):
+    """The same, sent its weights by this process over NCCL (vLLM 0.32, `vllm/distributed/weight_transfer`, whose sender
+    this is): it need not see the folder.
+
+    This process and the server's workers are one communicator, made with the first weights, and anew after a failure.
+    """
+
+    start_with = VLLMServer.start_with.replace(" --gen", ' --weight-transfer-config \'{"backend": "nccl"}\' --gen')
+    packed: ClassVar[bool] = True  # many tensors in one message
+    _turn: ClassVar[threading.Lock] = threading.Lock()  # vLLM's senders share their streams, and servers the network
+    _communicator: PyNcclCommunicator | None = None
+
+    def problems(self, expected: ExpectedModel) -> list[str]:
+        found = super().problems(expected)
+        if not platform.is_cuda:
+            found.append("rollout.servers.transfer=nccl needs a GPU on the rollout's first rank. Use transfer: folder")
+        config = self.ask("GET", "/server_info?config_format=json")["vllm_config"].get("weight_transfer_config")
+        if (config or {}).get("backend") != "nccl":
+            found.append(f"it takes no weights over NCCL. Start it with: {self.start_with.rstrip('.')}")
+        return found
+
+    def load(self, folder: str) -> None:
+        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def send() -> None:
+            try:
+                self._send(FolderWeights(folder))
+            except Exception as error:  # raised again below
+                ended.put(error)
+            else:
+                ended.put(None)
+
+        with self._turn:
+            # a daemon: a communicator whose other end has gone waits without end, until it is aborted
+            threading.Thread(target=send, name="weights", daemon=True).start()
+            try:
+                error = ended.get(timeout=self._loading)
+            except queue.Empty:
+                error = TimeoutError(f"not in {self._loading:g} s (rollout.servers.load_timeout_seconds)")
+            if error is not None:
+                self._hang_up()
+        if isinstance(error, RolloutError):
+            raise error
+        if error is not None:
+            raise ServerLost(f"{self.url}: did not take the weights of {folder} over NCCL: {error!r}.") from error
+        self._forget_cached()
+
+    def _send(self, weights: FolderWeights) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+        sender = NCCLTrainerWeightTransferEngine(client=_TransferCalls(self), source=weights, packed=self.packed)
+        with torch.accelerator.device_index(platform.device.index) if platform.is_cuda else nullcontext():
+            if self._communicator is None:
+                self._communicator = self._connected(sender)
+            sender.model_update_group = self._communicator
+            sender.send_weights()
+            platform.synchronize()
+
+    def _connected(self, sender: Any) -> PyNcclCommunicator:
+        """By a unique id that goes over HTTP, with the token: no port is opened, and nothing is unpickled."""
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.distributed.weight_transfer.nccl_common import (
+            NCCLWeightTransferInitInfo,
+            uid_init_process_group,
+            worker_init_payload,
+        )
+
+        answer = self.ask("GET", "/get_world_size")
+        size = 1 + int(self._taken("GET /get_world_size", lambda: answer["world_size"]))
+        unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        wire = {name: getattr(sender, name) for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers")}
+        text = b64encode(unique_id).decode()
+        info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=size, nccl_unique_id_b64=text, **wire)
+        with ThreadPoolExecutor(1) as thread:  # both ends come together
+            joined = thread.submit(sender.client.init_weight_transfer_engine, worker_init_payload(info))
+            communicator = uid_init_process_group(unique_id, 0, size, platform.device)
+            joined.result()
+        return communicator
+
+    def _hang_up(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.destroy()  # and what waits on the device ends
+        with suppress(RolloutError):
+            self.ask("POST", "/shutdown_weight_transfer_engine")
+
+
+class _TransferCalls:
+    """What vLLM's sender asks of a server (its `VLLMWeightSyncClient`), with the token and a deadline."""
+
+    def __init__(self, server: VLLMOverNCCL) -> None:
+        self._server = server
+
+    def _post(self, path: str, body: Any = None) -> None:
+        self._server.ask("POST", path, body, timeout=self._server._loading)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._post("/finish_weight_update")
+
+
+SERVERS: dict[tuple[str, str], type[InferenceServer]] = {  # by kind and transfer
+    ("vllm", "folder"): VLLMServer,
+    ("vllm", "nccl"): VLLMOverNCCL,
+    ("sglang", "folder"): SGLangServer,
+}

@@ -42,6 +42,7 @@ def test_servers_on_the_loopback_need_no_token() -> None:
             "rollout.sampling.logit_bias",
             "not among what SGLang's server is asked for",
         ),
+        (["rollout.servers={kind: sglang, transfer: nccl}"], "rollout.servers.transfer", "Use transfer: folder"),
     ],
 )
 def test_what_does_not_go_together(overrides: list[str], key: str, said: str) -> None:
