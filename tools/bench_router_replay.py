@@ -101,7 +101,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found["bytes"] = item.tensors["routed_experts"][0].nbytes
     for name, replays in (("own choice", False), ("replayed", True)):
         policy = Policy(model, temperature=1.0, micro_batch_tokens=options.tokens + 16, replays=replays)
-        difference = (policy.log_probs(batch) - batch.rollout_log_probs)[batch.response_mask].abs().double()
+        difference = (policy.log_probs(batch).cpu() - batch.rollout_log_probs)[batch.response_mask].abs().double()
         beyond = float((difference > math.log(2)).double().mean())
         found[name] = [float(difference.mean()), float(difference.quantile(0.999)), float(difference.max()), beyond]
     found["differ"] = model.router_metrics()["moe/routes_differ"]

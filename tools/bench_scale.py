@@ -232,7 +232,7 @@ def own_rows(size: int, rank: int) -> Moved:
         wanted = [move.rows for move in moving.moves if move.dest == rank]
         mine = [row for row in written_by(size, len(lengths)).get(rank, ()) if row in held.place]
         own = _as_rows(mine, [step.response(row) for row in mine])
-        size_of_rows: float = sum(payload.numel() + len(header) for header, payload in messages)
+        size_of_rows: float = sum(payload.numel() + len(header) for header, payload, _ in messages)
         with watch.part("unpacking responses"):
             batch = held_batch(step, held, [(mine, own)], wanted, messages)
         micro_batches(watch, model, batch)
@@ -248,7 +248,7 @@ def held_batch(
 ) -> RolloutBatch:
     """As `responses.held_responses` makes it of what has come."""
     parts: list[Any] = [([held.place[row] for row in rows], part, range(len(rows))) for rows, part in here if rows]
-    for rows, (header, payload) in zip(wanted, messages, strict=True):
+    for rows, (header, payload, _) in zip(wanted, messages, strict=True):
         parts.append(([held.place[row] for row in rows], RaggedBatch.unpack(header, payload, {}), range(len(rows))))
     generations = _from_rows(merge(len(held.rows), parts))
     batch = rollout_batch(
@@ -268,10 +268,10 @@ def everything(size: int, rank: int) -> Moved:
             (rows, _as_rows(rows, [step.response(row) for row in rows]).pack(range(len(rows))))
             for rows in speakers.values()
         ]
-        widest = max(payload.numel() for _, (_, payload) in packed)
+        widest = max(payload.numel() for _, (_, payload, _) in packed)
         with watch.part("unpacking responses"):
             parts: list[Any] = []
-            for rows, (header, payload) in packed:
+            for rows, (header, payload, _) in packed:
                 parts.append((rows, RaggedBatch.unpack(header, payload.clone(), {}), range(len(rows))))
             batch = rollout_batch(step.prompts, _from_rows(merge(count, parts)), step.group_ids)
         del packed, parts
@@ -309,9 +309,9 @@ def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held:
                 sizes = torch.tensor([held.lengths.response_lengths[row] for row in move.rows])
                 rows = torch.zeros(len(move.rows), batch.generated_ids.shape[1])
                 messages.append(RaggedBatch({"x": rows}, {"x": "R"}, {"R": sizes}).pack(range(len(move.rows))))
-        received += sum(payload.numel() + len(header) for header, payload in messages)
+        received += sum(payload.numel() + len(header) for header, payload, _ in messages)
         with watch.part("unpacking results"):
-            for header, payload in messages:
+            for header, payload, _ in messages:
                 RaggedBatch.unpack(header, payload, {})
     return received
 

@@ -245,7 +245,8 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
         response_mask: `[batch, response]` bool.
         kl: `[batch, response]` float, per-token estimates (see `kl`), read under the mask only.
 
-    Returns: `[batch, response]` in the dtype of `rewards`, 0 outside the mask.
+    Returns: `[batch, response]` in the dtype of `rewards`, 0 outside the mask; where `kl` lies, which may be another
+        device.
 
     Raises:
         DataError: a score that is not finite.
@@ -255,7 +256,8 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
     last = torch.where(response_mask, columns, -1).amax(dim=1, keepdim=True) if len(columns) else columns
     result = torch.where(response_mask & (columns == last), rewards.unsqueeze(1), 0.0)
     if kl is not None and kl_coef:
-        result = result - kl_coef * torch.where(response_mask, kl.to(rewards.dtype), 0.0)
+        kept = torch.where(response_mask.to(kl.device), kl.to(rewards.dtype), 0.0)
+        result = result.to(kl.device) - kl_coef * kept
     return result
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, experts_column, field_of, join, own_names
+from megaverl.distributed.ragged import beside
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class RolloutBatch:
     `batch_fields.FIELDS` declares the tensors. Dimensions: B samples, S the longest prompt, R the longest
     response; prompts and responses are right-padded. A batch is never changed: every method returns another,
     which shares the tensors that stay as they are. A tensor is read as an attribute (`batch.values`).
+
+    Tokens, lengths, masks and rewards of a run lie on the host; what its models say of tokens (log-probs, values) and
+    what is made of that lies where it was computed.
     """
 
     input_ids: Tensor  # [B, S] int64
@@ -228,9 +232,9 @@ class RolloutBatch:
         outside = [i for i in rows if not -len(self) <= i < len(self)]
         if outside:
             raise DataError(f"sample {outside[0]} asked for in a batch of {len(self)}")
-        index = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        index = torch.tensor(rows, dtype=torch.int64)
         return RolloutBatch(
-            {name: tensor[index] for name, tensor in self.tensors.items()},
+            {name: tensor[beside(tensor, index)] for name, tensor in self.tensors.items()},
             {name: [column[i] for i in rows] for name, column in self.columns.items()},
         )
 

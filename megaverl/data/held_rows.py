@@ -1,5 +1,6 @@
 """A rank's own samples of a step: it has the tokens and results of those that it works on, and of all others a few
-numbers; and rows on their way from the ranks of one role to those of the next, from host memory to host memory.
+numbers; and rows on their way from the ranks of one role to those of the next: from host to host what lies there, such
+as an engine's tokens, and from device to device what was computed there (`Fabric.rows`).
 
 Who has which follows from the lengths of all, by arithmetic that every rank does alone. What one rank works out goes to
 the others that have the same samples, row by row; sums over all samples are sums of what each rank says of its own
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from megaverl.data.batch_fields import FIELDS, field_of
 from megaverl.data.batching import groups_of_ranks
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.distributed.collectives import device_of, gather_host_rows
-from megaverl.distributed.ragged import RaggedBatch, merge
+from megaverl.distributed.ragged import RaggedBatch, beside, merge, num_bytes_on_device
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends, default_group
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move, Rows, join_rows, plan_moves
@@ -116,12 +118,26 @@ def _fills() -> dict[str, float | bool]:
     return {name: field.fill for name, field in FIELDS.items()}
 
 
+class Payloads(NamedTuple):
+    """Bytes of rows, by the rank that they go to or come from.
+
+    Attributes:
+        device: of what stays on devices on its way, there.
+    """
+
+    host: dict[int, Tensor]
+    device: dict[int, Tensor]
+
+
 def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
     """As `move_batch`, of any rows."""
     _check_held(moving, ragged)
     sent, out = _announce(fabric, moving, ragged)
     headers, into = _hear(fabric, moving)
-    Channel(fabric, moving.name).exchange(fabric.control, out, into)
+    channel = Channel(fabric, moving.name)
+    channel.exchange(fabric.control, out.host, into.host)
+    if fabric.rows is not None:
+        channel.exchange(fabric.rows, out.device, into.device)
     sent.wait()
     return _merged(fabric, moving, ragged, headers, into)
 
@@ -130,14 +146,20 @@ def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Pen
     """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
     _check_held(moving, ragged)
     sent, out = _announce(fabric, moving, ragged)
-    sent.add(Channel(fabric, moving.name).send(fabric.control, out))
+    channel = Channel(fabric, moving.name)
+    sent.add(channel.send(fabric.control, out.host))
+    if fabric.rows is not None:
+        sent.add(channel.send(fabric.rows, out.device))
     return sent
 
 
 def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
     """The half of a move that a rank has which sends nothing: its rows, when they are here."""
     headers, into = _hear(fabric, moving)
-    Channel(fabric, moving.name).receive(fabric.control, into)
+    channel = Channel(fabric, moving.name)
+    channel.receive(fabric.control, into.host)
+    if fabric.rows is not None:
+        channel.receive(fabric.rows, into.device)
     return _merged(fabric, moving, None, headers, into)
 
 
@@ -155,7 +177,7 @@ def _merged(
     moving: Moving,
     ragged: RaggedBatch | None,
     headers: Mapping[int, bytes],
-    payloads: Mapping[int, Tensor],
+    payloads: Payloads,
 ) -> RaggedBatch | None:
     place = {row: number for number, row in enumerate(moving.held)}
     to = {row: number for number, row in enumerate(moving.wanted)}
@@ -167,29 +189,35 @@ def _merged(
         parts.append(([to[row] for row in kept], ragged, [place[row] for row in kept]))
     for move in moving.moves:
         if move.dest == fabric.rank:
-            one = RaggedBatch.unpack(headers[move.source], payloads[move.source], _fills())
+            host, device = payloads.host[move.source], payloads.device.get(move.source)
+            one = RaggedBatch.unpack(headers[move.source], host, _fills(), device)
             parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
     if parts and any(here for here, _, _ in parts):  # what brings no rows must not widen those that do
         parts = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts) if parts else None
 
 
-def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tuple[PendingSends, dict[int, Tensor]]:
+def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tuple[PendingSends, Payloads]:
     """Sizes and headers, to every receiver; and the bytes that are to follow."""
     place = {row: number for number, row in enumerate(moving.held)}
-    call, sent, out = Channel(fabric, moving.name), PendingSends(), {}
+    call, sent, out = Channel(fabric, moving.name), PendingSends(), Payloads({}, {})
+    on_host: RaggedBatch | None = None
     for move in moving.moves:
         if move.source == fabric.rank and ragged is not None:
-            header, payload = ragged.pack([place[row] for row in move.rows])
+            device = fabric.device_between(move.source, move.dest)
+            if device is None and on_host is None:
+                on_host = ragged.on_host()  # read from a device once, not by message
+            rows = ragged if on_host is None or device is not None else on_host
+            header, payload, on_device = rows.pack([place[row] for row in move.rows], device)
             data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             sent.add(call.send(fabric.control, {move.dest: torch.tensor([_MAGIC, data.numel(), payload.numel()])}))
             sent.add(call.send(fabric.control, {move.dest: data}))
-            out[move.dest] = payload.cpu()
+            out.host[move.dest], out.device[move.dest] = payload, on_device
     return sent, out
 
 
-def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, Tensor]]:
-    """Every sender's header, and room for its bytes."""
+def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], Payloads]:
+    """Every sender's header, and room for its bytes; the header says which of them come to a device."""
     sources = [move.source for move in moving.moves if move.dest == fabric.rank]
     call = Channel(fabric, moving.name)
     sizes = {source: torch.zeros(3, dtype=torch.int64) for source in sources}
@@ -197,11 +225,17 @@ def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, T
     for source, found in sizes.items():
         if int(found[0]) != _MAGIC or int(found.min()) < 0:
             raise DataError(f"{moving.name}: {fabric.describe(source)} sent something else than rows")
-    headers = {source: torch.empty(int(found[1]), dtype=torch.uint8) for source, found in sizes.items()}
-    call.receive(fabric.control, headers)
-    payloads = {source: torch.empty(int(found[2]), dtype=torch.uint8) for source, found in sizes.items()}
-    fabric.traffic.received += sum(payload.numel() for payload in payloads.values())
-    return {source: bytes(header.numpy()) for source, header in headers.items()}, payloads
+    data = {source: torch.empty(int(found[1]), dtype=torch.uint8) for source, found in sizes.items()}
+    call.receive(fabric.control, data)
+    headers = {source: bytes(header.numpy()) for source, header in data.items()}
+    host = {source: torch.empty(int(found[2]), dtype=torch.uint8) for source, found in sizes.items()}
+    device = {
+        source: torch.empty(size, dtype=torch.uint8, device=fabric.device_between(source, fabric.rank))
+        for source, header in headers.items()
+        if (size := num_bytes_on_device(header)) is not None
+    }
+    fabric.traffic.received += sum(payload.numel() for payload in (*host.values(), *device.values()))
+    return headers, Payloads(host, device)
 
 
 @dataclass(frozen=True)
@@ -245,7 +279,7 @@ class HeldRows:
 
     def of_all(self, values: Tensor) -> Tensor:
         """[n, ...] of this rank's samples -> [B, ...] of all, on every host; for a few numbers a sample."""
-        return gather_host_rows(values[self.own], default_group())
+        return gather_host_rows(values.cpu()[self.own], default_group())
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
@@ -267,11 +301,11 @@ class HeldRows:
             tensors: [n, ...] each, with zeros beyond a response; n samples as in this rank's batch.
             source: rank -> the samples whose results it has; each is in one of them.
 
-        Returns: by name, of all of this rank's samples, on the host.
+        Returns: by name, of all of this rank's samples, where results lie.
         """
         source = {rank: source.get(rank, ()) for rank in self.fabric.world.ranks}
         mine = torch.tensor([self.place[row] for row in source[self.fabric.rank]], dtype=torch.int64)
-        rows = {key: tensor.cpu()[mine] for key, tensor in tensors.items()}  # read from a device once, not by message
+        rows = {key: tensor[beside(tensor, mine)] for key, tensor in tensors.items()}
         # of a response there is a value for each token, or one more
         longest = max(self.lengths.response_lengths, default=0)
         beyond = {key: tensor.shape[1] - longest for key, tensor in rows.items() if tensor.dim() > 1}

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.dataflow.plan import Edge, Places
 from megaverl.distributed.collectives import barrier
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
-from megaverl.distributed.ragged import pack_tensors, unpack_tensors
+from megaverl.distributed.ragged import beside, pack_tensors, unpack_tensors
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends, join, receive_json, send_json
@@ -65,7 +65,8 @@ class TensorChannel:
     """One rank's end of all edges between roles. All ranks of an edge call with the same names, in the same order.
 
     Batches go row by row: all to every rank, or each to those that read it; fields of a batch that the receivers have
-    go as rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole. Nothing is pickled.
+    go as rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole, from host to host.
+    Rows that lie on a device come to one, where the fabric says so (`Fabric.rows`). Nothing is pickled.
 
     Args:
         known: dataclasses that may travel.
@@ -303,7 +304,7 @@ def place_rows(whole: Tensor, rows: Sequence[int], part: Tensor) -> Tensor:
     """`whole`, in place, with these rows as in `part`; beyond the narrower of their widths there is nothing."""
     kept = (slice(None), *(slice(0, min(sizes)) for sizes in zip(whole.shape[1:], part.shape[1:], strict=True)))
     if rows:
-        whole[kept][torch.tensor(list(rows), dtype=torch.int64)] = part[kept]
+        whole[kept][beside(whole, torch.tensor(list(rows), dtype=torch.int64))] = part[kept]
     return whole
 
 
@@ -422,6 +423,7 @@ def _join(places: Places) -> Fabric:
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))
     world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
     fabric = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)
+    fabric = replace(fabric, rows=None)  # any operators' edges, in any order: from host to host
     atexit.register(_leave)
     return fabric
 

@@ -1,12 +1,13 @@
-"""Rows of tensors as bytes: a JSON header that says what is there, and one run of bytes on the device. Entries of a
-column that hold tensors, such as images, are shared by rows: they are kept and sent once."""
+"""Rows of tensors as bytes: a JSON header that says what is there, one run of bytes on the host, and one of what lies
+on a device and stays there. Entries of a column that hold tensors, such as images, are shared by rows: they are kept
+and sent once."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor
     return entries, torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
 
 
+def num_bytes_on_device(header: bytes) -> int | None:
+    """Of what `RaggedBatch.pack` has left on a device; None: nothing was there."""
+    entries = json.loads(header).get("on_device")
+    return None if entries is None else sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in entries)
+
+
 def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[str, Tensor]:
     """Undo `pack_tensors`: views of the payload, by name.
 
@@ -164,33 +171,41 @@ class RaggedBatch:
     fills: Mapping[str, float | bool] = field(default_factory=dict)
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def pack(self, places: Sequence[int]) -> tuple[bytes, Tensor]:
-        """The rows at these places, as a header and bytes on the tensors' device.
+    def pack(self, places: Sequence[int], device: torch.device | None = None) -> tuple[bytes, Tensor, Tensor]:
+        """The rows at these places, as a header and two runs of bytes: on the host, and of what lies on the `device`,
+        which stays there and is not waited for. None: all of it lies on the host.
 
         Raises:
             DataError: a dtype or a column that does not travel.
         """
-        device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
-        index = torch.tensor(places, dtype=torch.int64, device=device)
-        lengths = {axis: values.to(device)[index].to(torch.int64) for axis, values in self.lengths.items()}
-        rows = {name: tensor[index] for name, tensor in self.tensors.items()}
+        index = torch.tensor(places, dtype=torch.int64)
+        lengths = {axis: values.cpu()[index].to(torch.int64) for axis, values in self.lengths.items()}
+        rows = {name: tensor[beside(tensor, index)] for name, tensor in self.tensors.items()}
         ragged = {name: [axis, list(rows[name].shape)] for name, axis in self.axes.items()}
         for name, axis in self.axes.items():
-            rows[name] = rows[name][_mask(lengths[axis], rows[name].shape[1])]
+            inside = _tokens(lengths[axis], rows[name].shape[1])
+            rows[name] = rows[name].flatten(0, 1)[beside(rows[name], inside)]
         columns, shared = taken_out({n: [column[place] for place in places] for n, column in self.columns.items()})
-        own = {_length_of(axis): values for axis, values in lengths.items()} | rows
-        parts, payload = pack_tensors(own | {_SHARED + key: tensor.to(device) for key, tensor in shared.items()})
+        own = {_length_of(axis): values for axis, values in lengths.items()}
+        own |= {name: tensor for name, tensor in rows.items() if tensor.device != device}
+        parts, payload = pack_tensors(own | {_SHARED + key: tensor for key, tensor in shared.items()})
+        stays, on_device = pack_tensors({name: tensor for name, tensor in rows.items() if name not in own})
+        found = {"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns}
         try:
-            header = json.dumps({"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns})
+            header = json.dumps(found | ({"on_device": stays} if stays else {}))
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"a column of {', '.join(self.columns)} holds what JSON cannot, and cannot go to another rank: {error}"
             ) from error
-        return header.encode(), payload.to(device)
+        return header.encode(), payload, on_device
+
+    def on_host(self) -> RaggedBatch:
+        """The same with all tensors on the host, each read from its device in one copy."""
+        return replace(self, tensors={name: tensor.cpu() for name, tensor in self.tensors.items()})
 
     def gather(self, group: dist.ProcessGroup | None = None) -> RaggedBatch:
         """The rows of all ranks of the group, in rank order, on the host of each."""
-        header, payload = self.pack(range(len(next(iter(self.tensors.values())))))
+        header, payload, _ = self.on_host().pack(range(len(next(iter(self.tensors.values())))))
         headers = gather_json([header.decode(), payload.numel()], group)
         payloads = gather_rows(payload, group).cpu().split([size for _, size in headers])
         parts, count = [], 0
@@ -202,38 +217,55 @@ class RaggedBatch:
         return merge(count, parts)
 
     @classmethod
-    def unpack(cls, header: bytes, payload: Tensor, fills: Mapping[str, float | bool]) -> RaggedBatch:
-        """Undo `pack`; the rows are on the host, wherever their bytes have arrived.
+    def unpack(
+        cls, header: bytes, payload: Tensor, fills: Mapping[str, float | bool], on_device: Tensor | None = None
+    ) -> RaggedBatch:
+        """Undo `pack`; the rows are where their bytes are.
 
         Raises:
             DataError: the header does not go with the bytes.
         """
-        payload = payload.cpu()  # in one copy, instead of one for each field
         try:
             found = json.loads(header)
             tensors = unpack_tensors(found["parts"], payload)
+            if on_device is not None:
+                tensors |= unpack_tensors(found.get("on_device", []), on_device)
             lengths = {axis: tensors.pop(_length_of(axis)) for axis in found["axes"]}
             shared = {key.removeprefix(_SHARED): tensors.pop(key) for key in [*tensors] if key.startswith(_SHARED)}
             axes = {name: axis for name, (axis, _) in found["ragged"].items()}
             for name, (axis, shape) in found["ragged"].items():
-                rows = payload.new_full(shape, fills.get(name, 0), dtype=tensors[name].dtype)
-                rows[_mask(lengths[axis], shape[1])] = tensors[name]
+                rows = tensors[name].new_full(shape, fills.get(name, 0))
+                rows.flatten(0, 1)[beside(rows, _tokens(lengths[axis], shape[1]))] = tensors[name]
                 tensors[name] = rows
             return cls(tensors, axes, lengths, fills, put_back(found["columns"], shared))
         except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
             raise DataError(f"a message of rows cannot be read: {error}") from error
 
 
+def beside(like: Tensor, values: Tensor) -> Tensor:
+    """`values` of the host, where `like` lies: the host waits for no device."""
+    if like.device == values.device:
+        return values
+    return like.new_empty(values.shape, dtype=values.dtype).copy_(values, non_blocking=True)
+
+
+def on_one_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All of them on the device that any of them is on; on the host where none is on any."""
+    like = next((tensor for tensor in tensors.values() if tensor.device.type != "cpu"), None)
+    return {name: tensor if like is None else beside(like, tensor) for name, tensor in tensors.items()}
+
+
 def _length_of(axis: str) -> str:
     return f"length of {axis}"
 
 
-def _mask(lengths: Tensor, width: int) -> Tensor:
-    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+def _tokens(lengths: Tensor, width: int) -> Tensor:
+    """[n] int64: the places in a flattened [rows, width] of what counts."""
+    return (torch.arange(width) < lengths.unsqueeze(1)).flatten().nonzero()[:, 0]
 
 
 def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence[int]]]) -> RaggedBatch:
-    """One batch of `count` rows from parts of others, on the host, wherever those are.
+    """One batch of `count` rows from parts of others: each tensor on the host, or on the device where any part has it.
 
     Args:
         parts: (places here, batch, places in it). Together they fill every row once; an empty one gives its names.
@@ -254,7 +286,9 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
     for name, like in first.tensors.items():
         axis = first.axes.get(name, "")
         shape = (count, widths[axis], *like.shape[2:]) if axis else (count, *like.shape[1:])
-        tensors[name] = torch.full(shape, first.fills.get(name, 0), dtype=like.dtype)
+        held = (part.tensors[name] for _, part, _ in parts)
+        on_device = next((tensor for tensor in held if tensor.device.type != "cpu"), like)
+        tensors[name] = on_device.new_full(shape, first.fills.get(name, 0))
     lengths = {axis: torch.zeros(count, dtype=values.dtype) for axis, values in first.lengths.items()}
     columns: dict[str, list[Any]] = {name: [None] * count for name in first.columns}
     for here, part, there in parts:
@@ -264,11 +298,9 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
         for axis, values in part.lengths.items():
             lengths[axis][to] = values[index].cpu()
         for name, tensor in part.tensors.items():
-            rows = tensor[index].cpu()
-            if first.axes.get(name):
-                tensors[name][to, : rows.shape[1]] = rows
-            else:
-                tensors[name][to] = rows
+            rows, whole = tensor[beside(tensor, index)], tensors[name]
+            kept = (slice(0, rows.shape[1]),) if first.axes.get(name) else ()
+            whole[beside(whole, to), *kept] = beside(whole, rows)
         for name, column in part.columns.items():
             for target, origin in zip(here, there, strict=True):
                 columns[name][target] = column[origin]

@@ -5,7 +5,8 @@ What goes through NCCL goes in batches (`batch_isend_irecv`). torch gives every 
 message a communicator of its own, with its buffers and a rendezvous that blocks both; those of a batch share the
 group's (`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). One communicator has one stream, on which
 messages wait for those before them whomever they go to. So what may be taken late, such as samples that are sent
-while they are written, goes through the control group.
+while they are written, goes through the control group; rows that lie on devices go through NCCL only between ranks
+that are at the same step (`Fabric.rows`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Fabric:
         store: the job's.
         timeout: of everything in these groups.
         traffic: what the samples cost; weights are not in it.
+        rows: what rows of batches that lie on devices go through, from device to device: `group`, or None where they
+            go from host to host, through `control`. All ranks with devices have the same.
     """
 
     placement: ResolvedPlacement
@@ -66,6 +69,12 @@ class Fabric:
     store: dist.Store
     timeout: timedelta
     traffic: ReceivedBytes = field(default_factory=ReceivedBytes)
+    rows: dist.ProcessGroup | None = None
+
+    def device_between(self, source: int, dest: int) -> torch.device | None:
+        """Where rows lie that go from one rank to another through `rows`; None: they go from host to host."""
+        reached = self.rows is not None and self.has_device(source) and self.has_device(dest)
+        return device_of(self.rows) if reached else None
 
     @property
     def world_rank(self) -> int:
@@ -128,7 +137,7 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
             group = joined(platform.backend, "fabric", count)
     elif platform.backend != "gloo":  # one world that speaks gloo needs no second group
         control = _hosts_of_all(timeout)
-    return Fabric(placement, rank, world, group, control, store, timeout)
+    return Fabric(placement, rank, world, group, control, store, timeout, rows=_for_rows(group))
 
 
 def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
@@ -139,7 +148,16 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
     nodes = (Node("this job", size),)
     placement = ResolvedPlacement(size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size)
     control = group if platform.backend == "gloo" else _hosts_of_all(timeout)
-    return Fabric(placement, rank, world, group, control, distributed_c10d._get_default_store(), timeout)
+    store, rows = distributed_c10d._get_default_store(), _for_rows(group)
+    return Fabric(placement, rank, world, group, control, store, timeout, rows=rows)
+
+
+def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """`Fabric.rows`: a fabric's group where it reaches devices. All of its ranks take part."""
+    if device_of(group).type == "cpu":
+        return None
+    dist.all_reduce(torch.zeros(1, device=device_of(group)), group=group)  # NCCL's first use of a group needs them all
+    return group
 
 
 def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
@@ -248,10 +266,10 @@ class Batch:
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
-    def wait(self) -> None:
-        """Until all have come or left."""
+    def wait(self, *, host: bool = True) -> None:
+        """Until all have come or left; without `host` what a device computes next waits for those of the device."""
         for work, (peer, tensor) in zip(self.works, self.tensors, strict=False):
-            self.channel.wait(work, peer, tensor)
+            self.channel.wait(work, peer, tensor, host=host)
 
 
 @dataclass(frozen=True)
@@ -276,11 +294,11 @@ class Channel:
 
     def receive(self, group: dist.ProcessGroup, into: Mapping[int, Tensor]) -> None:
         """By sender, all at once; what is empty does not travel."""
-        self._begin(group, {}, into).wait()
+        self._begin(group, {}, into).wait(host=False)
 
     def exchange(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
         """`out` by receiver, `into` by sender, all in one batch: NCCL would let two ranks wait for each other else."""
-        self._begin(group, out, into).wait()
+        self._begin(group, out, into).wait(host=False)
 
     def _begin(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Batch:
         moving: list[tuple[Callable[..., dist.Work | None], int, Tensor]]
@@ -295,12 +313,13 @@ class Channel:
             raise self._lost(moving[0][1], error) from error
         return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
 
-    def wait(self, work: dist.Work, peer: int, tensor: Tensor) -> None:
-        """Until a message from or to a peer has come or left."""
+    def wait(self, work: dist.Work, peer: int, tensor: Tensor, *, host: bool = True) -> None:
+        """Until a message from or to a peer has come or left; see `Batch.wait`."""
         try:
             if tensor.is_cuda:
                 work.wait()
-                torch.cuda.current_stream().synchronize()
+                if host:
+                    torch.cuda.current_stream().synchronize()
             else:
                 work.wait(self.fabric.timeout + self.patience)
         except RuntimeError as error:

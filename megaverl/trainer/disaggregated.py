@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from megaverl.dataflow.carrier import TensorChannel
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.collectives import barrier, broadcast_json, reduce_json, together
+from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
@@ -81,7 +83,8 @@ class Disaggregated(Executor):
                 f"{'rollout.async_rollout' if ahead else 'trainer.score_shares'}: a loop of one's own generates and "
                 "trains in turn. Leave it out, or use RLTrainer(...).train()."
             )
-        self.config, self.fabric, self.placement = config, job.fabric, job.fabric.placement
+        self.config, self.placement = config, job.fabric.placement
+        self.fabric = job.fabric if in_one_order(config, self.placement) else replace(job.fabric, rows=None)
         self.control, self.stages = self.fabric.control, stages
         self._liveness, self._agree_until, self._is_given = job.liveness, agree_until, is_given
         self.reporter = reporter(self.placement)
@@ -195,7 +198,7 @@ class Disaggregated(Executor):
             values = self.flow.run(self.stages, done, leave_out=("reshard",), **moving, prompts=taken, step=step)
         metrics = self.reports.of_this_rank(self.step.metrics | self.stages.timeline.step_metrics())
         if self.fabric.rank == self.reporter:
-            self._values = values
+            self._values = {name: values[name] for name in ("rollouts", "scores")}  # devices let go of what trained
             metrics |= self.coordinator.costs()
         if self.fabric.has("rollout"):
             metrics["train/epoch"] = prompts.epoch
@@ -364,6 +367,13 @@ class Disaggregated(Executor):
         self.coordinator.close()
         self.write_timeline(records, run_dir)
         records.aside(lambda: self.reports.join_timelines(run_dir))
+
+
+def in_one_order(config: Config, placement: ResolvedPlacement) -> bool:
+    """Whether rows on devices may go through NCCL, where a message waits for those before it, and may hold its sender
+    until the receiver is there: nobody is ahead of the others, and what goes between them is given and taken in the
+    same order, that of a step's own operators."""
+    return not (config.rollout.async_rollout or config.trainer.operators or len(placement.islands) > 1)
 
 
 def reward_models_are_remote(config: Config, fabric: Fabric) -> bool:

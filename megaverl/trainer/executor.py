@@ -327,8 +327,9 @@ class Colocated(Executor):
                 after("reward", done)
             taken = [] if done else prompts.take(self.step.num_prompts)
             self.step.readers = self._readers
-            self._values = self.flow.run(self.stages, done, after, prompts=taken, step=step)
+            values = self.flow.run(self.stages, done, after, prompts=taken, step=step)
             self.step.readers = None
+        self._values = {name: values[name] for name in ("rollouts", "scores")}  # devices let go of what trained
         self._epoch = prompts.epoch
 
     def _held(self, given: dict[str, Any]) -> dict[str, Any]:

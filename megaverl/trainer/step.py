@@ -303,12 +303,12 @@ class RLStep:
         """Against the engine's, which the first step after a start does for itself; `old_log_probs` of the step."""
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
             self.trust_engine()  # samples of older weights, after an interruption, say nothing of this reshard
-        difference = LogProbDifference()
+        difference, for_metrics = LogProbDifference(), log_probs.cpu()
         if (held := rollouts.held) is None:
-            difference.add(log_probs - rollouts.rollout_log_probs, rollouts.response_mask)
+            difference.add(for_metrics - rollouts.rollout_log_probs, rollouts.response_mask)
         else:
             own = rollouts.select(held.own)
-            difference.add(log_probs[held.own] - own.rollout_log_probs, own.response_mask)
+            difference.add(for_metrics[held.own] - own.rollout_log_probs, own.response_mask)
             difference = difference.over_ranks(default_group())
         found = difference.stats()
         self.metrics |= found.metrics()
@@ -353,7 +353,7 @@ class RLStep:
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & known)
         self._record("reward_model", self.roles.implicit.update(rollouts, ref_log_probs, scores.correct))
         rewards = self.roles.implicit.rewards(rollouts, ref_log_probs)
-        self.metrics["reward/implicit_mean"] = masked_mean(rewards, rollouts.response_mask)
+        self.metrics["reward/implicit_mean"] = masked_mean(rewards, rollouts.response_mask.to(rewards.device))
         return rewards
 
     def advantages(

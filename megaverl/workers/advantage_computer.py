@@ -20,6 +20,7 @@ from megaverl.algorithms import (
 from megaverl.config.algorithm import FILTERS, AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import HeldRows
+from megaverl.distributed.ragged import beside, on_one_device
 from megaverl.errors import DataError
 from megaverl.plugins import call_object
 from megaverl.workers.reward import Scores
@@ -51,9 +52,11 @@ class AdvantageComputer:
 
         Of a batch that ranks have parts of, each rank computes the groups that it speaks for. A sample whose reward is
         NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`. So does a
-        token whose `ref_log_probs` are NaN: a teacher of other tokens could not say anything of it.
+        token whose `ref_log_probs` are NaN: a teacher of other tokens, who writes on the host, could not say anything of
+        it.
         """
-        if "ref_log_probs" in batch and bool((unread := batch.ref_log_probs.isnan()).any()):
+        ref_on_host = "ref_log_probs" in batch and batch.ref_log_probs.device.type == "cpu"
+        if ref_on_host and bool((unread := batch.ref_log_probs.isnan()).any()):
             filled = batch.ref_log_probs.masked_fill(unread, 0.0)
             batch = batch.with_(response_mask=batch.response_mask & ~unread, ref_log_probs=filled)
         scored = ~batch.rewards.isnan()
@@ -66,7 +69,7 @@ class AdvantageComputer:
         parts, found = [], []
         rows = [(batch.agent_ids == agent).nonzero()[:, 0] for agent in batch.agent_ids.unique()]
         for mine in rows:
-            own = {k: v[mine] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+            own = {k: v[beside(v, mine)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
             part, metrics = self.assign(batch.select(mine), kl_coef=kl_coef, extra=own)
             parts.append(part)
             found.append(metrics)
@@ -77,12 +80,12 @@ class AdvantageComputer:
     def _assign_held(
         self, batch: RolloutBatch, held: HeldRows, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        own = {k: v[held.own] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        own = {k: v[beside(v, held.own)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
         part, metrics = self.assign(batch.select(held.own), kl_coef=kl_coef, extra=own, all_reduce=held.all_reduce)
         found: dict[str, torch.Tensor] = {}
         for name in [name for name in ("advantages", "returns") if name in part]:
             found[name] = part[name].new_zeros(batch.response_shape)
-            found[name][held.own] = part[name]
+            found[name][beside(part[name], held.own)] = part[name]
         return batch.with_(**held.spread("advantages", found, held.groups_by_rank)), metrics
 
     def assign(
@@ -101,6 +104,9 @@ class AdvantageComputer:
             extra: inputs that are no field of a batch, such as `greedy_rewards` `[batch]` or `component_rewards`.
             all_reduce: where other ranks have the rest of the batch, its sums over all of them.
 
+        An estimator that reads what a model has computed finds all that it reads on that model's device; its advantages
+        stay there. One that reads rewards alone is on the host, as they are.
+
         Returns: the batch, and the metrics `kl` (with a reference) and `advantage_mean`.
         """
         if bool((unscored := batch.rewards.isnan()).any()):
@@ -109,20 +115,25 @@ class AdvantageComputer:
         penalty = None
         if "ref_log_probs" in batch:
             policy = batch.tensors.get("old_log_probs", batch.rollout_log_probs)
-            both = {"log_probs": policy, "ref_log_probs": batch.ref_log_probs}
+            both = on_one_device({"log_probs": policy, "ref_log_probs": batch.ref_log_probs})
             kl = kl_estimators.get(self.algorithm.kl.kind_name)(both)
-            metrics["kl"] = mean(all_reduce(moments(kl, mask)))
+            metrics["kl"] = mean(all_reduce(moments(kl, beside(kl, mask))))
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:
             # What an environment gave for a turn stands where the turn ended, the rest at the end of the response.
             given = batch.tensors.get("turn_rewards", torch.zeros_like(mask, dtype=torch.float32))
             last = token_rewards(batch.rewards - given.sum(dim=1), mask, penalty, kl_coef=kl_coef)
-            batch = batch.with_(token_rewards=last + given)
+            batch = batch.with_(token_rewards=last + beside(last, given))
         if penalty is not None and "rewards" in self.estimator.inputs:
             # It scores whole responses: the penalty is summed over the tokens before groups are compared.
-            batch = batch.with_(rewards=batch.rewards - kl_coef * (penalty * mask).sum(dim=1))
-        inputs = {**batch.tensors, **(extra or {}), "all_reduce": all_reduce}
-        result = self.estimator(inputs, **self.options)
+            # one number a response, and rewards are on the host
+            of_responses = (penalty * beside(penalty, mask)).sum(dim=1).to(batch.rewards.device)
+            batch = batch.with_(rewards=batch.rewards - kl_coef * of_responses)
+        inputs = {**batch.tensors, **(extra or {})}
+        names = (*self.estimator.inputs, *self.estimator.optional_inputs)
+        read = on_one_device({name: tensor for name in names if (tensor := inputs.get(name)) is not None})
+        result = self.estimator({**inputs, **read, "all_reduce": all_reduce}, **self.options)
+        mask = beside(result.advantages, mask)
         metrics["advantage_mean"] = mean(all_reduce(moments(result.advantages, mask)))
         has_critic = "values" in self.estimator.inputs
         whitened = has_critic and self.algorithm.normalize_advantages
@@ -141,14 +152,14 @@ class AdvantageComputer:
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """`assign` as if the batch had only the samples that are scored; the others get zeros."""
         rows = scored.nonzero()[:, 0]
-        own = {k: v[rows] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        own = {k: v[beside(v, rows)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
         part, metrics = self.assign(batch.select(rows), kl_coef=kl_coef, extra=own, all_reduce=all_reduce)
         found = {}
         for name in ("rewards", "advantages", "returns", "token_rewards"):
             if name in part:
                 values = part.tensors[name]
                 found[name] = values.new_zeros((len(batch), *values.shape[1:]))
-                found[name][rows] = values
+                found[name][beside(values, rows)] = values
         return batch.with_(**found), metrics
 
 

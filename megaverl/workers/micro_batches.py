@@ -29,6 +29,7 @@ from megaverl.data.held_rows import of_all
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.distributed.grid import GridShape
+from megaverl.distributed.ragged import beside
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel
 from megaverl.workers.trainable import TrainableModel, UpdateReport
@@ -223,7 +224,7 @@ def _micro_batch(
         tokens=tokens,
         prompt_lengths=batch.prompt_lengths,
         response_lengths=batch.response_lengths,
-        fields={name: tensor[index, :width] for name, tensor in fields.items()},
+        fields={name: tensor[beside(tensor, index), :width] for name, tensor in fields.items()},
         packing=packing,
         vision=vision,
         routed_experts=experts,

@@ -213,7 +213,7 @@ class TrainingModel(ABC):
         return isinstance(self.on_device, Offload)
 
     def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
-        """Per-response-token values of the whole batch, on every rank.
+        """Per-response-token values of the whole batch, on every rank, where the model computes.
 
         Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
 
@@ -223,10 +223,10 @@ class TrainingModel(ABC):
         result = self.scored(micro_batches, score, shape)
         # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
         dist.all_reduce(result, group=self.grid.world)
-        return result.cpu()
+        return result
 
     def scored(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same, of the samples that this rank reports alone; zeros for the others, on the device."""
+        """The same, of the samples that this rank reports alone; zeros for the others."""
         outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:

@@ -129,7 +129,7 @@ class PreferenceUpdates(PairUpdates):
         """One optimizer step. Returns the loss's metrics."""
         fields: dict[str, torch.Tensor] = {}
         if self._reference is not None:
-            fields["ref"] = response_log_probs(self._reference.log_probs(batch), batch.response_mask)[0]
+            fields["ref"] = _of_responses(self._reference, batch)[0]
         fields |= self._of_the_mini_batch(batch, fields.get("ref"))
         if not self._single:
             return self.run(batch, fields, self._loss)
@@ -145,7 +145,7 @@ class PreferenceUpdates(PairUpdates):
             fields["alignment"] = alignment(self._plain, batch)
         if wanted & {"reward_shift", "margin_shifts", "chosen_matched"}:
             assert ref is not None
-            log_ratios = response_log_probs(self._plain.log_probs(batch), batch.response_mask)[0] - ref
+            log_ratios = _of_responses(self._plain, batch)[0] - ref
             if "reward_shift" in wanted:
                 fields["reward_shift"] = mean_log_ratio(log_ratios, batch.desirable).expand(len(batch))
             chosen, rejected, margins = log_ratios[0::2], log_ratios[1::2], ref[0::2] - ref[1::2]
@@ -163,11 +163,8 @@ class PreferenceUpdates(PairUpdates):
         if it is not; next to what KTO, or BCO, compares with.
         """
         reference = self._reference
-        sums, lengths = response_log_probs(self._plain.log_probs(batch), batch.response_mask)
-        if reference is not None:
-            sums = sums - response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
-        else:
-            sums = sums / lengths.clamp(min=1)
+        sums, lengths = _of_responses(self._plain, batch)
+        sums = sums / lengths.clamp(min=1) if reference is None else sums - _of_responses(reference, batch)[0]
         if self._single:
             bar: torch.Tensor | float = 0.0
             if "reward_shift" in self.entry.inputs:
@@ -189,10 +186,7 @@ class PreferenceUpdates(PairUpdates):
                 "response_mask": others.response_mask,
             }
         )
-        mine, frozen = (
-            response_log_probs(policy.log_probs(crossed), crossed.response_mask)[0]
-            for policy in (self._plain, reference)
-        )
+        mine, frozen = (_of_responses(policy, crossed)[0] for policy in (self._plain, reference))
         return kto_reference_kl(mine, frozen)
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -220,6 +214,11 @@ class PreferenceUpdates(PairUpdates):
         return self.share_of_loss(inputs)
 
 
+def _of_responses(policy: Policy, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, lengths) of whole responses, both [B], on the host."""
+    return response_log_probs(policy.log_probs(batch).cpu(), batch.response_mask)
+
+
 def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
     """[B] float32, of WPO: the mean over a response's tokens of log p(y_t) - log sum_v p(v)^2; 0 for an empty one."""
 
@@ -227,7 +226,8 @@ def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
         log_probs, squares = policy.model.squared_probs(logits, micro, temperature=policy.temperature)
         return torch.where(micro.response_mask, log_probs - squares.log(), 0.0)
 
-    sums, lengths = response_log_probs(policy.score(batch, score, batch.response_shape), batch.response_mask)
+    found = policy.score(batch, score, batch.response_shape).cpu()
+    sums, lengths = response_log_probs(found, batch.response_mask)
     return sums / lengths.clamp(min=1)
 
 
@@ -257,8 +257,8 @@ class RewardModel(ModelWorker):
     """
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B] float32, of all samples, the same on every rank."""
-        return of_all(batch, self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[:, 0])
+        """[B] float32, of all samples, the same on every rank; on the host, where rewards are added up."""
+        return of_all(batch, self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[:, 0].cpu())
 
 
 class RewardModelUpdates(PairUpdates):
@@ -316,7 +316,8 @@ class ImplicitRewardModel(Policy):
 
     def rewards(self, batch: RolloutBatch, ref_log_probs: torch.Tensor) -> torch.Tensor:
         """[B, R] float32: the reward of every response token, the same on every rank."""
-        return implicit_rewards(self.log_probs(batch), ref_log_probs, beta=self.beta)
+        log_probs = self.log_probs(batch)
+        return implicit_rewards(log_probs, ref_log_probs.to(log_probs.device), beta=self.beta)
 
     def update(self, batch: RolloutBatch, ref_log_probs: torch.Tensor, correct: torch.Tensor) -> dict[str, float]:
         """One optimizer step on all responses; every rank takes part.

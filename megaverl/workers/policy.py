@@ -206,7 +206,7 @@ class Actor(Policy):
     def _selection(self, batch: RolloutBatch) -> Selection | None:
         """What the loss needs of a whole mini-batch."""
         if self.algorithm.top_entropy is not None:
-            batch = batch.with_(entropies=self.entropies(batch))
+            batch = batch.with_(entropies=self.entropies(batch).cpu())
         looks = self._selector is not None or "entropies" in batch or self.algorithm.positive_coef > 0
         return partial(self._select, batch) if looks else None
 
@@ -223,8 +223,8 @@ class Actor(Policy):
         (step, epoch, number), mask = mini.number, mini.mask
         seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
         inputs = {
-            "log_probs": batch.tensors.get("old_log_probs", batch.rollout_log_probs),
-            "advantages": batch.advantages,
+            "log_probs": batch.tensors.get("old_log_probs", batch.rollout_log_probs).cpu(),
+            "advantages": batch.advantages.cpu(),
             "response_mask": mask,
             "draws": torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)),
         }

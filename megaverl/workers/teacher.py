@@ -290,7 +290,7 @@ class TextTeacher(Policy):
         return [range(len(outline))] * self.model.grid.shape.world_size
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, R] float32, see `compared`; NaN for tokens that have no counterpart. The same on every rank.
+        """[B, R] float32, see `compared`; NaN for tokens that have no counterpart. The same on every rank, on the host.
 
         A token that no text has, special or of bytes that are none, gets `LOWEST`, and what follows it NaN: were it not
         judged, the student would learn to flee there.
@@ -309,7 +309,7 @@ class TextTeacher(Policy):
                 f"{' and no '.join(sorted(missing))}. Give them, or generate stored rollouts again."
             )
         read = [self._read(batch, row) for row in range(len(batch))]
-        theirs = super().log_probs(self._batch(batch, read))
+        theirs = super().log_probs(self._batch(batch, read)).cpu()
         result = torch.full_like(batch.rollout_log_probs, torch.nan)
         for row, text in enumerate(read):
             mine = batch.rollout_log_probs[row, : len(text.chunks)]

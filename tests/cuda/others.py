@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megaverl.data import held_rows
-from megaverl.data.held_rows import Moving
-from megaverl.distributed.ragged import RaggedBatch
+from megaverl.data.held_rows import Moving, Payloads
+from megaverl.distributed.ragged import RaggedBatch, num_bytes_on_device
 from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import Generation
 from megaverl.workers.rollout import _as_rows
@@ -67,13 +67,16 @@ class Others:
         shape = (len(numbers), *[1] * (rows.dim() - 1))
         return numbers.to(rows.dtype).reshape(shape).expand(len(numbers), *rows.shape[1:]).clone()
 
-    def _hear(self, fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, torch.Tensor]]:
-        headers, payloads = {}, {}
+    def _hear(self, fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], Payloads]:
+        headers, payloads = {}, Payloads({}, {})
         for move in moving.moves:
             if move.dest == fabric.rank:
-                headers[move.source], payload = self._rows(moving.name, move.rows).pack(range(len(move.rows)))
-                payloads[move.source] = payload
-                self.received += payload.numel()
+                places, device = range(len(move.rows)), fabric.device_between(move.source, move.dest)
+                header, host, on_device = self._rows(moving.name, move.rows).pack(places, device)
+                headers[move.source], payloads.host[move.source] = header, host
+                if num_bytes_on_device(header) is not None:
+                    payloads.device[move.source] = on_device
+                self.received += host.numel() + on_device.numel()
         return headers, payloads
 
     def _rows(self, name: str, rows: Sequence[int]) -> RaggedBatch:
@@ -82,10 +85,8 @@ class Others:
             return _as_rows(rows, [response(row) for row in rows])
         like = self._sent[name]
         sizes = torch.tensor([len(response(row).token_ids) for row in rows], dtype=torch.int64)
-        lengths = {axis: sizes + int(axis.split()[0]) for axis in like.lengths}  # "1 more" than the response
-        tensors = {
-            key: torch.zeros((len(rows), *tensor.shape[1:]), dtype=tensor.dtype) for key, tensor in like.tensors.items()
-        }
+        lengths = {axis: sizes + axis.startswith("1") for axis in like.lengths}  # "1 more" than the response
+        tensors = {key: tensor.new_zeros((len(rows), *tensor.shape[1:])) for key, tensor in like.tensors.items()}
         return RaggedBatch(tensors, like.axes, lengths)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,10 @@ from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
 from megaverl.coordinator import Progress
+from megaverl.data.batch import RolloutBatch
+from megaverl.dataflow import carrier
+from megaverl.dataflow.carrier import TensorChannel
+from megaverl.distributed.worlds import Fabric, PendingSends
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.monitoring.timeline import Timeline
@@ -197,6 +202,34 @@ class RecipeRank:
             },
             "on_device": self._on_device(),
             "trained": _num_trained(self.actor.trainable),
+        }
+
+    def edge(self) -> dict[str, Any]:
+        """Results of a step from this rank to another, and from there to this one, as between roles on ranks of their
+        own: a field of a batch, and what is added to one."""
+        fabric, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
+        batch = RolloutBatch.from_generations([[1, 2]] * 4, [response(number) for number in range(4)])
+        values = torch.zeros(batch.response_shape, device="cuda")
+        more = batch.with_(advantages=values, returns=values + 1, rewards=torch.ones(4))
+        channel, heads = TensorChannel(fabric), dict[str, Any]()
+
+        def kept(fabric: Fabric, name: str, rank: int, head: Any) -> PendingSends:
+            heads[name] = head
+            return PendingSends()
+
+        with (
+            patch.object(carrier, "send_json", kept),
+            patch.object(carrier, "receive_json", lambda fabric, name, rank: heads[name]),
+        ):
+            for name, value in (("values", values), ("experience", more)):
+                channel.send(name, value, (self.rank,), (other,), base=batch)
+            field = channel.receive("values", (other,), (self.rank,), base=batch)
+            added = channel.receive("experience", (other,), (self.rank,), base=batch)
+        found = {"values": field, **{name: added[name] for name in ("advantages", "returns", "rewards")}}
+        return {
+            "devices": {name: str(tensor.device) for name, tensor in found.items()},
+            "tokens": int(batch.response_lengths.sum()),
+            "samples": len(batch),
         }
 
     def reshard(self) -> dict[str, int]:

@@ -300,7 +300,7 @@ def test_a_group_shares_its_images_wherever_its_rows_go(read: Read, tmp_path: Pa
     assert prompt_numbers(batch) == [0, 1, 0, 2, 1], "the same tokens, and other images"
     once = 16 * 3 * 2 * 14 * 14 * 4
     ragged = RaggedBatch(batch.tensors, columns=batch.columns)
-    header, payload = ragged.pack([0, 1, 2, 3, 4])
+    header, payload, _ = ragged.pack([0, 1, 2, 3, 4])
     assert 2 * once < payload.numel() < 3 * once
     back = RaggedBatch.unpack(header, payload, {}).columns[COLUMN]
     assert back == batch.columns[COLUMN] and back[0][0] is back[2][0] and back[3] == []

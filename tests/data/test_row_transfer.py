@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaverl.distributed.ragged import RaggedBatch, merge
+from megaverl.distributed.ragged import RaggedBatch, merge, num_bytes_on_device
 from megaverl.errors import DataError
-from tests.device_tensors import DeviceTensor
+from tests.device_tensors import DEVICE, DeviceTensor
 from tests.launcher import Launcher
 
 
-def test_batches_move_between_two_worlds(launch: Launcher) -> None:
-    ended = launch.ranks(4, "tests.distributed.ranks:batches_move", seeds=list(range(20)))
+@pytest.mark.parametrize("through", ["hosts", "devices"])
+def test_batches_move_between_two_worlds(launch: Launcher, through: str) -> None:
+    """Through the hosts' group, or through the devices', which is gloo as well here: the same to the bit."""
+    ended = launch.ranks(4, "tests.distributed.ranks:batches_move", seeds=list(range(20)), through=through)
     found = ended.check()
+    by_group = {name: sum(answer["bytes"][name] for answer in found) for name in ("hosts", "devices")}
+    assert (by_group["devices"] > 1000) == (through == "devices") and by_group["hosts"] > 1000
     assert [answer["wrong"] for answer in found] == [[], [], [], []]
     assert sum(answer["moved"] for answer in found) > 50
     assert [answer["world"] for answer in found] == [1, 1, 5, 5], "an all-reduce stays in its world"
@@ -23,8 +27,9 @@ def test_batches_move_between_two_worlds(launch: Launcher) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_sender_that_is_lost_is_named_within_the_deadline(launch: Launcher, how: str) -> None:
-    ended = launch.ranks(3, "tests.distributed.ranks:sender_dies", how=how, deadline=4.0)
+@pytest.mark.parametrize("after", ["nothing", "headers"])
+def test_a_sender_that_is_lost_is_named_within_the_deadline(launch: Launcher, how: str, after: str) -> None:
+    ended = launch.ranks(3, "tests.distributed.ranks:sender_dies", how=how, after=after, deadline=4.0)
     for rank in (1, 2):
         assert ended.codes[rank] == 0, ended.output[rank]
         assert "TrainingStopped: rollouts: rank 0 (reward+rollout, here) died or stalled" in ended.results[rank]
@@ -42,7 +47,7 @@ def test_what_a_ragged_batch_holds_comes_back() -> None:
         {"a": -1.0},
         {"text": ["x", None, {"y": 1}]},
     )
-    header, payload = table.pack([2, 1])
+    header, payload, _ = table.pack([2, 1])
     assert payload.numel() == 2 * 8 + 3 * 4 + 2 * 2 + 2, "what is beyond a row's length does not travel"
     back = RaggedBatch.unpack(header, payload, {"a": -1.0})
     assert back.tensors["a"].tolist() == [[8, 9, 10, -1], [-1] * 4]
@@ -54,24 +59,36 @@ def test_what_a_ragged_batch_holds_comes_back() -> None:
 
 
 @pytest.mark.parametrize("own", ["host", "device"])
-def test_what_arrives_in_a_gpu_joins_what_lies_on_the_host(own: str) -> None:
+def test_what_lies_in_a_gpu_comes_to_one(own: str) -> None:
+    """And what lies on the host to the host; lengths are there, as shapes follow from them."""
     ragged, lengths = torch.arange(12).reshape(3, 4), torch.tensor([2, 0, 3])
-    table = RaggedBatch({"a": ragged, "b": lengths.float()}, {"a": "R"}, {"R": lengths})
-    header, payload = table.pack([2, 1])
-    arrived = RaggedBatch.unpack(header, DeviceTensor(payload), {})
-    if own == "device":
-        moved = {name: DeviceTensor(tensor) for name, tensor in table.tensors.items()}
-        table = RaggedBatch(moved, table.axes, {"R": DeviceTensor(lengths)})
+    axes, sizes = {"a": "R", "c": "R"}, {"R": lengths}
+    table = RaggedBatch({"a": DeviceTensor(ragged), "b": lengths.float(), "c": ragged}, axes, sizes)
+    header, payload, on_device = table.pack([2, 1], DEVICE)
+    assert (on_device.device, on_device.numel()) == (DEVICE, 3 * 8) == (DEVICE, num_bytes_on_device(header))
+    assert payload.device.type == "cpu" and payload.numel() == 2 * 8 + 3 * 8 + 2 * 4
+    arrived = RaggedBatch.unpack(header, payload, {}, on_device)
+    assert arrived.on_host().tensors["a"].tolist() == [[8, 9, 10, 0], [0] * 4]
+    if own == "host":
+        table = table.on_host()
     for parts in ([([2], table, [0]), ([0, 1], arrived, [0, 1])], [([0, 1], arrived, [0, 1]), ([2], table, [0])]):
         both = merge(3, parts)
-        assert both.tensors["a"].tolist() == [[8, 9, 10, 0], [0] * 4, [0, 1, 2, 3]]
-        assert both.tensors["b"].tolist() == [3, 0, 2] and both.lengths["R"].tolist() == [3, 0, 2]
-        held = [*both.tensors.values(), *both.lengths.values()]
-        assert {tensor.device.type for tensor in held} == {"cpu"}, "batches lie on the host"
+        places = {name: tensor.device.type for name, tensor in both.tensors.items()}
+        assert places == {"a": "cuda", "b": "cpu", "c": "cpu"} and both.lengths["R"].tolist() == [3, 0, 2]
+        for name in ("a", "c"):
+            assert both.tensors[name].tolist() == [[8, 9, 10, 0], [0] * 4, [0, 1, 2, 3]]
+        assert both.tensors["b"].tolist() == [3, 0, 2]
+
+
+def test_what_lies_in_a_gpu_goes_over_the_host_where_it_must() -> None:
+    table = RaggedBatch({"a": DeviceTensor(torch.arange(3))})
+    header, payload, on_device = table.on_host().pack([2, 0])
+    assert num_bytes_on_device(header) is None and not on_device.numel()
+    assert RaggedBatch.unpack(header, payload, {}).tensors["a"].tolist() == [2, 0]
 
 
 def test_messages_that_are_damaged_are_refused() -> None:
-    header, payload = RaggedBatch({"a": torch.arange(3)}).pack([0, 1])
+    header, payload, _ = RaggedBatch({"a": torch.arange(3)}).pack([0, 1])
     for text, data in ((header, payload[:-1]), (header[:-1], payload), (b"{}", payload), (header, payload.repeat(2))):
         with pytest.raises(DataError, match="cannot be read"):
             RaggedBatch.unpack(text, data, {})
@@ -90,6 +107,7 @@ def test_weights_go_to_separate_engines_over_the_fabric(launch: Launcher) -> Non
     assert sum(answer["sent"] for answer in found[:2]) == sum(answer["received"] for answer in found[2:]) > 0
 
 
-def test_whatever_a_flow_gives_travels(launch: Launcher) -> None:
-    for found in launch.ranks(4, "tests.distributed.ranks:values_travel").check():
+@pytest.mark.parametrize("through", ["hosts", "devices"])
+def test_whatever_a_flow_gives_travels(launch: Launcher, through: str) -> None:
+    for found in launch.ranks(4, "tests.distributed.ranks:values_travel", through=through).check():
         assert [name for name, right in found.items() if not right] == [] and "refused" in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import Moving, move_batch, move_tensors
+from megaverl.data.held_rows import Moving, _announce, as_ragged, move_batch, move_tensors
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.dataflow.carrier import Reads, TensorChannel
 from megaverl.distributed.collectives import gather_json
@@ -21,7 +22,7 @@ from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Fabric, join
+from megaverl.distributed.worlds import Channel, Fabric, join
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Rows
 
@@ -76,9 +77,24 @@ def draw_rows(rng: random.Random, num_rows: int) -> tuple[Rows, Rows]:
     return source, {rank: rng.sample(range(num_rows), rng.randint(0, num_rows)) for rank in rng.sample(range(4), 3)}
 
 
-def batches_move(seeds: list[int]) -> dict[str, Any]:
+def by_way_of(fabric: Fabric, through: str) -> tuple[Fabric, Counter[str]]:
+    """Rows of batches go through "hosts" or "devices"; and the bytes that this rank sends through each from now on."""
+    fabric = replace(fabric, rows=fabric.group if through == "devices" else None)
+    sent, real = Counter[str](), dist.batch_isend_irecv
+
+    def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        for each in operations:
+            group = "devices" if each.group is fabric.group else "hosts"
+            sent[group] += each.tensor.nbytes if each.op is dist.isend else 0
+        return real(operations)
+
+    dist.batch_isend_irecv = counted
+    return fabric, sent
+
+
+def batches_move(seeds: list[int], through: str) -> dict[str, Any]:
     """Many edges between all four ranks, each with another layout; what comes is compared with the whole."""
-    fabric = start({"rollout": "2-3"})
+    fabric, sent = by_way_of(start({"rollout": "2-3"}), through)
     assert dist.get_world_size() == 2 and dist.get_rank() == fabric.rank % 2
     assert dist.get_rank(fabric.group) == dist.get_rank(fabric.control) == fabric.rank
     total = torch.tensor([fabric.rank])
@@ -101,7 +117,8 @@ def batches_move(seeds: list[int]) -> dict[str, Any]:
             wrong.append(seed)
     reached = gather_json(fabric.rank, fabric.group)
     env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
-    return {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": fabric.roles}
+    said = {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": fabric.roles}
+    return said | {"bytes": {"hosts": sent["hosts"], "devices": sent["devices"]}}
 
 
 def _same_values(values: torch.Tensor, batch: RolloutBatch) -> bool:
@@ -111,11 +128,17 @@ def _same_values(values: torch.Tensor, batch: RolloutBatch) -> bool:
     return cut and not values[:, width:].any() and not wanted[:, width:].any()
 
 
-def sender_dies(how: str) -> str:
-    """Rank 0 should send to 1 and 2, and does not."""
-    fabric = replace(start({"rollout": 0}), timeout=timedelta(seconds=1))
+def sender_dies(how: str, after: str) -> str:
+    """Rank 0 should send to 1 and 2, and does not; or it sends what is said of rows, and not those from its device."""
+    fabric = start({"rollout": 0})
+    fabric = replace(fabric, timeout=timedelta(seconds=1), rows=fabric.group if after == "headers" else None)
     moving = Moving.plan(fabric, "rollouts", {0: [0, 1]}, {1: [0], 2: [1]})
     if fabric.rank == 0:
+        if after == "headers":
+            batch = full_batch(random.Random(3), 2)
+            sent, out = _announce(fabric, moving, as_ragged(batch.tensors, batch, batch.columns))
+            sent.add(Channel(fabric, moving.name).send(fabric.control, out.host))
+            sent.wait()
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         signal.sigwait({signal.SIGUSR1})  # until the test ends it
@@ -171,9 +194,9 @@ class Marks:
     by_name: dict[str, Any]
 
 
-def values_travel() -> dict[str, Any]:
+def values_travel(through: str) -> dict[str, Any]:
     """Rollouts on 2-3, an actor on 0-1: a batch whole and in parts, what is added to it, a field, anything else."""
-    fabric = start({"rollout": "2-3", "actor": "0-1"})
+    fabric, sent = by_way_of(start({"rollout": "2-3", "actor": "0-1"}), through)
     courier, full = TensorChannel(fabric, known=[Marks]), full_batch(random.Random(5), 7)
     to, back = ((2, 3), (0, 1)), ((0, 1), (2, 3))
     marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
@@ -214,4 +237,5 @@ def values_travel() -> dict[str, Any]:
         courier.send("object", object(), *(to if fabric.rank >= 2 else back))
     except DataError as error:
         found["refused"] = "a object cannot go to other ranks" in str(error)
+    found["through"] = (sent["devices"] > 0) == (through == "devices")
     return found

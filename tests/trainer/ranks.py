@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -189,10 +190,13 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
     known = torch.zeros_like(mine.rollout_log_probs)
     known[held.own] = mine.rollout_log_probs[held.own]
     one_more = torch.nn.functional.pad(known, (1, 0), value=0.0)
-    found = held.spread("values", {"same": known, "more": one_more, "one": known.sum(1)}, held.groups_by_rank)
-    assert torch.equal(found["same"], mine.rollout_log_probs)
-    assert torch.equal(found["more"][:, 1:], mine.rollout_log_probs)
-    assert torch.equal(found["one"], mine.rollout_log_probs.sum(1))
+    for rows in (None, fabric.group):  # over the hosts, and as devices would
+        there = replace(held, fabric=replace(fabric, rows=rows))
+        values = {"same": known, "more": one_more, "one": known.sum(1)}
+        found = there.spread("values", values, held.groups_by_rank)
+        assert torch.equal(found["same"], mine.rollout_log_probs)
+        assert torch.equal(found["more"][:, 1:], mine.rollout_log_probs)
+        assert torch.equal(found["one"], mine.rollout_log_probs.sum(1))
     whole = held.whole_on(0, mine)
     if fabric.rank == 0:
         assert all(torch.equal(whole[name], batch[name]) for name in batch)
