@@ -52,8 +52,8 @@ class AdvantageComputer:
 
         Of a batch that ranks have parts of, each rank computes the groups that it speaks for. A sample whose reward is
         NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`. So does a
-        token whose `ref_log_probs` are NaN: a teacher of other tokens, who writes on the host, could not say anything of
-        it.
+        token whose `ref_log_probs` are NaN: a teacher of other tokens could not say anything of it; those are on the
+        host.
         """
         ref_on_host = "ref_log_probs" in batch and batch.ref_log_probs.device.type == "cpu"
         if ref_on_host and bool((unread := batch.ref_log_probs.isnan()).any()):
