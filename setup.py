@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """The release of an unpacked archive, or of the commit that is tagged with it (v0.2.0); +dev in any other checkout.
+    """The release, of the commit that is tagged with it (v0.2.0); +dev in any other checkout. An archive's is its own.
 
     The number is read as text, so that nothing has to be imported.
     """
@@ -21,7 +21,9 @@ def read_version() -> str:
     if found is None:
         raise SystemExit('megaverl/version.py must hold a line like RELEASE = "0.2.0"')
     if not (ROOT / ".git").exists():
-        return found.group(1)
+        about = ROOT / "PKG-INFO"  # of an unpacked archive: its wheel has the same version
+        lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
+        return next((line.split()[1] for line in lines if line.startswith("Version: ")), found.group(1))
     command = ["git", "-C", str(ROOT), "describe", "--tags", "--exact-match", "--match", f"v{found.group(1)}"]
     try:
         tagged = subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -92,7 +94,7 @@ EXTRAS_REQUIRE = {
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.20"],
-    "swanlab": ["swanlab>=0.5"],
+    "swanlab": ["swanlab>=0.10"],  # 0.8 sets a signal handler, which only a main thread may
     # Data sets on the hub and of save_to_disk: data.train=org/name.
     "datasets": ["datasets>=4.0"],
     # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.

@@ -271,6 +271,16 @@ def test_a_release_is_whole(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
 
 
+def test_an_archive_of_a_checkout_makes_wheels_of_its_own_version(tmp_path: Path) -> None:
+    for name in ("setup.py", "megaverl/version.py"):
+        (copy := tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy)
+    version = runpy.run_path(str(tmp_path / "setup.py"))["read_version"]
+    assert version() == RELEASE
+    (tmp_path / "PKG-INFO").write_text(f"Metadata-Version: 2.4\nName: megaverl\nVersion: {RELEASE}+dev\n\nVersion: 9\n")
+    assert version() == f"{RELEASE}+dev"
+
+
 def test_apex_is_never_a_dependency() -> None:
     """PyPI's package of that name is unrelated to NVIDIA's."""
     files = [ROOT / "setup.py", *(ROOT / "requirements").glob("*.lock")]

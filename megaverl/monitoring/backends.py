@@ -194,11 +194,8 @@ class SwanLab:
 
     def __init__(self, info: RunInfo) -> None:
         self._swanlab = importlib.import_module("swanlab")
-        known = inspect.signature(self._swanlab.init).parameters
-        options = {"project": info.project, "config": dict(info.config)}
-        # 0.10 renamed these two
-        options["name" if "name" in known else "experiment_name"] = info.name
-        options["log_dir" if "log_dir" in known else "logdir"] = str(info.run_dir / "swanlog")
+        options = {"project": info.project, "config": dict(info.config), "name": info.name}
+        options["log_dir"] = str(info.run_dir / "swanlog")
         if not {"SWANLAB_MODE", "SWANLAB_API_KEY"} & os.environ.keys():
             options["mode"] = "offline"
         self._swanlab.init(**options)
