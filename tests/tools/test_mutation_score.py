@@ -33,7 +33,7 @@ from tools import mutation_score as m
 root = Path(sys.argv[1])
 source = (root / "toy/module.py").read_text()
 changes = [("value > most", "value >= most"), ("value -= 1", "value -= 0"), ("or 0", "or 1"), ("def limit", "def l")]
-m.SECONDS = 3.0
+m.SECONDS, m.IMPORTED = 3.0, ("pytest",)
 mutants = [m.Mutant("toy/module.py", source.replace(*change), 3, change[1], ("tests",)) for change in changes]
 m.report(m.score(root, mutants, 2))
 """
@@ -80,7 +80,7 @@ def test_each_mutant_is_killed_survives_or_takes_too_long(toy: Path) -> None:
 
 
 def test_nothing_is_left_of_a_run_that_is_ended(toy: Path) -> None:
-    process = start(HAND_MADE.replace("= 3.0", "= 300.0"), str(toy))
+    process = start(HAND_MADE.replace("= 3.0,", "= 300.0,"), str(toy))
     assert process.stderr is not None
     while "killed" not in process.stderr.readline():  # then the mutants after it run, one of them for ever
         assert process.poll() is None
