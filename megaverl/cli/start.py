@@ -96,7 +96,8 @@ def _init(arguments: argparse.Namespace) -> int:
     judge = _asked(arguments.reward, "--reward", f"How a response is judged: {judges}", likely, JUDGES)
     algorithm = _asked(arguments.algorithm, "--algorithm", "The algorithm: grpo, ppo, ...", "grpo", PRESETS)
     ranks = str(count_gpus() or min(2, os.cpu_count() or 1))
-    nproc = _asked(str(arguments.nproc) if arguments.nproc else None, "--nproc", "Processes on this machine", ranks)
+    given = None if arguments.nproc is None else str(arguments.nproc)
+    nproc = _asked(given, "--nproc", "Processes on this machine", ranks)
     if not nproc.isdigit() or int(nproc) < 1:
         raise UsageError(f"--nproc: found {nproc}; expected a number of processes, 1 or more")
 

@@ -88,6 +88,7 @@ def test_gpus_get_a_layout_that_fits(desk: Path, monkeypatch: pytest.MonkeyPatch
         (["--model", "nowhere", "--data", "train.jsonl"], "--model: nowhere is not here"),
         (["--model", "llama", "--data", "tran.jsonl"], "tran.jsonl: not found"),
         (["--model", "llama", "--data", "train.jsonl", "--algorithm", "grop"], "Did you mean `grpo`?"),
+        (["--model", "llama", "--data", "train.jsonl", "--nproc", "0"], "--nproc: found 0; expected"),
         (["--model", "llama", "--data", "train.jsonl", "--answer-key", "x"], "--answer-key: there is no column x"),
         (["--model", "llama", "--data", "odd.jsonl"], "which has text, label"),
         (["--model", "llama", "--data", "train.jsonl", "--nproc", "-1"], "--nproc: found -1"),
