@@ -7,9 +7,12 @@ import os
 import re
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 DEVICES = Path("/dev")
+# Their wheels are built for one torch each, and vLLM's dependencies may bring a CUDA build beside a CPU torch.
+BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
 def count_gpus() -> int:
@@ -50,6 +53,22 @@ def cpu_torch_beside_gpus() -> str | None:
         "processor.\n  For the GPU: ./launch/bootstrap.sh --gpu (or docker/Dockerfile, or MEGAVERL_PYTHON with the "
         "interpreter of an environment that has CUDA).\n  If the processor is meant: CUDA_VISIBLE_DEVICES= megaverl ..."
     )
+
+
+def cuda_builds_beside_cpu_torch() -> list[str]:
+    """Packages of this environment, with their versions, with which importing transformers' models fails: they are
+    built for a torch with CUDA, and torch is one for the processor."""
+    versions = {name: _installed(name) for name in ("torch", *BUILT_FOR_TORCH)}
+    if not versions.pop("torch").endswith("+cpu"):
+        return []
+    return [f"{name} {version}" for name, version in versions.items() if version and not version.endswith("+cpu")]
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _cpu_torch() -> str | None:

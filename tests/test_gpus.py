@@ -10,6 +10,7 @@ from megaverl import gpus
 from megaverl.cli import main as cli
 from megaverl.cli import train
 from megaverl.monitoring.doctor import examine
+from megaverl.trainer import elastic_agent
 
 DRY = ["--no-file-checks", "model.path=m", "data.train=t.jsonl", "data.validation=t.jsonl", "reward=gsm8k"]
 
@@ -67,3 +68,24 @@ def test_the_doctor_fails_it(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(examine.torch.version, "cuda", None)
     (finding,) = examine._no_gpu()
     assert finding.status == "fail" and "bootstrap.sh --gpu" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("torch", "vision", "wrong"),
+    [("2.13.0+cpu", "0.28.0", True), ("2.13.0+cpu", "0.28.0+cpu", False), ("2.13.0", "0.28.0", False)],
+)
+def test_a_package_for_another_torch_is_named_before_anything_starts(
+    torch: str, vision: str, wrong: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's CPU wheel asks for torchvision, and an index may give its CUDA build: importing models fails with it."""
+    versions = {"torch": torch, "torchvision": vision, "torchaudio": ""}
+    monkeypatch.setattr(gpus, "_installed", lambda name: versions.get(name, ""))
+    monkeypatch.delenv("RANK", raising=False)
+    assert [finding.name for finding in examine._foreign_builds() if finding.status == "fail"] == [
+        "torchvision"
+    ] * wrong
+    started: list[str] = []
+    monkeypatch.setattr(elastic_agent, "launch", lambda *given: started.append("ranks") or 0)
+    assert (cli.main(["quickstart"]), started) == ((2, []) if wrong else (0, ["ranks"]))
+    said = f"torchvision {vision}: built for CUDA, beside a torch for the processor"
+    assert (said in (error := capsys.readouterr().err)) == wrong and ("pip uninstall -y torchvision" in error) == wrong

@@ -235,6 +235,7 @@ def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
     """A process with some of the ranks; does what comes through the pipe."""
     end_with_parent(parent)
     torch.set_num_threads(1)
+    sys.setswitchinterval(0.2)  # else each thread that waits for the interpreter wakes 200 times a second
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     connection = dist.TCPStore(HOST, setup.port, None, False, PATIENCE, wait_for_workers=False)
     members = [Rank(rank, setup, connection.clone()) for rank in ranks]  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,19 @@ def _init(arguments: argparse.Namespace) -> int:
     recipe_file, rewards_file = folder / "train.yaml", folder / "rewards.py"
     if recipe_file.exists():
         raise UsageError(f"{recipe_file} is there, and stays as it is. Name another folder, or remove it")
-    model = _asked(arguments.model, "--model", "The model: a Hugging Face folder, or org/name on the hub")
-    data = _asked(arguments.data, "--data", "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub")
+    asked = "The model: a Hugging Face folder, or org/name on the hub"
+    model = _asked(arguments.model, "--model", asked, wrong=_wrong_model)
+    asked = "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub"
+    data = _asked(arguments.data, "--data", asked, wrong=_wrong_data)
     columns, answers = _columns(data, arguments.prompt_key, arguments.answer_key)
     likely = "gsm8k" if "####" in answers else "function"
-    judges = ", ".join(JUDGES)
-    judge = _asked(arguments.reward, "--reward", f"How a response is judged: {judges}", likely, JUDGES)
-    algorithm = _asked(arguments.algorithm, "--algorithm", "The algorithm: grpo, ppo, ...", "grpo", PRESETS)
+    asked = f"How a response is judged: {', '.join(JUDGES)}"
+    judge = _asked(arguments.reward, "--reward", asked, likely, wrong=_among(JUDGES))
+    asked = "The algorithm: grpo, ppo, ..."
+    algorithm = _asked(arguments.algorithm, "--algorithm", asked, "grpo", wrong=_among(PRESETS))
     ranks = str(count_gpus() or min(2, os.cpu_count() or 1))
     given = None if arguments.nproc is None else str(arguments.nproc)
-    nproc = _asked(given, "--nproc", "Processes on this machine", ranks)
-    if not nproc.isdigit() or int(nproc) < 1:
-        raise UsageError(f"--nproc: found {nproc}; expected a number of processes, 1 or more")
+    nproc = _asked(given, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc)
 
     reward = {"function": f"{rewards_file}:score"} if judge == "function" else {"name": judge}
     values: dict[str, Any] = {
@@ -136,22 +137,57 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _asked(
-    given: str | None, option: str, question: str, default: str | None = None, known: Mapping[str, Any] | None = None
+    given: str | None, option: str, question: str, default: str | None = None, *, wrong: Callable[[str], str]
 ) -> str:
-    """An option's value, or what is answered on a terminal, or its default.
+    """An option's value, or what is answered on a terminal, or its default. What is wrong there is asked again.
+
+    Args:
+        wrong: what is wrong with a value; empty: nothing.
 
     Raises:
-        UsageError: no value, and nobody to ask; or one that is not known.
+        UsageError: no value, and nobody to ask; or a wrong one.
     """
-    value = given
-    if value is None and sys.stdin.isatty():
-        value = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
-    value = value or default
-    if not value:
-        raise UsageError(f"{option}: {question[0].lower()}{question[1:]}. There is no terminal to ask on: give it")
-    if known is not None and value not in known:
-        raise UsageError(f"{option}: there is no `{value}`.{did_you_mean(value, known)}")
-    return value
+    asks = given is None and sys.stdin.isatty()
+    while True:
+        value = given
+        if asks:
+            value = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
+        value = value or default
+        if value and not (mistake := wrong(value)):
+            return value
+        if not value:
+            mistake = f"{question[0].lower()}{question[1:]}."
+        if not asks:
+            nobody = "" if value else " There is no terminal to ask on: give it"
+            raise UsageError(f"{option}: {mistake}{nobody}")
+        print(mistake)
+
+
+def _among(known: Collection[str]) -> Callable[[str], str]:
+    return lambda value: "" if value in known else f"there is no `{value}`.{did_you_mean(value, known)}"
+
+
+def _wrong_model(model: str) -> str:
+    on_hub = model.count("/") == 1 and not model.startswith((".", "/"))
+    if on_hub or (Path(model) / "config.json").is_file():
+        return ""
+    return f"{model} is not here. Give a folder with config.json, or org/name on the hub"
+
+
+def _wrong_data(data: str) -> str:
+    from megaverl.data.sources import kind_of, open_source
+
+    if kind_of(data) in ("own", "hub"):
+        return ""
+    try:
+        open_source(data)[0]
+    except MegaverlError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_nproc(number: str) -> str:
+    return "" if number.isdigit() and int(number) else f"found {number}; expected a number of processes, 1 or more"
 
 
 def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple[dict[str, Any], str]:
@@ -180,9 +216,7 @@ def _of_model(model: str) -> dict[str, Any]:
     from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 
     if not Path(model).is_dir():
-        if model.count("/") == 1 and not model.startswith((".", "/")):
-            return LENGTHS  # on a hub
-        raise UsageError(f"--model: {model} is not here. Give a folder with config.json, or org/name on the hub")
+        return LENGTHS  # on a hub
     spec = ModelSpec.outline(model)
     lengths = LENGTHS if spec.max_positions >= sum(LENGTHS.values()) else {}  # else what fits is chosen
     return lengths if spec.architecture in ARCHITECTURES else {"actor.engine": "fsdp", **lengths}

@@ -23,7 +23,7 @@ from megaverl.config.loader import Command, Make
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
-from megaverl.gpus import cpu_torch_beside_gpus
+from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
 
 UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
 RESUMED = ("train", "sft", "dpo", "reward")  # commands that write checkpoints, and go on from them
@@ -74,6 +74,11 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         unused_gpus = cpu_torch_beside_gpus()
         if unused_gpus and not arguments.dry_run and command != "quickstart":  # whose model is tiny
             raise ConfigError(unused_gpus)
+        if (foreign := cuda_builds_beside_cpu_torch()) and not arguments.dry_run:
+            raise ConfigError(
+                f"{', '.join(foreign)}: built for CUDA, beside a torch for the processor: importing models fails with "
+                f"them. pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (nothing here needs them)"
+            )
     except ConfigError as error:
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)

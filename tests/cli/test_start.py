@@ -52,17 +52,23 @@ def test_what_nobody_says_is_seen(desk: Path, capsys: pytest.CaptureFixture[str]
     assert not (desk / "rewards.py").exists()
 
 
-def test_a_terminal_is_asked(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_asked_and_asked_again_what_is_wrong(
+    desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Terminal:
         def isatty(self) -> bool:
             return True
 
     asked = []
-    answers = iter(["llama", "train.jsonl", "math_verify", "", "2"])
+    given = ["", "nowhere", "llama", "tran.jsonl", "train.jsonl", "math", "math_verify", "", "none", "2"]
+    answers = iter(given)
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
     assert main(["init"]) == 0
-    assert len(asked) == 5 and asked[3].endswith("[grpo]: ")
+    assert len(asked) == len(given) and asked[7].endswith("[grpo]: ")
+    shown = capsys.readouterr().out
+    for mistake in ("nowhere is not here", "tran.jsonl: not found", "there is no `math`", "found none; expected"):
+        assert shown.count(mistake) == 1
     config = load_config("train.yaml", [], check_paths=False)
     assert (config.reward[0].name, config.algorithm.name, config.run.nproc) == ("math_verify", "grpo", 2)
 

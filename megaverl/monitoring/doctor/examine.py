@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megaverl.gpus import cpu_torch_beside_gpus
+from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
 from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.hardware import hardware
 from megaverl.monitoring.doctor.network import network, storage
@@ -29,8 +29,6 @@ from megaverl.platform import flash_attention, platform
 PYTHONS = SpecifierSet(">=3.11,<3.13")
 MEGATRON_CORE = SpecifierSet(">=0.16,<0.20")
 NEEDED = ("torch", "megatron-core", "transformers", "safetensors", "tokenizers", "numpy")
-# Their wheels are built for one torch each, and vLLM's dependencies may bring a CUDA build beside a CPU torch.
-BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 GB = 2**30
 
 
@@ -72,15 +70,10 @@ def _torch_of_vllm() -> Iterator[Finding]:
 
 
 def _foreign_builds() -> Iterator[Finding]:
-    own = _build(torch.__version__)
-    for name in BUILT_FOR_TORCH:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if own == "cpu" and _build(version) != "cpu":
-            found = f"{version} is a CUDA build beside a CPU torch: importing transformers' models fails with it"
-            yield Finding("versions", name, "fail", found, f"pip uninstall -y {name} (nothing here needs it)")
+    for package in cuda_builds_beside_cpu_torch():
+        name, _, version = package.partition(" ")
+        found = f"{version} is a CUDA build beside a CPU torch: importing transformers' models fails with it"
+        yield Finding("versions", name, "fail", found, f"pip uninstall -y {name} (nothing here needs it)")
     try:
         summary = metadata.metadata("apex")["Summary"] or ""
     except metadata.PackageNotFoundError:
@@ -88,10 +81,6 @@ def _foreign_builds() -> Iterator[Finding]:
     if re.search("pyramid", summary, re.IGNORECASE):
         found = f"PyPI's package of that name, {summary!r}, is not NVIDIA's"
         yield Finding("versions", "apex", "warn", found, "pip uninstall -y apex, and build NVIDIA's from its source")
-
-
-def _build(version: str) -> str:
-    return version.partition("+")[2]
 
 
 def devices() -> Iterator[Finding]:
