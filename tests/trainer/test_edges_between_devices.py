@@ -114,7 +114,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_rank_waits_for_ever_nor_takes_anothers_rows(algorithm: str, placement: str) -> None:
-    places, wires, ended = PLACEMENTS[placement], Wires(), set[int]()
+    places, wires, ended, stuck = PLACEMENTS[placement], Wires(), set[int](), dict[int, str]()
     nobody = cast(Roles, None)
     flow = as_on_ranks(RLStep(config(ALGORITHMS[algorithm]), nobody, None).flow(places), places)
     ranks = sorted({rank for ranks in places.values() for rank in ranks})
@@ -126,15 +126,15 @@ def test_no_rank_waits_for_ever_nor_takes_anothers_rows(algorithm: str, placemen
                 flow.run(carrier=Carrier(wires, rank), prompts=[], step=step)
                 all_ranks.wait(PATIENCE)
             ended.add(rank)
-        except (TimeoutError, BrokenBarrierError):
-            pass  # it says so by not ending
+        except (TimeoutError, BrokenBarrierError) as error:
+            stuck[rank] = repr(error)
 
     threads = [Thread(target=steps, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(3 * PATIENCE)
-    assert ended == set(ranks)
+    assert (stuck, ended) == ({}, set(ranks))
     moved = [edge for edge in flow.plan.edges if edge.value in OF_MODELS for _ in edge.dest]
     assert sum(value in OF_MODELS for value in wires.taken) == STEPS * len(moved)
 
