@@ -299,7 +299,7 @@ class VLLMOverNCCL(VLLMServer):
 
         def send() -> None:
             try:
-                self._send(FolderWeights(folder))
+                self._send(FolderWeights(folder), ended.put)
             except Exception as error:  # raised again below
                 ended.put(error)
             else:
@@ -320,19 +320,20 @@ class VLLMOverNCCL(VLLMServer):
             raise ServerLost(f"{self.url}: did not take the weights of {folder} over NCCL: {error!r}.") from error
         self._forget_cached()
 
-    def _send(self, weights: FolderWeights) -> None:
+    def _send(self, weights: FolderWeights, failed: Callable[[Exception], None]) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
         sender = NCCLTrainerWeightTransferEngine(client=_TransferCalls(self), source=weights, packed=self.packed)
         with torch.accelerator.device_index(platform.device.index) if platform.is_cuda else nullcontext():
             if self._communicator is None:
-                self._communicator = self._connected(sender)
+                self._communicator = self._connected(sender, failed)
             sender.model_update_group = self._communicator
             sender.send_weights()
             platform.synchronize()
 
-    def _connected(self, sender: Any) -> PyNcclCommunicator:
-        """By a unique id that goes over HTTP, with the token: no port is opened, and nothing is unpickled."""
+    def _connected(self, sender: Any, failed: Callable[[Exception], None]) -> PyNcclCommunicator:
+        """By a unique id that goes over HTTP, with the token: no port is opened, and nothing is unpickled. What the
+        server refuses it by has `failed` at once, as this end waits in NCCL for one that does not come."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer.nccl_common import (
             NCCLWeightTransferInitInfo,
@@ -346,8 +347,16 @@ class VLLMOverNCCL(VLLMServer):
         wire = {name: getattr(sender, name) for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers")}
         text = b64encode(unique_id).decode()
         info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=size, nccl_unique_id_b64=text, **wire)
+
+        def join() -> None:
+            try:
+                sender.client.init_weight_transfer_engine(worker_init_payload(info))
+            except RolloutError as error:
+                failed(error)
+                raise
+
         with ThreadPoolExecutor(1) as thread:  # both ends come together
-            joined = thread.submit(sender.client.init_weight_transfer_engine, worker_init_payload(info))
+            joined = thread.submit(join)
             communicator = uid_init_process_group(unique_id, 0, size, platform.device)
             joined.result()
         return communicator

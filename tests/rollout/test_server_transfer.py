@@ -172,8 +172,21 @@ def test_one_that_takes_nothing_is_lost_in_time(
 ) -> None:
     never = threading.Event()
     server = VLLMOverNCCL(served[1], None, generating=30.0, loading=0.2)
-    monkeypatch.setattr(VLLMOverNCCL, "_send", lambda self, weights: never.wait(30))
+    monkeypatch.setattr(VLLMOverNCCL, "_send", lambda self, weights, failed: never.wait(30))
     with pytest.raises(ServerLost, match=r"over NCCL: TimeoutError.*0.2 s \(rollout.servers.load_timeout_seconds\)"):
+        server.load(str(folder))
+    never.set()
+
+
+def test_one_that_will_not_join_is_told_at_once(
+    line: Line, served: tuple[Served, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This end waits in NCCL meanwhile, for one that does not come."""
+    never = threading.Event()
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *given: never.wait(30))
+    monkeypatch.setattr(served[0], "init_weight_transfer_engine", None)
+    server = VLLMOverNCCL(served[1], None, generating=30.0, loading=20.0)
+    with pytest.raises(ServerLost, match=r"answers 500 to POST /init_weight_transfer_engine"):
         server.load(str(folder))
     never.set()
 
