@@ -256,10 +256,10 @@ class Server:
                 waited = {n: now - self._reports[n][1] for n in members}
                 found = {n: self._reports.pop(n)[0] for n in members}
                 decisions, self.progress = decide(found, self._end.participants, self.progress, self._rules)
-                for n, decision in decisions.items():
-                    if decision.verdict is Verdict.STOP:
-                        self.end = decision
-                    self._answer(n, replace(decision, waited=waited[n]))
+                for n in sorted(decisions, key=self.own.__contains__):  # its own last, when all others are sent
+                    if decisions[n].verdict is Verdict.STOP:
+                        self.end = decisions[n]
+                    self._answer(n, replace(decisions[n], waited=waited[n]))
 
     def _listen(self, number: int) -> None:
         """Reports of one participant, for as long as it reports."""

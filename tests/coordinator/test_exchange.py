@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from torch.distributed import TCPStore
 
-from megaverl.coordinator import complete_set, tree_children, tree_parent
-from megaverl.coordinator.decide import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
+from megaverl.coordinator import Server, complete_set, tree_children, tree_parent
+from megaverl.coordinator.decide import (
+    DECISION_SIZE,
+    REPORT_SIZE,
+    Flag,
+    GradientReport,
+    Participant,
+    Progress,
+    Reason,
+    Rules,
+    Verdict,
+)
 from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.worlds import PendingSends
 from tests.distributed.test_heartbeat import beat
 from tests.launcher import Launcher
 
@@ -74,6 +90,31 @@ def test_reports_that_name_each_other_are_decided_on_together() -> None:
     assert complete_set({}) == complete_set({0: of(0b11)}) == complete_set({0: of(0b101), 1: of(0b101)}) == []
     assert complete_set({0: of(0b11), 1: of(0b11)}) == [0, 1]
     assert complete_set({0: of(0b11), 1: of(0b10)}) == [1], "the second is one update behind, alone"
+
+
+def test_the_coordinators_own_role_goes_on_when_the_others_are_answered() -> None:
+    """So that what a step has cost is known where it ends, whoever reported last."""
+    ended, sent = threading.Event(), list[tuple[int, bool]]()
+
+    def send(rank: int, name: str, numbers: object) -> PendingSends:
+        sent.append((rank, server.own[0].empty()))
+        return PendingSends()
+
+    def receive(*given: object) -> list[float]:
+        assert ended.wait(30)
+        return GradientReport(0, 0, 0.0, 0.0, flags=Flag.DONE).numbers()
+
+    participants = (Participant("actor", 0), Participant("critic", 1))
+    fabric = SimpleNamespace(rank=0, timeout=timedelta(seconds=30))
+    end: Any = SimpleNamespace(fabric=fabric, participants=participants, liveness=None, send=send, receive=receive)
+    server = Server(end, Rules(), Progress())
+    for step, order in enumerate(([0, 1], [1, 0])):
+        for number in order:
+            server.take(number, GradientReport(step, step, 8.0, 16.0, divided_by=8.0, partners=0b11))
+        assert server.own[0].get_nowait().applies
+    ended.set()
+    server.close()
+    assert sent == [(1, True)] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 13])
