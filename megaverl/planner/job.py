@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,14 @@ class PlannedJob:
     @property
     def actor(self) -> Role:
         return self.roles[0]
+
+    @cached_property
+    def opponent_bytes(self) -> int:
+        """Of the reference that plain transformers holds a second time, beside the policy, on every engine's rank."""
+        if self.config.algorithm.opponent_beta is None:
+            return 0
+        spec = _spec_of(self.config.reference.path, self.spec, self.config.reference.engine)
+        return sum(prod(weight.shape) for weight in described(spec)) * self.itemsize
 
     def stage_ranks(self) -> list[int]:
         """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""

@@ -100,7 +100,8 @@ class MemoryModel:
         job = self.job
         parts: dict[str, dict[str, float]] = {}
         reserve = self._reserve(rank)
-        held = {"reserve": sum(reserve.values()), "training": 0.0, "frozen": 0.0}
+        opponents = job.opponent_bytes if rank in job.rollout.ranks else 0
+        held = {"reserve": sum(reserve.values()), "training": 0.0, "frozen": float(opponents)}
         loads: dict[str, dict[str, float]] = {}
         for role in job.roles:
             place = role.place(rank)
@@ -126,7 +127,7 @@ class MemoryModel:
                 "aliased": aliased,
                 "KV cache": max(0.0, engine.cache),
                 "workspace": engine.workspace,
-            }
+            } | ({"reference": opponents} if opponents else {})
         moves = job.world > 1 and (generates or rank in job.placement.islands[0])
         buckets = float(2 * job.config.reshard.bucket_mb * MB) if moves else 0.0
         if generates:

@@ -33,6 +33,7 @@ from megaverl.workers.responses import (
     Metrics,
     greedy_responses,
     of_each_sample,
+    own_rows,
     responses,
     rollout_metrics,
     score_metrics,
@@ -47,8 +48,7 @@ class RLStep:
     """The operators of a step. `metrics` holds what the running step has measured so far.
 
     Attributes:
-        replayed: stored rollouts, which take the engine's place.
-        stored: those of the running step.
+        replayed, stored: rollouts that take the engine's place; those of the running step.
         newest_version: of the weights that the engines have, wherever they are.
         outlet: takes samples as they are finished; None: they are wanted all at once.
         waiting: by step, samples that were generated before an interruption.
@@ -223,7 +223,7 @@ class RLStep:
         batch = responses(engines, prompts, sampling, draws, self.roles.player, function, hears, self.readers)
         own = sampling if batch.held is None else of_some(sampling, batch.held.rows)
         batch = batch.with_(**drawing(own, len(batch)))
-        self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version)
+        self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version, draws)
         self.metrics |= engines.engine_metrics()
         return self._dated(batch)
 
@@ -254,7 +254,8 @@ class RLStep:
             return self.stored.scores
         start = time.perf_counter()
         scores = self.roles.reward.score(rollouts)
-        self.metrics |= score_metrics(scores, time.perf_counter() - start + self._early_seconds)
+        shown = scores if self.config.algorithm.opponent_beta is None else scores.select(own_rows(rollouts))
+        self.metrics |= score_metrics(shown, time.perf_counter() - start + self._early_seconds)
         self.metrics |= self.roles.reward.service_costs()
         self._early_seconds = 0.0
         return scores
@@ -381,8 +382,7 @@ class RLStep:
         tensors = {"rewards": rewards}
         if self.config.algorithm.positive_coef:
             tensors["desirable"] = of_held(rollouts, scores.correct)
-        given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
-        given |= {"values": values, "last_values": last_values}
+        given = dict(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values, last_values=last_values)
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
             self.metrics["train/last_value_mean"] = float(of_all(rollouts, last_values).mean())
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}

@@ -252,17 +252,25 @@ def episodes_batch(
     )
 
 
-def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int) -> Metrics:
-    """What is worth knowing of responses that took so long to generate."""
+def own_rows(batch: RolloutBatch) -> list[int]:
+    """Of all samples those of the policy alone: an opponent has tokens, and none in the mask (`without_opponents`)."""
+    return of_all(batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0)).nonzero()[:, 0].tolist()
+
+
+def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None) -> Metrics:
+    """What is worth knowing of responses that took so long to generate; of lengths and ends, of the policy's own."""
     own = of_all(batch, batch.response_mask.sum(dim=1)).double()
     stopped = torch.tensor([reason == "stop" for reason in batch.columns["finish_reason"]], dtype=torch.bool)
-    finished = of_all(batch, stopped).tolist()
+    finished, num_tokens = of_all(batch, stopped), float(own.sum())
+    if draws is not None and draws.opponent_beta is not None:
+        rows, written = own_rows(batch), of_all(batch, batch.response_lengths)
+        own, finished, num_tokens = own[rows], finished[rows], float(written.sum())
     return {
         "rollout/seconds": seconds,
-        "rollout/throughput_tokens_per_sec": float(own.sum()) / seconds,
+        "rollout/throughput_tokens_per_sec": num_tokens / seconds,
         "rollout/response_length_mean": float(own.mean()),
         "rollout/response_length_max": float(own.max()),
-        "rollout/finished_fraction": sum(finished) / len(finished),
+        "rollout/finished_fraction": float(finished.double().mean()),
         **_turn_metrics(batch),
         "rollout/weight_version": float(weight_version),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from megaverl.config import InvalidConfig, load_config, smallest_world
-from megaverl.config.algorithm import PRESETS
+from megaverl.config.algorithm import FILTERS, PRESETS, AlgorithmConfig
 from megaverl.config.loader import Command
 from megaverl.config.signatures import registered
 from megaverl.config.yaml_source import all_recipes, read_source, recipe, recipes_folder
@@ -104,6 +105,13 @@ def test_a_recipe_that_is_elsewhere_is_named(typed, found, monkeypatch):
         load_config(f"configs/{typed}")
 
 
+# What makes an algorithm of its own, or changes one.
+OPTIONS = (
+    *("top_entropy", "entropy_target", "positive_coef", "rollout_filter", "opponent_beta", "dynamic_sampling"),
+    *("kl.importance_weighted", "kl.score_function", "correction.also", "correction.low", "distillation.top_k"),
+)
+
+
 def test_every_algorithm_and_each_of_its_parts_is_in_a_recipe():
     """Used by it, or named in a remark beside the key that would set it."""
     loaded = {path: load_config(path, command=command_of(path), check_paths=False) for path in RECIPES}
@@ -125,6 +133,10 @@ def test_every_algorithm_and_each_of_its_parts_is_in_a_recipe():
     }
     for registry, used in parts.items():
         assert set(registered(registry)) - used - named == set(), registry
+    assert set(FILTERS) - {each.rollout_filter for each in trained} - named == set()
+    for key in OPTIONS:
+        default, *used = (attrgetter(key)(each) for each in (AlgorithmConfig(), *trained))
+        assert key.split(".")[-1] in named or any(value != default for value in used), key
     steered = {each.kl.target is not None for each in trained if each.kl.place != "none"}
     assert steered == {True, False}, "a fixed and an adaptive coefficient"
 

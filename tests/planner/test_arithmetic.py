@@ -31,6 +31,7 @@ from megaverl.planner.stages import (
 from megaverl.planner.traffic import aliased_elements, make_traffic
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.weight import shapes_of
 from tests.planner.jobs import make, recipe
 from tests.sharding.specs import make_spec
 
@@ -218,6 +219,19 @@ def test_an_actor_in_8_bits_keeps_copies_of_its_linear_layers() -> None:
     blocks = of_rank(9, "actor.megatron.fp8_recipe=blockwise").parts["actor"]["8-bit copies"]
     assert blocks == 2 * (linear + 4 * linear // 128**2)
     assert "8-bit copies" not in of_rank(9, "actor.megatron.disable_parameter_transpose_cache=true").parts["actor"]
+
+
+def test_opponents_are_drawn_with_a_second_model_on_every_engine() -> None:
+    """Nash-MD: plain transformers holds the reference beside the policy, in every phase."""
+    spec, kl = make_spec(tie_embeddings=False), "kl: {in: loss, kind: k1, score_function: true, coef: 0.01}"
+    nash = f"algorithm={{name: grpo, advantage: nash_md, opponent_beta: 0.25, group_size: 2, {kl}}}"
+    plain = f"algorithm={{name: grpo, group_size: 2, {kl}}}"
+    with_both, without = (MemoryModel(make(spec, 2, "rollout.engine=hf", each)).rank(1) for each in (nash, plain))
+    numel = sum(math.prod(shape) for shape in shapes_of(weights_of(spec)).values())
+    assert with_both.parts["rollout"].pop("reference") == numel * 2
+    assert with_both.parts == without.parts
+    more = {phase: used - without.phases[phase] for phase, used in with_both.phases.items()}
+    assert set(more.values()) == {numel * 2.0}
 
 
 def test_recipes_fit_the_machines_that_they_name() -> None:

@@ -262,6 +262,7 @@ def test_nash_md_beats_its_opponents(launch: Launcher, inputs: Path, tmp_path: P
     found = metrics(tmp_path / "run")
     curve = [record["reward/mean"] for record in found]
     assert sum(curve[-3:]) > 1.1 * sum(curve[:3]), curve
+    assert found[0]["rollout/response_length_mean"] > 3.5, "of the policy's own, not of opponents as empty ones"
     assert found[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5) and found[-1]["actor/grad_norm"] > 0
     apart = [f"run.nproc={RANKS + 1}", "placement={rollout: 0, actor: rest}", "trainer.steps=2"]
     command = arguments(inputs, tmp_path / "apart", *SHORT, *nash, *apart)

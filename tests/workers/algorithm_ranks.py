@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaverl.config import load_config
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.yaml_source import recipe
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.trainer.roles import answers_update
+from megaverl.trainer.roles import Mix, answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
 from megaverl.workers.policy import Actor, LogProbDifference, Policy
+from megaverl.workers.reward import Scores
 from megaverl.workers.teacher import Teacher, TextTeacher
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
@@ -120,7 +124,8 @@ def pair_updates(
 def preference_losses_at_rest(
     folder: str, other: str, shape: dict[str, int], losses: dict[str, dict[str, Any]], micro_batch_tokens: int
 ) -> dict[str, Any]:
-    """Metrics of an update with each loss that moves nothing, of one model, next to another as its reference."""
+    """Metrics of an update with each loss that moves nothing, of one model, next to another as its reference, of
+    online DPO's recipe on two groups of three, and `answers`: both models' log-probs of the responses."""
     grid, pairs = manager().grid(GridShape(**shape)), experience()
     pairs = pairs.with_(desirable=torch.arange(len(pairs)) % 2 == 0, group_ids=torch.arange(len(pairs)) // 2)
     models = []
@@ -135,6 +140,16 @@ def preference_losses_at_rest(
     for name, options in losses.items():
         updates = PreferenceUpdates(trainable, name, options, reference, micro_batch_tokens=micro_batch_tokens)
         found[name] = updates.update(pairs) | updates.evaluate(pairs)
+    judged = torch.tensor([0.2, 1.0, 0.5, 0.7, 0.1, 0.4])
+    answers = pairs.with_(group_ids=torch.arange(len(pairs)) // 3)
+    roles: Any = SimpleNamespace(
+        actor=SimpleNamespace(trainable=trainable, micro_batch_tokens=micro_batch_tokens), reference=reference
+    )
+    config = load_config(recipe("gsm8k_smollm2/online_dpo"), check_paths=False, world_size=2)
+    mix = Mix(config, lambda: roles, lambda name, metrics: found.update(online_dpo=metrics))
+    mix._run(config.mix[0], answers, Scores(judged, {"reward": judged}, judged > 0.5), 0)
+    said = [Policy(each, temperature=1.0, micro_batch_tokens=micro_batch_tokens).log_probs(answers) for each in models]
+    found["answers"] = [torch.where(pairs.response_mask, each, 0.0).double().sum(dim=1).tolist() for each in said]
     return found
 
 

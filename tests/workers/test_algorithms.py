@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +139,8 @@ def test_pairs_too(launch: Launcher, tmp_path: Path) -> None:
 
 
 def test_what_follows_from_all_pairs_does_not_depend_on_split_or_grid(launch: Launcher, tmp_path: Path) -> None:
-    """Ranks, weights and means of the whole mini-batch, of two models that differ."""
+    """Ranks, weights and means of the whole mini-batch, of two models that differ; and the recipe of online DPO
+    (arXiv 2402.04792, algorithm 1): of each group the best response is preferred to the worst, by DPO's loss."""
     paths = [make_tiny_folder(tmp_path / name, "Qwen3ForCausalLM", seed=seed) for seed, name in enumerate("ab")]
     given = {"folder": paths[0], "other": paths[1], "losses": {name: {"beta": 0.5} for name in RELATIVES}}
     expected, split = (
@@ -151,7 +153,13 @@ def test_what_follows_from_all_pairs_does_not_depend_on_split_or_grid(launch: La
         )
         for shape, tokens in (({}, 1000), ({"tp": 2}, 28))
     )
+    policy, reference = expected[0].pop("answers")
+    margins = [(policy[a] - reference[a]) - (policy[b] - reference[b]) for a, b in ((1, 0), (3, 4))]
+    online = sum(math.log(1 + math.exp(-0.1 * margin)) for margin in margins) / 2
+    assert expected[0]["online_dpo"]["loss"] == pytest.approx(online, abs=1e-5)
+    assert expected[0]["online_dpo"]["samples"] == 4 and min(map(abs, margins)) > 0.1
     for rank in split:
+        rank.pop("answers")
         for name, metrics in rank.items():
             assert metrics == pytest.approx(expected[0][name], abs=2e-5, rel=2e-5), name
     hinge, wpo, unpaired = (expected[0][name] for name in ("hinge", "wpo", "aot_unpaired"))
