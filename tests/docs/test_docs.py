@@ -108,6 +108,7 @@ def run_json(block: Block, namespace: dict[str, Any]) -> None:
 def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
     """A configuration, or a part of one."""
     values = yaml.load(block.text, Loader=_Loader)  # numbers such as 1e-6 are numbers here
+    values.pop("base", None)  # the command below it loads both
     known = {*keys_of(Config), *(name.partition(".")[0] for name in FLAT)}
     assert isinstance(values, dict) and set(values) <= known, f"{block}: not a configuration"
     complete = {**BASE, **values, "algorithm": {**GROUPS, **values.get("algorithm", {})}}

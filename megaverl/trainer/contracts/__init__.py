@@ -52,6 +52,11 @@ KINDS = {
         "a function: log_probs, old_log_probs, advantages, weights -> LossOutput",
         "loss_promises",
     ),
+    "preference": Kind(
+        "preference.loss",
+        "a function of log-probs of pairs, or of single responses -> LossOutput",
+        "preference_promises",
+    ),
     "advantage": Kind(
         "algorithm.advantage",
         "a function of what it names of a batch -> Advantages",

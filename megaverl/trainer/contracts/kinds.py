@@ -7,14 +7,15 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaverl.algorithms import advantage_estimators
+from megaverl.algorithms import advantage_estimators, preference_losses
 from megaverl.algorithms.advantages import Advantages
 from megaverl.algorithms.loss import LossOutput
 from megaverl.algorithms.policy_losses import policy_losses
@@ -281,49 +282,79 @@ def make_batch(seed: int = 0) -> RolloutBatch:
 
 def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     """Of a policy loss (`algorithm.policy_loss`)."""
-    batch = make_batch()
-    weights = batch.response_mask / batch.response_mask.sum()
-    draw = torch.Generator().manual_seed(1)
-    advantages = torch.randn(SAMPLES, LENGTH, generator=draw)
+    batch, draw = make_batch(), torch.Generator().manual_seed(1)
     start = batch.old_log_probs + 0.2 * torch.randn(SAMPLES, LENGTH, generator=draw)
+    given = {"old_log_probs": batch.old_log_probs, "advantages": torch.randn(SAMPLES, LENGTH, generator=draw)}
+    given["weights"] = batch.response_mask / batch.response_mask.sum()
 
-    def call(rows: slice = slice(None), poison: bool = False) -> tuple[LossOutput, Tensor]:
-        log_probs = start[rows].clone().requires_grad_()
-        inputs = {
-            "log_probs": log_probs,
-            "old_log_probs": batch.old_log_probs[rows],
-            "advantages": advantages[rows],
-            "weights": weights[rows],
+    def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
+        return given | {"log_probs": log_probs}
+
+    yield from _promises_of_a_loss(partial(policy_losses.get(name), **options), inputs_of, start, "tokens")
+
+
+def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
+    """Of a preference loss (`preference.loss`): of pairs, or of single responses."""
+    entry, draw = preference_losses.get(name), torch.Generator().manual_seed(1)
+    frozen, policy = (-4.0 - 5.0 * torch.rand(SAMPLES, 2, generator=draw) for _ in range(2))
+    lengths, desirable = torch.randint(1, LENGTH, (SAMPLES, 2), generator=draw), torch.arange(SAMPLES) % 3 == 0
+    weights = (torch.arange(SAMPLES) % PER_GROUP != 1) / (SAMPLES - GROUPS)
+
+    def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
+        ratios, zeros = log_probs - frozen, torch.zeros(SAMPLES)
+        found = {"weights": weights, "desirable": desirable, "log_probs": log_probs[:, 0]}
+        found |= {
+            "ref_log_probs": frozen[:, 0],
+            "reference_kl": torch.tensor(0.1),
+            "reward_shift": torch.tensor(0.1),
+            "margin_shifts": zeros,
         }
+        for number, side in enumerate(("chosen", "rejected")):
+            found |= {f"{side}_log_probs": log_probs[:, number], f"ref_{side}_log_probs": frozen[:, number]}
+            found |= {f"{side}_lengths": lengths[:, number], f"{side}_log_ratios": ratios[:, number]}
+            found |= {f"{side}_matched": -ratios[:, number].detach(), f"{side}_alignment": zeros}
+        return found
+
+    def prefers() -> None:
+        step = torch.tensor([3.0, -3.0]) if "desirable" not in entry.inputs else 6.0 * desirable.unsqueeze(1) - 3.0
+        good, bad = (float(entry(inputs_of(frozen + sign * step), **options).loss) for sign in (1, -1))
+        if not good < bad:
+            raise Broken(f"{good:.6g} where better responses are likelier, {bad:.6g} where worse ones are: its sign.")
+
+    yield from _promises_of_a_loss(partial(entry, **options), inputs_of, policy, "responses")
+    yield "less where better responses are likelier", prefers
+
+
+def _promises_of_a_loss(
+    loss: Callable[[dict[str, Tensor]], LossOutput],
+    inputs_of: Callable[[Tensor], dict[str, Tensor]],
+    start: Tensor,
+    what: str,
+) -> Iterator[Promise]:
+    weights = inputs_of(start)["weights"]
+
+    def call(rows: slice = slice(None), poison: bool = False) -> tuple[Tensor, Tensor]:
+        log_probs = start.clone().requires_grad_()
+        inputs = {k: v[rows] if v.dim() else v for k, v in inputs_of(log_probs).items()}
         if poison:
-            outside = ~batch.response_mask[rows]
-            inputs |= {k: v.masked_fill(outside, torch.nan) for k, v in inputs.items() if k != "weights"}
-        found = policy_losses.get(name)(inputs, **options)
-        if not isinstance(found, LossOutput):
-            raise Broken(
-                f"it returned {type(found).__name__}; return megaverl.algorithms.loss.LossOutput(loss, metrics)."
-            )
-        if found.loss.shape != ():
-            raise Broken(f"the loss has the shape {list(found.loss.shape)}; it is the sum over all tokens, one number.")
-        (gradient,) = torch.autograd.grad(found.loss, log_probs, allow_unused=True)
-        if gradient is None:
-            raise Broken("the loss does not depend on log_probs: nothing would be trained.")
-        return found._replace(loss=found.loss.detach()), gradient
+            floats = [k for k, v in inputs.items() if v.is_floating_point() and v.dim() and k != "weights"]
+            inputs |= {k: inputs[k].masked_fill(weights == 0, torch.nan) for k in floats}
+        found = loss(inputs).loss
+        return found.detach(), torch.autograd.grad(found, log_probs)[0]
 
     def finite() -> None:
         found, gradient = call()
-        if not torch.isfinite(found.loss) or not torch.isfinite(gradient).all():
-            raise Broken(f"loss {float(found.loss)}, gradient finite: {bool(torch.isfinite(gradient).all())}.")
-        if not gradient[batch.response_mask].any():
-            raise Broken("the gradient is 0 for every token.")
+        if not torch.isfinite(found) or not torch.isfinite(gradient).all():
+            raise Broken(f"loss {float(found)}, gradient finite: {bool(torch.isfinite(gradient).all())}.")
+        if not gradient[weights != 0].any():
+            raise Broken(f"the gradient is 0 for all {what}.")
 
     def masked() -> None:
-        _, gradient = call()
-        if gradient[~batch.response_mask].any():
-            raise Broken("tokens of weight 0 have a gradient: multiply by `weights`.")
+        if call()[1][weights == 0].any():
+            raise Broken(f"{what} of weight 0 have a gradient: multiply by `weights`.")
 
     def unpoisoned() -> None:
-        clean, poisoned = call()[0].loss, call(poison=True)[0].loss
+        clean, poisoned = call()[0], call(poison=True)[0]
         if not torch.allclose(clean, poisoned):
             raise Broken(
                 f"NaN where the weight is 0 changes the loss from {float(clean):.6g} to {float(poisoned):.6g}: select "
@@ -331,8 +362,8 @@ def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
             )
 
     def additive() -> None:
-        whole = call()[0].loss
-        parts = sum(call(slice(i, i + PER_GROUP))[0].loss for i in range(0, SAMPLES, PER_GROUP))
+        whole = call()[0]
+        parts = sum(call(slice(i, i + PER_GROUP))[0] for i in range(0, SAMPLES, PER_GROUP))
         if not torch.allclose(whole, torch.as_tensor(parts), rtol=1e-4, atol=1e-6):
             raise Broken(
                 f"the parts of a batch sum to {float(parts):.6g}, the whole is {float(whole):.6g}: sum weight x loss, "
@@ -340,10 +371,10 @@ def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
             )
 
     yield "a finite loss with a gradient", finite
-    yield "no gradient for a token of weight 0", masked
-    yield "NaN outside the mask changes nothing", unpoisoned
+    yield f"no gradient for {what} of weight 0", masked
+    yield "NaN where the weight is 0 changes nothing", unpoisoned
     yield "the losses of micro-batches add up to that of the whole batch", additive
-    yield "the same twice", lambda: _same(call()[0].loss, call()[0].loss)
+    yield "the same twice", lambda: _same(call()[0], call()[0])
 
 
 def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
@@ -369,15 +400,7 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
             }
         if order is not None:
             inputs = {key: value[order] if len(value) == SAMPLES else value for key, value in inputs.items()}
-        found = advantage_estimators.get(name)(inputs, **options)
-        if not isinstance(found, Advantages):
-            raise Broken(f"it returned {type(found).__name__}; return megaverl.algorithms.advantages.Advantages.")
-        return found
-
-    def shaped() -> None:
-        for what, tensor in zip(("advantages", "returns"), call(), strict=True):
-            if tensor is not None and tensor.shape != (SAMPLES, LENGTH):
-                raise Broken(f"{what} has the shape {list(tensor.shape)}; expected [batch, response].")
+        return advantage_estimators.get(name)(inputs, **options)
 
     def finite() -> None:
         found = call().advantages
@@ -397,7 +420,7 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
         if not torch.allclose(call().advantages[order], call(order).advantages, atol=1e-5):
             raise Broken("they depend on the order of the samples: use group_ids to see which belong together.")
 
-    yield "advantages, and returns if any, of shape [batch, response]", shaped
+    yield "advantages, and returns if any, of shape [batch, response]", lambda: (call(), None)[1]
     yield "finite, and 0 outside the mask", finite
     yield "NaN outside the mask changes nothing", unpoisoned
     yield "the order of the samples changes nothing", unordered

@@ -48,6 +48,19 @@ def loss_unmasked(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, 
     return LossOutput(-(log_probs * 0.1).sum(), {})
 
 
+def pairs(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1) -> Any:
+    margins = torch.where(weights != 0, beta * (chosen_log_ratios - rejected_log_ratios), 0.0)
+    return LossOutput((weights * torch.nn.functional.softplus(-margins)).sum(), {})
+
+
+def pairs_reversed(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor) -> Any:
+    return pairs(rejected_log_ratios, chosen_log_ratios, weights)
+
+
+def pairs_poisoned(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor) -> Any:
+    return LossOutput(-(weights * (chosen_log_ratios - rejected_log_ratios)).sum(), {})
+
+
 def advantage(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
     means = torch.stack([rewards[group_ids == group].mean() for group in group_ids])
     return Advantages((rewards - means).unsqueeze(1) * response_mask, None)
@@ -55,6 +68,10 @@ def advantage(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Adva
 
 def advantage_unmasked(rewards: Tensor, response_mask: Tensor) -> Advantages:
     return Advantages(rewards.unsqueeze(1).expand(response_mask.shape), None)
+
+
+def advantage_bare(rewards: Tensor) -> Tensor:
+    return rewards
 
 
 def advantage_ordered(rewards: Tensor, response_mask: Tensor) -> Advantages:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megaverl.algorithms import preference_losses
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import ConfigError
 from megaverl.trainer.contracts import KINDS, check
@@ -20,6 +21,7 @@ PLUGINS = "tests.trainer.contracts.plugins:"
 GOOD = [
     ("reward", "reward"),
     ("loss", "loss"),
+    ("preference", "pairs"),
     ("advantage", "advantage"),
     ("filter", "keep"),
     ("generation", "best_of_two"),
@@ -33,8 +35,11 @@ BAD = [
     ("loss", "loss_mean", "the weights hold the global denominator"),
     ("loss", "loss_poisoned", "NaN where the weight is 0"),
     ("loss", "loss_unmasked", "multiply by `weights`"),
+    ("preference", "pairs_reversed", "its sign"),
+    ("preference", "pairs_poisoned", "NaN where the weight is 0"),
     ("advantage", "advantage_unmasked", "multiply by response_mask"),
     ("advantage", "advantage_ordered", "use group_ids"),
+    ("advantage", "advantage_bare", "expected Advantages"),
     ("filter", "keep_nothing", "nothing is left to train on"),
     ("filter", "keep_floats", "expected bool of shape [12]"),
     ("generation", "only_one", "1 responses for 4 prompts"),
@@ -64,10 +69,12 @@ def test_what_breaks_it(kind: str, name: str, words: str) -> None:
 
 def test_built_in_losses_and_advantages_keep_to_the_same_contracts() -> None:
     from megaverl.trainer.contracts import keep
-    from megaverl.trainer.contracts.kinds import advantage_promises, loss_promises
+    from megaverl.trainer.contracts.kinds import advantage_promises, loss_promises, preference_promises
 
     for name in ("ppo_clip", "gspo", "cispo"):
         assert [kept for kept in keep(loss_promises(name, {})) if kept.problem] == []
+    for name in preference_losses:
+        assert [kept for kept in keep(preference_promises(name, {})) if kept.problem] == [], name
     for name in ("gae", "grpo", "rloo", "remax"):
         assert [kept for kept in keep(advantage_promises(name, {})) if kept.problem] == []
 
