@@ -10,40 +10,38 @@ import functools
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from megaverl.config.roles import OffloadConfig
-    from megaverl.data.batch import RolloutBatch
-    from megaverl.rollout.engine import Engine, Generation
-    from megaverl.workers.megatron_model import MegatronModel
-    from megaverl.workers.weight_sync import WeightSync
+from tools.gpu_check_models import (
+    Outcome,
+    actor_and_engine,
+    device,
+    disagreement,
+    forward,
+    generate,
+    load_model,
+    logit_errors,
+    median_seconds,
+    on_cuda,
+    outside,
+    responses_batch,
+    resumed,
+    train,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000}
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
 # Reported means of the difference between vLLM and Megatron in bfloat16 are 0.01 to 0.06, and this is the largest;
 # in float32 only the order of sums differs.
 CLOSE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
-
-
-class Outcome(NamedTuple):
-    """What a check found; `expected` in words."""
-
-    passed: bool
-    measured: str
-    expected: str
 
 
 @dataclass(frozen=True)
@@ -329,191 +327,6 @@ def beside_trl(folder: Path) -> Outcome:
     parts = ", ".join(f"{part} {theirs[part] / ours[part]:.2f}" for part in ("rollout", "log_probs", "update"))
     measured = f"{ours['step']:.2f} s, TRL {theirs['step']:.2f} s: {theirs['step'] / ours['step']:.2f} x ({parts})"
     return Outcome(ours["step"] <= theirs["step"], measured, "not slower")
-
-
-def on_cuda() -> bool:
-    return device().type == "cuda"
-
-
-def device() -> torch.device:
-    from megaverl.platform import platform
-
-    return platform.device
-
-
-def load_model(folder: Path, tp: int = 1, **options: Any) -> tuple[MegatronModel, Path]:
-    """A small Qwen3 of the platform's dtype, data parallel over what `tp` leaves of the world, and its folder."""
-    from megaverl.distributed.grid import GridShape
-    from megaverl.distributed.groups import ProcessGroupManager
-    from megaverl.models.tiny import make_tiny_folder
-    from megaverl.platform import platform
-    from megaverl.sharding.model_spec import ModelSpec
-    from megaverl.workers.megatron_model import MegatronModel
-
-    path = folder / "model"
-    if dist.get_rank() == 0 and not path.exists():
-        make_tiny_folder(path, "Qwen3ForCausalLM", tie_embeddings=True, **SIZES)
-    dist.barrier()
-    grid = ProcessGroupManager().grid(GridShape(tp=tp, dp=dist.get_world_size() // tp))
-    model = MegatronModel(ModelSpec.from_folder(path), grid, dtype=platform.default_dtype, seed=0, **options)
-    model.load(path)
-    return model, path
-
-
-def forward(model: MegatronModel) -> torch.Tensor:
-    """[4, 128, vocabulary] logits, in float32, of tokens that are always the same."""
-    tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
-    positions = torch.arange(128, device=device()).expand_as(tokens)
-    with torch.no_grad():
-        found: torch.Tensor = model.chunks[0](tokens, positions, None)
-    return found[..., : SIZES["vocab_size"]].float()
-
-
-def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
-    """Mean errors against Hugging Face in float32: of the model, and of Hugging Face's in bfloat16."""
-    from transformers import AutoModelForCausalLM
-
-    tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
-    with torch.no_grad():
-        exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device())(tokens).logits
-        plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device())(tokens).logits.float()
-    return float((forward(model) - exact).abs().mean()), float((plain - exact).abs().mean())
-
-
-def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) -> tuple[list[float], int]:
-    """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
-    from megaverl.models.packing import MicroBatch
-    from megaverl.workers.optimizers import MegatronTrainable
-
-    before = torch.cuda.memory_allocated() if on_cuda() else 0
-    model, _ = load_model(folder, pack_samples=False, **options)
-    trainable = MegatronTrainable(
-        model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=10, offload=offload
-    )
-    tokens = torch.randint(0, SIZES["vocab_size"], (8, 64), generator=torch.Generator().manual_seed(0))
-    ones = torch.ones(8, dtype=torch.int64)
-    batch = MicroBatch(torch.arange(8), tokens, ones, ones * 63)
-
-    def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        value = -model.log_probs(output, micro)[0].sum() / (8 * 63)
-        return value, {"loss": torch.stack([torch.ones_like(value), value.detach(), value.detach() ** 2]).double()}
-
-    losses = []
-    for _ in range(10):
-        with trainable.updating():
-            losses.append(float(trainable.update([batch], loss).sums["loss"][1]))
-    return losses, (torch.cuda.memory_allocated() if on_cuda() else 0) - before
-
-
-def actor_and_engine(folder: Path, **rollout: Any) -> tuple[MegatronModel, WeightSync, Engine]:
-    """An actor, and an engine beside it that waits for its weights."""
-    from megaverl.config.roles import RolloutConfig
-    from megaverl.rollout import make_engine
-    from megaverl.sharding.weight import shapes_of
-    from megaverl.workers.weight_sync import ActorWeights, WeightSync
-
-    model, path = load_model(folder)
-    config = RolloutConfig.model_validate(
-        {"sleep": False, "vllm": {"gpu_memory_utilization": 0.3} if on_cuda() else {}, **rollout}
-    )
-    dtype = model.config.params_dtype
-    made = make_engine(config, path, seed=0, dtype=dtype, max_model_len=64, load_weights=False, num_sequences=8)
-    sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
-    return model, sync, made
-
-
-def generate(made: Engine, sync: WeightSync) -> list[Generation]:
-    """Greedy responses of twelve tokens."""
-    from megaverl.rollout.engine import SamplingOptions
-
-    sync.check_whole()
-    return made.generate(PROMPTS, SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True), [0] * len(PROMPTS))
-
-
-def disagreement(model: MegatronModel, generations: list[Generation]) -> float:
-    """Largest difference between the engine's log-probs of its responses and the actor's."""
-    from megaverl.workers.policy import Policy
-
-    batch = responses_batch(PROMPTS, [each.token_ids for each in generations])
-    policy = Policy(model, temperature=1.0, micro_batch_tokens=256)  # an engine's greedy log-probs are those at 1
-    theirs = torch.tensor([each.log_probs for each in generations])
-    return float((policy.log_probs(batch).cpu() - theirs).abs().max())
-
-
-def responses_batch(prompts: list[list[int]], responses: list[list[int]] | None = None) -> RolloutBatch:
-    """Prompts and responses of equal lengths; by default twelve tokens that follow from the prompt."""
-    from megaverl.data.batch import RolloutBatch
-
-    longest = max(map(len, prompts))
-    given = responses or [[(7 * prompt[0] + i) % 900 for i in range(12)] for prompt in prompts]
-    return RolloutBatch(
-        {
-            "input_ids": torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts]),
-            "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
-            "generated_ids": torch.tensor(given),
-            "response_mask": torch.ones(len(prompts), len(given[0]), dtype=torch.bool),
-        }
-    )
-
-
-def resumed(folder: Path, in_background: str) -> Outcome:
-    """Four steps of the quickstart at once, against two, and two more that go on from what was saved."""
-    options = [
-        "run.nproc=1",
-        "actor.tp=1",
-        "sft.steps=2",
-        "sft.lr_warmup_steps=0",
-        "trainer.validate_every=4",
-        "data.prompts_per_step=8",
-    ]
-    options += [f"run.dir={folder}", f"checkpoint.async_save={in_background}"]
-    command = [sys.executable, "-m", "megaverl.cli.main", "quickstart", *options]
-    runs = (
-        ["run.name=whole", "trainer.steps=4"],
-        ["run.name=cut", "trainer.steps=2", "checkpoint.save_interval=2"],
-        ["run.name=cut", "trainer.steps=4", "checkpoint.save_interval=2", "checkpoint.resume=auto"],
-    )
-    for own in runs:
-        done = subprocess.run([*command, *own], env=outside(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(own)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    whole, cut = (read_steps(folder / name / "metrics.jsonl") for name in ("whole", "cut"))
-    apart = max(abs(whole[step][name] - cut[step][name]) for step in whole for name in whole[step])
-    measured = f"steps {sorted(cut)} of {sorted(whole)}; metrics {apart:.1e} apart"
-    # on a GPU the order of sums in a kernel may differ from run to run; on a CPU every bit is the same
-    return Outcome(sorted(cut) == sorted(whole) and (on_cuda() or apart == 0), measured, "all steps, once; on a CPU 0")
-
-
-def read_steps(path: Path) -> dict[int, dict[str, float]]:
-    """Step -> rewards, losses and KL of a run."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = {
-        row["step"]: {name: row[name] for name in row if name in ("reward/mean", "actor/loss", "actor/kl")}
-        for row in rows
-    }
-    return {step: metrics for step, metrics in kept.items() if metrics and step > 0}
-
-
-def outside() -> dict[str, str]:
-    """The environment of a command that is no rank of this world."""
-    from megaverl.monitoring.doctor.trials import KEPT_APART
-
-    return {name: value for name, value in os.environ.items() if name not in KEPT_APART}
-
-
-def median_seconds(work: Callable[[], object], runs: int = 10) -> float:
-    """Median over `runs` of the time of `work` on the device, after a warm-up."""
-    from megaverl.platform import platform
-
-    work()
-    times = []
-    for _ in range(runs):
-        platform.synchronize()
-        start = time.perf_counter()
-        work()
-        platform.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def main() -> None:

@@ -238,10 +238,4 @@ def bradley_terry(
     chosen, rejected = torch.where(active, chosen_rewards, 0.0), torch.where(active, rejected_rewards, 0.0)
     wanted = 0.0 if margins is None else torch.where(active, margins, 0.0)
     losses = -logsigmoid(chosen - rejected - wanted) + center_coef * (chosen + rejected).square()
-    metrics = {
-        "preference_accuracy": moments(chosen > rejected, active),
-        "margin": moments(chosen - rejected, active),
-        "chosen_reward": moments(chosen, active),
-        "rejected_reward": moments(rejected, active),
-    }
-    return LossOutput((weights * losses).sum(), metrics)
+    return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))

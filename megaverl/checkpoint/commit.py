@@ -102,15 +102,12 @@ class Retention:
         """
         passed = [folder for folder, _ in found[:-1] if folder.name.endswith(INSIDE_SUFFIX)]
         between = [entry for entry in found if entry[0] not in passed]
-        return passed + [
-            folder
-            for folder, manifest in between[: -self.keep_last_k]
-            if not (self.keep_best and folder.name == best) and not self._is_milestone(folder, manifest)
-        ]
-
-    def _is_milestone(self, folder: Path, manifest: Manifest) -> bool:
-        every = self.milestone_interval
-        return bool(every) and manifest.step % every == 0 and folder.name == f"{PREFIX}{manifest.step:08d}"
+        for folder, manifest in between[: -self.keep_last_k]:
+            every, whole_step = self.milestone_interval, folder.name == f"{PREFIX}{manifest.step:08d}"
+            is_milestone = every and manifest.step % every == 0 and whole_step
+            if not is_milestone and not (self.keep_best and folder.name == best):
+                passed.append(folder)
+        return passed
 
 
 def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool = False) -> None:

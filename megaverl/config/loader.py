@@ -177,7 +177,8 @@ def _read(
     path: str | Path | Mapping[str, Any] | None, overrides: list[str], command: Command
 ) -> tuple[YamlSource, str]:
     """Everything that was written, and the lengths that were not where the model needs others than the defaults."""
-    defaults = _own_defaults()
+    # of keys that depend on no other: the critic's and the reference's may be the actor's
+    defaults = {section: value for section, value in Config().to_dict().items() if section not in INHERITED}
     source = read_source(path, overrides, defaults)
     translate(source)
     lengths, choice = fitted_lengths(source.values, command)
@@ -189,12 +190,6 @@ def _read(
         for key, length in lengths.items():
             put(source.values, key.split("."), length)
     return source, choice
-
-
-def _own_defaults() -> dict[str, Any]:
-    """Defaults that depend on no other key: the critic's and the reference's may be the actor's."""
-    values = Config().to_dict()
-    return {section: value for section, value in values.items() if section not in INHERITED}
 
 
 def _world_size(config: Config) -> int | None:
@@ -253,7 +248,11 @@ def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
     except ValidationError as error:
         details = error.errors(include_url=False)
     written = [_written(detail["loc"], values) for detail in details]
-    mistakes = [_mistake(d, source) for d, is_written in zip(details, written, strict=True) if is_written]
+    mistakes = []
+    for detail, is_written in zip(details, written, strict=True):
+        path = tuple(str(part) for part in detail["loc"])
+        if is_written:
+            mistakes.append(ConfigIssue(".".join(path), _message(detail, path), source.place(path)))
     for detail in sorted(details, key=lambda d: len(d["loc"]), reverse=True):
         values = _without(values, tuple(detail["loc"]))
     try:
@@ -269,12 +268,6 @@ def _written(loc: tuple[int | str, ...], values: Any) -> bool:
     except (KeyError, IndexError, TypeError):
         return False
     return not isinstance(around, dict) or loc[-1] in around or loc[0] not in INHERITED
-
-
-def _mistake(detail: ErrorDetails, source: YamlSource) -> ConfigIssue:
-    path = tuple(str(part) for part in detail["loc"])
-    key = ".".join(path)
-    return ConfigIssue(key, _message(detail, path), source.place(path))
 
 
 def _message(detail: ErrorDetails, path: Key) -> str:
@@ -332,9 +325,6 @@ class Flat(NamedTuple):
     convert: Callable[[Any], Any] = lambda value: value
     others: Mapping[str, str] = {}
 
-    def key_for(self, value: Any) -> str:
-        return self.others.get(value, self.key) if isinstance(value, str) else self.key
-
 
 def _engine(value: Any) -> Any:
     if value in TRAINERS:
@@ -388,7 +378,7 @@ def translate(source: YamlSource) -> None:
         value = take(source.values, name.split("."))
         if value is MISSING:
             continue
-        key = flat.key_for(value)
+        key = flat.others.get(value, flat.key) if isinstance(value, str) else flat.key
         try:
             value = _per_gpu(value, num_gpus) if name == PER_GPU else flat.convert(value)
         except ValueError as error:

@@ -29,18 +29,20 @@ _CUT = (
 
 # Another value would train another model than the folder has, and than the engine generates with.
 _SHAPES_THE_MODEL = """
-    activation_func_clamp_value apply_residual_connection_post_layernorm attention_output_gate
-    dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff
-    dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-    dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss
-    experimental_attention_variant glu_linear_offset heterogeneous_block_specs is_hybrid_model
-    layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
+    apply_residual_connection_post_layernorm attention_output_gate dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
+    dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved
+    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk
+    dsa_indexer_topk_freq dsa_indexer_use_sparse_loss experimental_attention_variant ffn_hidden_size
+    gated_linear_unit glu_linear_offset heterogeneous_block_specs hidden_size is_hybrid_model kv_channels
+    layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_head_dim mamba_num_groups
     mamba_num_heads mamba_state_dim moe_apply_probs_on_input moe_ffn_hidden_size moe_latent_size moe_layer_freq
     moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
     moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
-    moe_shared_expert_intermediate_size mrope_section multi_latent_attention no_rope_freq num_moe_experts
-    qk_l2_norm rotary_interleaved softmax_scale softmax_type window_attn_skip_freq window_size
+    moe_shared_expert_intermediate_size mrope_section multi_latent_attention no_rope_freq normalization
+    num_attention_heads num_layers num_moe_experts num_query_groups qk_l2_norm qk_layernorm rotary_interleaved
+    softmax_scale softmax_type window_attn_skip_freq window_size
 """
 _CHOOSES_EXPERTS = (
     "Tokens would go to other experts than in the engine: what is sampled would not be the trained policy."
@@ -50,6 +52,11 @@ _FURTHER_TOKENS = """
     mtp_hybrid_override_pattern
 """
 _NO_CLIP = "Megatron-LM's training loop clips what attention asks for after each step; steps are taken here without it."
+
+
+def _all_of(names: str, why: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
 
 MEGATRON: dict[str, str] = {
     "tensor_model_parallel_size": "Use {role}.tp.",
@@ -62,73 +69,38 @@ MEGATRON: dict[str, str] = {
     ),
     "expert_model_parallel_size": "Use {role}.ep.",
     "expert_tensor_parallel_size": "Use {role}.etp.",
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "normalization",
-            "layernorm_epsilon",
-            "gated_linear_unit",
-            "activation_func",
-            "add_bias_linear",
-            "add_qkv_bias",
-            "qk_layernorm",
-            *_SHAPES_THE_MODEL.split(),
-        ),
-        _FROM_MODEL,
-    ),
+    **_all_of(_SHAPES_THE_MODEL, _FROM_MODEL),
     **dict.fromkeys(("moe_router_force_load_balancing", "moe_router_force_biased"), _CHOOSES_EXPERTS),
-    **dict.fromkeys(_FURTHER_TOKENS.split(), "Heads that predict tokens further on are not trained here."),
+    **_all_of(_FURTHER_TOKENS, "Heads that predict tokens further on are not trained here."),
     **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"), _NO_CLIP),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
     "fp8_param": _HALF,
-    **dict.fromkeys(
-        (
-            "tensor_parallel_num_weight_shards",
-            "gtp_weight_remat_size",
-            "expert_tensor_parallel_num_weight_shards",
-            "expert_gtp_weight_remat_size",
-            "moe_mlp_glu_interleave_size",
-            "moe_shared_expert_glu_interleave_size",
-            "moe_single_grouped_weight",
-            "moe_single_grouped_bias",
-            "use_grouped_gemm_for_dense_mlp",
-            "use_grouped_gemm_for_shared_expert",
-        ),
+    **_all_of(
+        """
+            tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards
+            expert_gtp_weight_remat_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size
+            moe_single_grouped_weight moe_single_grouped_bias use_grouped_gemm_for_dense_mlp
+            use_grouped_gemm_for_shared_expert
+        """,
         _CUT,
     ),
-    **dict.fromkeys(
-        (
-            "use_mup",
-            "mup_width_mult",
-            "mup_base_hidden_size",
-            "mup_embedding_mult",
-            "mup_output_mult",
-            "mup_base_head_dim",
-            "mup_attn_scale_power",
-        ),
+    **_all_of(
+        """
+            use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+            mup_attn_scale_power
+        """,
         "The engines compute no such scales: what is sampled would not be the trained policy.",
     ),
     "moe_expert_rank_capacity_factor": "Dropped tokens would make the trained policy another one than the sampled.",
     "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
     "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
     "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
-    **dict.fromkeys(
-        (
-            "timers",
-            "grad_scale_func",
-            "moe_grad_scale_func",
-            "mtp_grad_scale_func",
-            "experimental_attention_variant_loss_scale_func",
-            "finalize_model_grads_func",
-            "no_sync_func",
-            "grad_sync_func",
-            "param_sync_func",
-        ),
+    **_all_of(
+        """
+            timers grad_scale_func moe_grad_scale_func mtp_grad_scale_func
+            experimental_attention_variant_loss_scale_func finalize_model_grads_func no_sync_func
+            grad_sync_func param_sync_func
+        """,
         _HOOK,
     ),
 }
@@ -160,26 +132,15 @@ DDP: dict[str, str] = {
         ("use_megatron_fsdp", "use_custom_fsdp"),
         "megaverl reshards from Megatron's own layout, not from Megatron-FSDP's. Use {role}.engine: fsdp.",
     ),
-    **dict.fromkeys(
-        (
-            "data_parallel_sharding_strategy",
-            "outer_dp_sharding_strategy",
-            "suggested_communication_unit_size",
-            "preserve_fp32_weights",
-            "keep_fp8_transpose_cache",
-            "gradient_reduce_div_fusion",
-            "fsdp_double_buffer",
-            "fsdp_manual_registration",
-            "fsdp_db_use_persist_buf_on_alloc_fail",
-            "fsdp_all_gather_in_start_param_sync",
-            "megatron_fsdp_main_params_dtype",
-            "megatron_fsdp_main_grads_dtype",
-            "megatron_fsdp_grad_comm_dtype",
-            "megatron_fsdp_use_decoupled_grad",
-            "megatron_fsdp_cuda_graph_mode",
-            "megatron_fsdp_enable_fine_grained_param_gather",
-            "megatron_fsdp_max_pool_double_buffer",
-        ),
+    **_all_of(
+        """
+            data_parallel_sharding_strategy outer_dp_sharding_strategy suggested_communication_unit_size
+            preserve_fp32_weights keep_fp8_transpose_cache gradient_reduce_div_fusion fsdp_double_buffer
+            fsdp_manual_registration fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync
+            megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype
+            megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode
+            megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
+        """,
         "Only Megatron's FSDP reads it, and that is not used. {role}.ddp.use_distributed_optimizer, which is on unless "
         "it is set to false, shards the optimizer over the data-parallel ranks; {role}.engine: fsdp shards gradients "
         "and weights as well ({role}.fsdp.sharding_strategy).",
@@ -222,24 +183,13 @@ VLLM: dict[str, str] = {
     ),
     **dict.fromkeys(("generation_config", "override_generation_config"), "Use rollout.sampling."),
     "quantization_config": "Use rollout.vllm.quantization: fp8_per_block or fp8_per_tensor.",
-    **dict.fromkeys(
-        (
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "data_parallel_rank",
-            "data_parallel_start_rank",
-            "data_parallel_size_local",
-            "data_parallel_address",
-            "data_parallel_rpc_port",
-            "data_parallel_backend",
-            "data_parallel_hybrid_lb",
-            "data_parallel_external_lb",
-            "data_parallel_multi_port_external_lb",
-            "nnodes",
-            "node_rank",
-            "master_addr",
-            "master_port",
-        ),
+    **_all_of(
+        """
+            pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank
+            data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend
+            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb nnodes
+            node_rank master_addr master_port
+        """,
         _ONE_ENGINE,
     ),
 }

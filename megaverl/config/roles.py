@@ -294,11 +294,6 @@ class SamplingRule(Section):
         return {name: value for name, value in changed.items() if value is not None}
 
 
-def short_greedy_long_narrow() -> list[SamplingRule]:
-    """The default rules."""
-    return [SamplingRule(under=64, temperature=0), SamplingRule(over=512, temperature=0.7, top_k=50)]
-
-
 class ServersConfig(Section):
     """`rollout.servers`: of `rollout.engine: server`, inference servers that torchrun did not start."""
 
@@ -369,7 +364,10 @@ class RolloutConfig(Section):
     adaptive_sampling: bool = False
     """Draw the responses that train by the length of their prompt, as sampling_rules say; log-probs are then of each
     sample's own distribution, the trainer's as well."""
-    sampling_rules: list[SamplingRule] = short_greedy_long_narrow()
+    sampling_rules: list[SamplingRule] = [
+        SamplingRule(under=64, temperature=0),
+        SamplingRule(over=512, temperature=0.7, top_k=50),
+    ]
     """With adaptive_sampling: the first rule that holds for a prompt; without one, rollout.sampling."""
     function: Function | None = None
     """Your own way to generate, as module:function: called with the engine's generate, prompts, sampling and seeds, it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megaverl.config.algorithm import FILTERS
 from megaverl.config.errors import (
@@ -43,7 +42,8 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
         if style is not None and style not in allowed:
             hint = did_you_mean(style, allowed) if isinstance(style, str) else ""
             yield ConfigIssue(f"{at}.{key}", f"found {found(style)}; allowed: {listed(allowed)}.{hint}")
-    if any(not _is_count(scheduler.get(key, 0)) for key in ("lr_warmup_steps", "lr_decay_steps")):
+    counts = [scheduler.get(key, 0) for key in ("lr_warmup_steps", "lr_decay_steps")]
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
         yield ConfigIssue(at, "lr_warmup_steps and lr_decay_steps must be integers of at least 0.")
         return
     warmup, decay = scheduler.get("lr_warmup_steps", 0), scheduler.get("lr_decay_steps", num_updates)
@@ -92,10 +92,6 @@ def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[C
     if mode == "old_log_probs" and one_update and config.algorithm.kl.place != "reward":
         text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
         yield ConfigIssue(key, text, involves=("algorithm.num_mini_batches",))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:

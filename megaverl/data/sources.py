@@ -39,15 +39,11 @@ def kind_of(path: str) -> str:
     if OWN.fullmatch(path):
         return "own"
     if Path(path).is_dir():
-        return "saved" if is_saved_dataset(Path(path)) else "folder"
+        is_saved = any(Path(path, f"dataset_{name}.json").is_file() for name in ("info", "dict"))
+        return "saved" if is_saved else "folder"
     if not Path(path).exists() and not glob.has_magic(path) and not path.endswith(SUFFIXES) and is_hub_name(path):
         return "hub"
     return "files"
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether `Dataset.save_to_disk` has made it."""
-    return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def open_source(entry: Entry) -> RowSource:

@@ -38,14 +38,6 @@ class Task:
     width: Callable[[int], int]
 
 
-def _sort_answer(problem: str) -> str:
-    return "".join(sorted(problem))
-
-
-def _reverse_answer(problem: str) -> str:
-    return problem[::-1]
-
-
 def _terms(problem: str) -> tuple[str, str]:
     half = len(problem) // 2
     return problem[:half], problem[half:]
@@ -64,7 +56,7 @@ TASKS = {
             name="sort_digits",
             description="Sort the digits: 'sort 41523 =' -> '12345'.",
             prompt="sort {} =".format,
-            answer=_sort_answer,
+            answer=lambda problem: "".join(sorted(problem)),
             key=str,
             width=lambda num_digits: num_digits,
         ),
@@ -72,7 +64,7 @@ TASKS = {
             name="reverse",
             description="Write the digits backwards: 'reverse 41523 =' -> '32514'.",
             prompt="reverse {} =".format,
-            answer=_reverse_answer,
+            answer=lambda problem: problem[::-1],
             key=str,
             width=lambda num_digits: num_digits,
         ),

@@ -377,7 +377,8 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
             "folder, a sentencepiece .model file, or a model on a hub, such as Qwen/Qwen3-0.6B."
         )
     options: dict[str, Any] = {"local_files_only": folder.is_dir()}
-    if (folder / "tokenizer.json").is_file() and _class_in(folder) in GENERIC_CLASSES:
+    named = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if (folder / "tokenizer.json").is_file() and named in GENERIC_CLASSES:
         loader: Any = transformers.PreTrainedTokenizerFast
     else:
         loader = transformers.AutoTokenizer  # imports all that models need, for four seconds
@@ -391,10 +392,6 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
             "needs tokenizer.json and tokenizer_config.json; copy them from the model's source, or name "
             "another tokenizer with model.tokenizer."
         ) from error
-
-
-def _class_in(folder: Path) -> str | None:
-    return _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
 
 
 def _stop_tokens(folder: Path) -> list[int]:

@@ -184,7 +184,9 @@ class _Run:
     ) -> Result:
         timeline = []
         for operator in self.plan.operators:
-            if operator.name in leave_out or not self._is_mine(operator.name):
+            ranks = self.plan.ranks[operator.name]
+            is_mine = ranks is None or self.carrier is None or self.carrier.rank in ranks
+            if operator.name in leave_out or not is_mine:
                 continue
             if operator.gives and all(name in self.done for name in operator.gives):
                 self._send(operator.name)
@@ -204,10 +206,6 @@ class _Run:
             self._send(operator.name)
             after(operator.name, self.values)
         return Result(self.values, timeline)
-
-    def _is_mine(self, name: str) -> bool:
-        ranks = self.plan.ranks[name]
-        return ranks is None or self.carrier is None or self.carrier.rank in ranks
 
     def _missing(self, operator: Operator) -> list[Edge]:
         """Edges that bring what it takes, and before them those from the same ranks that were sent before."""

@@ -19,45 +19,35 @@ TINY = {
 }
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
+}
 # What an architecture has besides; fields that its configuration does not know are left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "MixtralForCausalLM": EXPERTS,
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
-    "DeepseekV3ForCausalLM": {
+    "DeepseekV3ForCausalLM": GROUPED
+    | {
         "num_key_value_heads": 4,
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 32,
-        "routed_scaling_factor": 1.5,
         "topk_method": "noaux_tc",  # transformers takes these two for granted, vLLM reads them
         "scoring_func": "sigmoid",
-        "num_mtp_layers": 0,
         "rms_norm_eps": 1e-6,  # transformers normalises the latents with this one, whatever is set
     },
-    "Glm4MoeForCausalLM": {
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "num_mtp_layers": 0,
-    },
+    "Glm4MoeForCausalLM": GROUPED | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
     "GptOssForCausalLM": EXPERTS
     | {
         "sliding_window": 8,  # shorter than most samples

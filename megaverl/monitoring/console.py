@@ -170,7 +170,8 @@ class Console:
 def _turned_to(log: Path) -> tuple[int, int]:
     """The descriptors that stdout and stderr had, now turned to a log file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    _flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     saved = (os.dup(1), os.dup(2))
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(target, 1)

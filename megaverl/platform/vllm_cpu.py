@@ -16,7 +16,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -443,8 +443,3 @@ def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     number = given.get("num_speculative_tokens")
     return {**given, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(given)
-
-
-def without_compiler() -> AbstractContextManager[Any]:
-    """Run vLLM's `torch.compile`d helpers as plain Python: compiling them costs seconds and needs a C++ compiler."""
-    return torch.compiler.set_stance("force_eager")

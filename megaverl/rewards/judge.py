@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.rewards.registry import RewardSample, register_reward
-from megaverl.rewards.service import Service, ServiceOptions
+from megaverl.rewards.service import Service, ServiceOptions, check_service, with_service_options
 
 MODES = ("rubric", "pairwise")
 PLACES = ("prompt", "response", "reference", "first", "second")
@@ -103,17 +103,13 @@ def _template(text: str | None, mode: str) -> str:
 
 def _check_judge(
     url: str,
-    model: str,
     mode: str = "rubric",
     template: str | None = None,
-    rubric: str = DEFAULT_RUBRIC,
     scale: Sequence[float] = (0, 10),
     votes: int = 1,
-    structured: bool = True,
-    sampling: Mapping[str, Any] | None = None,
-    **service: Any,
+    **others: Any,
 ) -> None:
-    ServiceOptions(_endpoint(url), **service).check()
+    check_service(_endpoint(url), **others)
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; it must be {' or '.join(MODES)}")
     if len(scale) != 2 or not all(isinstance(v, int | float) for v in scale) or not scale[0] < scale[1]:
@@ -134,6 +130,7 @@ def _endpoint(url: str) -> str:
 
 
 @register_reward("judge", batched=True, check=_check_judge, may_fail=True)
+@with_service_options
 def judge(
     samples: list[RewardSample],
     *,
@@ -146,12 +143,7 @@ def judge(
     votes: int = 1,
     structured: bool = True,
     sampling: Mapping[str, Any] | None = None,
-    token_env: str | None = None,
-    timeout_seconds: float = 60.0,
-    retries: int = 5,
-    deadline_seconds: float = 600.0,
-    concurrent: int = 16,
-    budget: int | None = None,
+    **service: Any,
 ) -> list[float]:
     """What a language model thinks of a response, 0 to 1; NaN where it gave no grade.
 
@@ -167,9 +159,7 @@ def judge(
         sampling: further fields of the request, such as temperature (0, or 1 with several votes) and max_tokens (512).
         token_env and what follows: see `ServiceOptions`.
     """
-    service = Service.shared(
-        ServiceOptions(_endpoint(url), token_env, timeout_seconds, retries, deadline_seconds, concurrent, budget)
-    )
+    server = Service.shared(ServiceOptions(_endpoint(url), **service))
     low, high = (float(scale[0]), float(scale[1])) if mode == "rubric" else (0.0, 2.0)
     text = _template(template, mode)
     fields = {"temperature": 0.0 if votes == 1 else 1.0, "max_tokens": 512, **(sampling or {})}
@@ -183,7 +173,7 @@ def judge(
             request = {"model": model, "messages": messages, **fields, **({"seed": vote} if votes > 1 else {})}
             requests.append(request | ({"response_format": _schema(low, high)} if structured else {}))
     read = functools.partial(read_score, low=low, high=high)
-    found = service.ask_all(requests, read, instead=_without_format if structured else None)
+    found = server.ask_all(requests, read, instead=_without_format if structured else None)
     if mode == "pairwise":
         # the response stands first, unless swapped: 1 is its win then
         worth = [{0: 0.5, 1: float(not other), 2: float(other)} for other in swapped]
@@ -224,23 +214,17 @@ def _classify(url: str) -> str:
     return f"{url.rstrip('/').removesuffix('/v1').removesuffix('/classify')}/classify"
 
 
-def _check_served(url: str, model: str, **service: Any) -> None:
-    ServiceOptions(_classify(url), **service).check()
-
-
-@register_reward("served", batched=True, check=_check_served, may_fail=True)
+@register_reward(
+    "served", batched=True, check=lambda url, **others: check_service(_classify(url), **others), may_fail=True
+)
+@with_service_options
 def served(
     samples: list[RewardSample],
     *,
     url: str,
     model: str,
-    token_env: str | None = None,
-    timeout_seconds: float = 60.0,
-    retries: int = 5,
-    deadline_seconds: float = 600.0,
-    concurrent: int = 16,
-    budget: int | None = None,
     job: str | None = None,
+    **service: Any,
 ) -> list[float]:
     """What a reward model behind `megaverl serve reward` gives, before any activation; NaN where it gave nothing.
 
@@ -251,11 +235,9 @@ def served(
     It reads the row's conversation and the answer as its own chat template writes them; without one, the texts as they
     stand, one after the other.
     """
-    service = Service.shared(
-        ServiceOptions(_classify(url), token_env, timeout_seconds, retries, deadline_seconds, concurrent, budget, job)
-    )
+    server = Service.shared(ServiceOptions(_classify(url), job=job, **service))
     requests = [{"model": model, "messages": _conversation(each), **AS_IT_STANDS} for each in samples]
-    found = service.ask_all(requests, _logit, instead=_as_text)
+    found = server.ask_all(requests, _logit, instead=_as_text)
     return [math.nan if score is None else score for score in found]
 
 
@@ -281,34 +263,24 @@ def _logit(answer: Any) -> float:
     return float(found["probs"][0])
 
 
-def _check_grader(url: str, **service: Any) -> None:
-    ServiceOptions(url, **service).check()
-
-
-@register_reward("grader", batched=True, check=_check_grader, may_fail=True)
+@register_reward("grader", batched=True, check=check_service, may_fail=True)
+@with_service_options
 def grader(
     samples: list[RewardSample],
     *,
     url: str,
-    token_env: str | None = None,
-    timeout_seconds: float = 60.0,
-    retries: int = 5,
-    deadline_seconds: float = 600.0,
-    concurrent: int = 16,
-    budget: int | None = None,
+    **service: Any,
 ) -> list[float]:
     """What a service says: a POST of {prompt, response, reference, extra} is answered by {"score": number}.
 
     NaN where it gave no score. url: the whole address. token_env and what follows: see `ServiceOptions`.
     """
-    service = Service.shared(
-        ServiceOptions(url, token_env, timeout_seconds, retries, deadline_seconds, concurrent, budget)
-    )
+    server = Service.shared(ServiceOptions(url, **service))
     requests = [
         {"prompt": each.prompt, "response": each.response, "reference": each.reference, "extra": dict(each.extra)}
         for each in samples
     ]
-    return [math.nan if score is None else score for score in service.ask_all(requests, _score)]
+    return [math.nan if score is None else score for score in server.ask_all(requests, _score)]
 
 
 def _score(answer: Any) -> float:

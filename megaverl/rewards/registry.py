@@ -292,7 +292,8 @@ def _place_of(function: Callable[..., Any]) -> Any:
 
 def reward_names() -> list[str]:
     """Names of all registered rewards."""
-    _load_built_in()
+    for name in ("rules", "judge", "reasoning_gym"):  # the built-in ones
+        importlib.import_module(f"megaverl.rewards.{name}")
     return sorted(_REGISTERED)
 
 
@@ -312,8 +313,3 @@ def find_reward(name: str) -> RewardFunction:
             "module that reward_modules names."
         )
     return _REGISTERED[name]
-
-
-def _load_built_in() -> None:
-    for name in ("rules", "judge", "reasoning_gym"):
-        importlib.import_module(f"megaverl.rewards.{name}")

@@ -263,13 +263,10 @@ def _pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     pairs = list(zip(found["inputs"], found["outputs"], strict=True))
     if name := found.get("fn_name"):
         # APPS puts the value of a function into a list of one
-        return [{"call": name, "args": i, "expected": o[0] if _is_single(o) else o} for i, o in pairs]
+        values = [o[0] if isinstance(o, list) and len(o) == 1 else o for _, o in pairs]
+        return [{"call": name, "args": i, "expected": value} for (i, _), value in zip(pairs, values, strict=True)]
     texts = [["\n".join(map(str, each)) if isinstance(each, list) else str(each) for each in pair] for pair in pairs]
     return [{"input": given, "output": wanted} for given, wanted in texts]
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:

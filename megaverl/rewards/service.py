@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -64,6 +65,27 @@ class ServiceOptions:
                 raise ValueError(f"{name} is {value!r}; it must be a number, {bound}")
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env: no variable {self.token_env} is set. Run: export {self.token_env}=...")
+
+
+def check_service(url: str, **options: Any) -> None:
+    """Raise a ValueError for what cannot be used of those options that are a service's."""
+    ServiceOptions(
+        url, **{key: value for key, value in options.items() if key in ServiceOptions.__dataclass_fields__}
+    ).check()
+
+
+def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: `**service` are `ServiceOptions` by name; the function's signature says which."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    taken = (*signature.parameters, "job")
+    others = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(ServiceOptions)
+        if each.name not in taken
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass

@@ -87,12 +87,9 @@ def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout")
 def turn_seed(run_seed: int, step: int, sample: int, turn: int, agent: str = "", purpose: str = "rollout") -> int:
     """The seed of one turn of an episode; the first turn of an only agent has the sample's own."""
     who = f"{purpose}/{turn}/{agent}" if turn or agent else purpose
-    return sample_seed(run_seed, step, sample, who if len(who) <= 64 else f"{purpose}/{turn}/{hash_of(agent)}")
-
-
-def hash_of(text: str) -> str:
-    """A short name for a long one."""
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    if len(who) > 64:  # longer than a key may be
+        who = f"{purpose}/{turn}/{hashlib.blake2b(agent.encode(), digest_size=8).hexdigest()}"
+    return sample_seed(run_seed, step, sample, who)
 
 
 def make_engine(

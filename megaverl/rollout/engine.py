@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megaverl.config.roles import RolloutConfig, SamplingRule
+    from megaverl.config.roles import RolloutConfig
     from megaverl.distributed.ragged import SharedItem
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.vllm import QuantisedWeight
@@ -342,17 +342,8 @@ def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
     plain = sampling_options(config.sampling)
     if not config.adaptive_sampling:
         return plain
-    ways = [sampling_options(config.sampling, **rule.changes) for rule in config.sampling_rules]
-    found = []
-    for length in lengths:
-        number = first_rule(config.sampling_rules, length)
-        found.append(plain if number is None else ways[number])
-    return found
-
-
-def first_rule(rules: Sequence[SamplingRule], length: int) -> int | None:
-    """The number of the first rule that holds for a prompt of so many tokens."""
-    return next((number for number, rule in enumerate(rules) if rule.holds(length)), None)
+    ways = [(rule, sampling_options(config.sampling, **rule.changes)) for rule in config.sampling_rules]
+    return [next((way for rule, way in ways if rule.holds(length)), plain) for length in lengths]
 
 
 def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:

@@ -420,8 +420,9 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Around everything that runs the model on a CPU: eager means eager in vLLM's helpers too."""
-    return nullcontext() if platform.is_cuda else vllm_cpu().without_compiler()
+    """Around everything that runs the model on a CPU: vLLM's `torch.compile`d helpers run as plain Python, as compiling
+    them costs seconds and needs a C++ compiler."""
+    return nullcontext() if platform.is_cuda else torch.compiler.set_stance("force_eager")
 
 
 def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:

@@ -87,11 +87,6 @@ def in_floating_point(weights: dict[str, QuantisedWeight], dtype: torch.dtype) -
     return {name: torch.empty_like(w.numbers, dtype=dtype, device="meta") for name, w in weights.items()}
 
 
-def is_scale(name: str) -> bool:
-    """Whether a parameter of vLLM holds scales: made from weights, and not loaded by itself."""
-    return name.endswith(("weight_scale", "weight_scale_inv"))
-
-
 def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
     numbers = getattr(module, attribute).detach()
     by_block = hasattr(module, f"{attribute}_scale_inv")
@@ -233,7 +228,8 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
     """What `load_weights` fills."""
     derived = with_derived_weights(model)
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] not in derived and not is_scale(name):
+        is_scale = name.endswith(("weight_scale", "weight_scale_inv"))  # made from weights
+        if name.rpartition(".")[0] not in derived and not is_scale:
             yield name, parameter
 
 

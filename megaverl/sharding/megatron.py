@@ -319,11 +319,12 @@ def checkpoint_layout(
         behind = view.behind(len(places[name].front))
         seen[local] = f"{places[name].key}.{behind}"
         views[seen[local]] = (places[name].key, behind)
-    pieces = tuple(
-        Piece(tensor, box, seen[local], _behind(places[single.stored_in(local)].front, local_box))
-        for tensor, box, local, local_box in single.pieces
-    )
-    return Layout(pieces, shapes, single.global_shapes, views=views)
+    pieces = []
+    for tensor, box, local, inner in single.pieces:
+        front = places[single.stored_in(local)].front
+        stored = Box((*front, *inner.start), (*(index + 1 for index in front), *inner.stop))
+        pieces.append(Piece(tensor, box, seen[local], stored))
+    return Layout(tuple(pieces), shapes, single.global_shapes, views=views)
 
 
 def _candidates(
@@ -356,7 +357,3 @@ def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:
     is_expert = ".experts.experts." in place.key
     sizes = {(1, False): (num_layers,), (1, True): (num_experts,), (2, True): (num_layers, num_experts)}
     return sizes.get((len(place.front), is_expert), ())
-
-
-def _behind(index: tuple[int, ...], box: Box) -> Box:
-    return Box((*index, *box.start), (*(i + 1 for i in index), *box.stop))

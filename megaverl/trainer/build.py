@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
 from megaverl.config import Config
-from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.roles import GridConfig
 from megaverl.config.run import RewardConfig
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.images import Images
@@ -157,16 +157,6 @@ class Builder:
             model.load_adapters(model.adapters.config.path)
         return model
 
-    def trainable(
-        self, model: TrainingModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
-    ) -> TrainableModel:
-        """`model` with its optimizer."""
-        return make_trainable(model, config, optimizer, total_updates)
-
-    @property
-    def total_updates(self) -> int:
-        return self.config.total_updates
-
     def actor(self, heads: int = 1) -> Actor:
         """The actor; where it is its own critic, with so many value heads."""
         config, shares = self.config, self.config.shares_backbone
@@ -178,7 +168,7 @@ class Builder:
             trained=config.actor.lora is None,
         )
         return (ActorCritic if shares else Actor)(
-            self.trainable(model, config.actor, config.actor.optimizer, self.total_updates),
+            make_trainable(model, config.actor, config.actor.optimizer, config.total_updates),
             config.algorithm,
             temperature=self.temperature,
             micro_batch_tokens=config.actor.micro_batch_tokens,
@@ -193,7 +183,7 @@ class Builder:
             config.critic, "critic", path=config.critic.path, value_head=heads, trained=config.critic.lora is None
         )
         return Critic(
-            self.trainable(model, config.critic, config.critic.optimizer, self.total_updates),
+            make_trainable(model, config.critic, config.critic.optimizer, config.total_updates),
             config.algorithm,
             micro_batch_tokens=config.critic.micro_batch_tokens,
             seed=config.run.seed,
@@ -339,14 +329,14 @@ class Builder:
         config, section = self.config, self.config.reward_model
         [path] = [entry.path for entry in config.reward if entry.path is not None and entry.engine == "megatron"]
         model = self.model(section, "reward_model", path=path, value_head=1, trained=section.lora is None)
-        return self.trainable(model, section, section.optimizer, config.trainer.steps)
+        return make_trainable(model, section, section.optimizer, config.trainer.steps)
 
     def implicit_reward(self) -> ImplicitRewardModel:
         """PRIME's reward model."""
         config, section = self.config, self.config.reward_model
         model = self.model(section, "reward_model", path=section.path, trained=section.lora is None)
         return ImplicitRewardModel(
-            self.trainable(model, section, section.optimizer, config.trainer.steps),
+            make_trainable(model, section, section.optimizer, config.trainer.steps),
             temperature=self.temperature,
             micro_batch_tokens=section.micro_batch_tokens,
             beta=section.beta,
@@ -438,10 +428,6 @@ class Builder:
         columns, buffer = self.columns(), data.shuffle_buffer if data.shuffle else 1
         with together():
             return StreamedPrompts(data.train, self.encoder(), columns, seed=seed, shuffle_buffer=buffer)
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run.dir) / self.config.run.name
 
 
 def grid_sizes(config: GridConfig) -> dict[str, Any]:

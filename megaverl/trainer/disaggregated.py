@@ -26,7 +26,6 @@ from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.collectives import barrier, broadcast_json, reduce_json, together
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
@@ -303,7 +302,8 @@ class Disaggregated(Executor):
             return None
         found: list[Any] = []
         with self.stages("validation"):
-            remote = reward_models_are_remote(self.config, self.fabric)
+            has_models = any(entry.path is not None for entry in self.config.reward)
+            remote = has_models and not self.fabric.placement.colocated("reward", "rollout")
             if self.fabric.has("rollout"):
                 evaluation = validation.evaluate(self.roles, self._score_remotely if remote else None)
                 found = [evaluation.metrics, evaluation.samples]
@@ -374,10 +374,3 @@ def in_one_order(config: Config, placement: ResolvedPlacement) -> bool:
     until the receiver is there: nobody is ahead of the others, and what goes between them is given and taken in the
     same order, that of a step's own operators."""
     return not (config.rollout.async_rollout or config.trainer.operators or len(placement.islands) > 1)
-
-
-def reward_models_are_remote(config: Config, fabric: Fabric) -> bool:
-    """Whether there are reward models, on other ranks than the engines."""
-    return any(entry.path is not None for entry in config.reward) and not fabric.placement.colocated(
-        "reward", "rollout"
-    )

@@ -71,7 +71,7 @@ class Trainer:
         rank = job.fabric.rank if job else dist.get_rank()
         self.keeps_records = rank == (reporter(job.fabric.placement) if job else 0)
         self.builder = builder = builder or Builder(config, fabric=job.fabric if job else None)
-        self.run_dir = builder.run_dir
+        self.run_dir = builder.config.run_dir
         self.records = Records(config, self.run_dir, console, keeps=self.keeps_records)
         held_out = builder.dataset(config.data.validation) if config.data.validation else None
         self.validation = Validation(config, held_out, self.records, console)

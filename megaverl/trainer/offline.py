@@ -37,6 +37,7 @@ from megaverl.trainer.saving import (
     settle_file,
     tokenizer_digest,
 )
+from megaverl.trainer.trainer_engines import make_trainable
 from megaverl.workers.micro_batches import Weighting, cross_entropy, run_updates
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
@@ -62,7 +63,7 @@ def with_optimizer(
     """`model` with its role's optimizer, at the learning rate and for the steps of a stage."""
     schedule = {"lr_decay_style": stage.lr_decay_style, "lr_warmup_steps": stage.lr_warmup_steps}
     role = role.model_copy(update={"scheduler": schedule})
-    return builder.trainable(model, role, {**role.optimizer, "lr": stage.lr}, stage.steps)
+    return make_trainable(model, role, {**role.optimizer, "lr": stage.lr}, stage.steps)
 
 
 class OfflineTrainer(ABC):
@@ -94,13 +95,13 @@ class OfflineTrainer(ABC):
         self.steps, self.is_first = stage.steps, dist.get_rank() == 0
         self.stages = Stages(Timeline(dist.get_rank()), job)
         timeline = self.stages.timeline
-        self.profiler = Profiler(config.run.profile, builder.run_dir, timeline.rank, timeline, console.warn)
+        self.profiler = Profiler(config.run.profile, builder.config.run_dir, timeline.rank, timeline, console.warn)
         self.data = self.dataset(sources)
         self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
-        self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.status, console)
+        self.saving = Saving(config.checkpoint, builder.config.run_dir, self.stages.status, console)
         builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
-        self.records = Records(config, builder.run_dir, console, keeps=self.is_first)
+        self.records = Records(config, builder.config.run_dir, console, keeps=self.is_first)
         self.next_step = 0
 
     @abstractmethod
@@ -141,11 +142,11 @@ class OfflineTrainer(ABC):
         finally:
             self.profiler.close()
             if self.is_first:
-                self.records.aside(lambda: self.stages.timeline.export(self.builder.run_dir / "timeline.json"))
+                self.records.aside(lambda: self.stages.timeline.export(self.builder.config.run_dir / "timeline.json"))
         if self.config.checkpoint.export_hf:
             self.stages.status("export")
-            self.export(self.builder.run_dir / "hf")
-            self.console.print(f"model written to {self.builder.run_dir / 'hf'}")
+            self.export(self.builder.config.run_dir / "hf")
+            self.console.print(f"model written to {self.builder.config.run_dir / 'hf'}")
         return result
 
     def _measured_step(self, step: int) -> dict[str, float]:
@@ -185,7 +186,7 @@ class OfflineTrainer(ABC):
             "next_step": done,
             "sampler": self.sampler.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
-            "metrics_bytes": settle_file(self.builder.run_dir / "metrics.jsonl") if self.is_first else 0,
+            "metrics_bytes": settle_file(self.builder.config.run_dir / "metrics.jsonl") if self.is_first else 0,
         }
         with self.stages("checkpoint"):
             self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})

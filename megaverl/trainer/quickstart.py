@@ -111,7 +111,7 @@ def _tokenizer_of_characters(config: Config, path: Path) -> Path:
 def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
     """Warm-up, then training, then what a person wants to see: before, after, the curve and where things are."""
     builder = Builder(config)
-    warm = builder.run_dir / "inputs" / "warm"
+    warm = builder.config.run_dir / "inputs" / "warm"
     export_model(warm_up(config, builder, console), builder, warm)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
     trainer = Trainer(config, console, Builder(config, builder.groups), job)

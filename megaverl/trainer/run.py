@@ -136,7 +136,7 @@ def _eval(config: Config, console: Console, job: Job | None, options: dict[str, 
     rollout, reward = builder.rollout(None), builder.reward()
     result = evaluate(config, rollout, reward, [data[i] for i in range(count)], builder.player())
     if dist.get_rank() == 0:
-        (builder.run_dir / "eval.json").write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
+        (builder.config.run_dir / "eval.json").write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
     for name, value in result.metrics.items():
         console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
 

@@ -344,7 +344,7 @@ def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
 
     Adapters are merged into these weights, and stand by themselves in `folder`_adapter, as peft has them.
     """
-    tokenizer = builder.run_dir / "tokenizer"
+    tokenizer = builder.config.run_dir / "tokenizer"
 
     def save_tokenizer() -> None:
         tokenizer.mkdir(parents=True, exist_ok=True)
@@ -365,7 +365,7 @@ def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, p
     source = builder.files(path).folder
 
     def describe() -> str:
-        own = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.run_dir))
+        own = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.config.run_dir))
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         described = classifier_config(config, pad_token_id=builder.tokenizer.pad_token_id)
         (own / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

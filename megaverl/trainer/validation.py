@@ -175,7 +175,7 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
         player=builder.player(),
     )
     operators = RLStep(config, roles, span=stages)
-    folder = RolloutFolder(builder.run_dir / "rollouts")
+    folder = RolloutFolder(builder.config.run_dir / "rollouts")
     first, position = on_first_rank(lambda: _start(folder, config))
     stream.seek(position)
     for step in range(first, config.trainer.steps):

@@ -63,14 +63,9 @@ class FSDPModel(TrainingModel):
         groups: makes the groups of the ranks that share a model.
         trained: it will take updates.
         lora: train adapters, and a critic's head, and nothing else; the model's own weights then lie in `dtype` too.
-        value_head: a critic: one value per position instead of logits, or one for each of several agents.
-        beside_logits: an actor that is its own critic: logits, and beside them such values.
-        activation_checkpointing: none, selective or full.
-        chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
         pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, where the model reads such
             rows.
-        freeze: patterns of the names of weights that are not trained.
-        initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
+        freeze: patterns of the names of weights that are not trained. The others: as `MegatronModel`.
     """
 
     def __init__(

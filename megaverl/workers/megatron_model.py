@@ -209,9 +209,6 @@ class MegatronModel(TrainingModel):
     def outputs(
         self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
     ) -> list[Taken]:
-        """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
-        stage."""
-
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches).to(platform.device)
             return self._forward(model, batch, is_kept=False), lambda output, non_loss_data=True: take(output, batch)

@@ -146,7 +146,6 @@ class MegatronTrainable(TrainableModel):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the gradients, added up over the data-parallel ranks: flat, in a fixed order."""
         found: dict[str, torch.Tensor] = {}
         for number, chunk in enumerate(self.chunks):
             groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
@@ -165,7 +164,6 @@ class MegatronTrainable(TrainableModel):
         return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(found)}
 
     def follow_masters(self) -> None:
-        """The masters were changed from outside: the weights become these, as after an optimizer step."""
         for single in _chain(self.optimizer):
             if isinstance(single, MixedPrecisionOptimizer) and not single.is_stub_optimizer:
                 single._copy_main_params_to_model_params()
@@ -175,7 +173,6 @@ class MegatronTrainable(TrainableModel):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
 
     def _multiply_gradients(self, factor: float) -> None:
@@ -240,10 +237,7 @@ class FSDPTrainable(TrainableModel):
     Args:
         optimizer: fields of megatron-core's OptimizerConfig; its defaults count here too. As there, what has one axis
             (biases, norms) does not decay.
-        scheduler: arguments of megatron-core's OptimizerParamScheduler.
-        total_updates: how many optimizer steps the run will take; the learning rate decays over them.
-        gradient_accumulation: micro-batches of an optimizer step, at least.
-        offload: what is away while it is not needed.
+        scheduler: arguments of megatron-core's OptimizerParamScheduler. The others: as `MegatronTrainable`.
     """
 
     model: FSDPModel

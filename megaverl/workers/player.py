@@ -94,7 +94,8 @@ class Player:
         def step(turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Turns]:
             found: dict[int, Any] = {}
             with together(self.world):
-                found = self._step_all(games, {number: turns[number] for number in turns if number in games})
+                own = {number: games[number] for number in turns if number in games}
+                found = self._side_by_side(own, lambda number: self._step(own[number], number, turns[number]))
             return {
                 number: Turns({agent: Outcome(*outcome) for agent, outcome in outcomes.items()}, acting)
                 for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
@@ -126,14 +127,11 @@ class Player:
                 )
         return [prompts, acting]
 
-    def _step_all(self, games: Mapping[int, Game], turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Any]:
-        """[outcomes by agent, who writes next] of each episode of this rank."""
-        own = {number: games[number] for number in turns}
-        return self._side_by_side(own, lambda number: self._step(own[number], number, turns[number]))
-
     def _side_by_side(self, games: Mapping[int, Game], call: Callable[[int], Any]) -> dict[int, Any]:
         """`call` for each of these episodes, several at once where they wait for something outside this process."""
-        if games and type(_inner(next(iter(games.values())))).waits:
+        first = next(iter(games.values()), None)
+        own: Any = getattr(first, "environment", first)  # the user's
+        if games and type(own).waits:
             with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
                 return dict(zip(games, threads.map(call, games), strict=True))
         return {number: call(number) for number in games}
@@ -160,11 +158,6 @@ class Player:
                 f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Fix "
                 "the environment or the row; what a model writes must never make it fail."
             ) from error
-
-
-def _inner(game: Game) -> Any:
-    """The user's own object."""
-    return getattr(game, "environment", game)
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:

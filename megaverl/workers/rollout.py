@@ -171,7 +171,7 @@ class Rollout:
         engine = self.engine
         self._wake()
         if engine.in_flight is not None and engine.in_flight.measures:
-            engine.in_flight.fit(self._least_free_memory())
+            engine.in_flight.fit(int(reduce_json(platform.free_memory(), min, self.world)))
         mine = self.numbers([len(prompt) for prompt in prompts], group_size, conversations)
         speaks = engine.tp_rank == 0  # the ranks of a replica hold the same responses: its first one speaks for it
         found: list[Generation] = []
@@ -192,10 +192,6 @@ class Rollout:
     ) -> list[int]:
         """Of prompts of these lengths, those that this rank's engine answers; ascending."""
         return split_prompts(lengths, self.engine.num_replicas, group_size, conversations)[self.engine.replica]
-
-    def _least_free_memory(self) -> int:
-        """Bytes, on the rank that has the least; every rank takes part."""
-        return int(reduce_json(platform.free_memory(), min, self.world))
 
 
 @contextmanager

@@ -34,6 +34,7 @@ GB = 2**30
 
 def versions() -> Iterator[Finding]:
     """Every part of the stack with its version, and what does not fit together."""
+    yield Finding("versions", "interpreter", "ok", sys.executable)  # the usual cause of "but I have installed it"
     for name, version in collect_versions().items():
         yield _version(name, version)
     yield from _torch_of_vllm()
@@ -126,7 +127,7 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("devices", f"GPU {index}", "warn", text, fix)
         else:
             yield Finding("devices", f"GPU {index}", "ok", text)
-    far = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not _peers(a, b)]
+    far = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
     if far:
         found = f"GPUs {', '.join(far)} cannot read each other: weights go through the host between them"
         fix = "look at nvidia-smi topo -m; in a container, give it all GPUs; switch ACS off in the BIOS"
@@ -134,15 +135,6 @@ def _gpus() -> Iterator[Finding]:
     elif count > 1:
         yield Finding("devices", "peer access", "ok", "all pairs of GPUs")
     yield Finding("devices", "CUDA", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-
-
-def _peers(a: int, b: int) -> bool:
-    return bool(torch.cuda.can_device_access_peer(a, b))
-
-
-def python_of_this_report() -> Finding:
-    """Which interpreter all this is about: the usual cause of "but I have installed it"."""
-    return Finding("versions", "interpreter", "ok", sys.executable)
 
 
 @dataclass(frozen=True)
@@ -278,13 +270,8 @@ def examine(
     """
     deadline = time.monotonic() + timeout
     running = list(start_trials(generate=generate)) if trials else []
-
-    def version_findings() -> Iterator[Finding]:
-        yield python_of_this_report()
-        yield from versions()
-
     looks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "versions": version_findings,
+        "versions": versions,
         "devices": devices,
         **({"hardware": hardware} if gpu else {}),
         "kernels": kernels,

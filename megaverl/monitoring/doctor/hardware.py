@@ -108,10 +108,6 @@ def _text(element: ElementTree.Element, path: str) -> str:
     return "" if text in ABSENT else text
 
 
-def _recovery(gpu: ElementTree.Element) -> str:
-    return _text(gpu, "gpu_recovery_action")
-
-
 def _memory_errors(gpu: ElementTree.Element) -> str:
     counts = {
         tag.tag: int(text)
@@ -156,7 +152,7 @@ def _fabric(gpu: ElementTree.Element) -> str:
 CHECKS = (
     Check(
         "recovery",
-        _recovery,
+        lambda gpu: _text(gpu, "gpu_recovery_action"),
         "fail",
         "no GPU asks for a reset",
         "drain the node, then nvidia-smi --gpu-reset -i N or reboot; dmesg has the Xid that led to it",

@@ -141,7 +141,8 @@ def _ports() -> Iterator[Finding]:
     else:
         fix = "another job may use it: give torchrun another --master-port (or end that job)"
         yield Finding("network", name, "warn", "in use", fix)
-    low, high = _ephemeral()
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low, high = map(int, path.read_text().split()) if path.exists() else (32768, 60999)
     if high - low < 4096:
         found = f"{low} to {high}: ranks and engines open many"
         fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
@@ -159,12 +160,6 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _ephemeral() -> tuple[int, int]:
-    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    low, high = path.read_text().split() if path.exists() else ("32768", "60999")
-    return int(low), int(high)
 
 
 GB = 2**30

@@ -18,14 +18,6 @@ from megaverl.errors import ConfigError
 
 Devices = Sequence[int] | str | int | Mapping[str, Any] | None
 FORMS = "[0, 1], 2, '0-3', 'cuda:0-3', 'cuda:0,2', 'cpu:0-1', or {'model': one of these}"
-# the section `placement` has no reward model: a reward's ranks are `reward`'s
-PLACEMENT_KEYS = {
-    "actor_devices": "actor_devices",
-    "critic_devices": "critic_devices",
-    "reference_devices": "reference_devices",
-    "reward_model_devices": "reward_devices",
-    "rollout_devices": "rollout_devices",
-}
 
 
 def parse_devices(value: Devices, where: str) -> list[int] | None:
@@ -93,7 +85,7 @@ class DataParallelConfig:
                 mistakes.append(str(error))
                 continue
             if ranks is not None:
-                found[PLACEMENT_KEYS[field.name]] = ranks
+                found[field.name.replace("reward_model", "reward")] = ranks  # the section's word
         if mistakes:
             raise ConfigError("\n".join(mistakes))
         return found

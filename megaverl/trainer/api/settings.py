@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from megaverl.config import Config, load_config
 from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
@@ -56,43 +56,43 @@ class TrainerConfig:
         may_be_small: without a model and data it is the small run of `get_ppo_config`.
     """
 
-    algorithm: str = "ppo"
-    actor_model: str | Path | None = None
-    critic_model: str | Path | None = None
-    reference_model: str | Path | None = None
-    tokenizer: str | Path | None = None
-    reward_function: Reward | Sequence[Reward] | None = None
-    reward_modules: str | Path | Sequence[str | Path] | None = None
-    train_data: str | Path | Sequence[str | Path] | None = None
-    validation_data: str | Path | Sequence[str | Path] | None = None
-    max_steps: int | None = None
-    prompts_per_step: int | None = None
-    group_size: int | None = None
-    learning_rate: float | None = None
-    critic_learning_rate: float | None = None
-    max_prompt_tokens: int | None = None
-    max_response_tokens: int | None = None
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int | None = None
-    rollout_tensor_parallel_size: int | None = None
-    use_vllm: bool | None = None
-    num_gpus: int | None = None
-    actor_device_mapping: Devices = None
-    critic_device_mapping: Devices = None
-    reference_device_mapping: Devices = None
-    reward_device_mapping: Devices = None
-    rollout_device_mapping: Devices = None
-    use_dynamic_batching: bool | None = None
-    async_rollout: bool | None = None
-    trust_remote_code: bool | None = None
-    offload_folder: str | Path | None = None
-    fsdp_config: Mapping[str, Any] | None = None
-    checkpoint_config: Mapping[str, Any] | None = None
-    log_with: str | Sequence[str] | None = None
-    track_metrics: Sequence[str] | None = None
-    output_dir: str | Path | None = None
-    run_name: str | None = None
-    seed: int | None = None
+    algorithm: Annotated[str, "algorithm.name"] = "ppo"
+    actor_model: Annotated[str | Path | None, "model.path"] = None
+    critic_model: Annotated[str | Path | None, "critic.path"] = None
+    reference_model: Annotated[str | Path | None, "reference.path"] = None
+    tokenizer: Annotated[str | Path | None, "model.tokenizer"] = None
+    reward_function: Annotated[Reward | Sequence[Reward] | None, "reward"] = None
+    reward_modules: Annotated[str | Path | Sequence[str | Path] | None, "reward_modules"] = None
+    train_data: Annotated[str | Path | Sequence[str | Path] | None, "data.train"] = None
+    validation_data: Annotated[str | Path | Sequence[str | Path] | None, "data.validation"] = None
+    max_steps: Annotated[int | None, "trainer.steps"] = None
+    prompts_per_step: Annotated[int | None, "data.prompts_per_step"] = None
+    group_size: Annotated[int | None, "algorithm.group_size"] = None
+    learning_rate: Annotated[float | None, "actor.optimizer.lr"] = None
+    critic_learning_rate: Annotated[float | None, "critic.optimizer.lr"] = None
+    max_prompt_tokens: Annotated[int | None, "data.max_prompt_tokens"] = None
+    max_response_tokens: Annotated[int | None, "rollout.sampling.max_tokens"] = None
+    tensor_parallel_size: Annotated[int | None, "actor.tp"] = None
+    pipeline_parallel_size: Annotated[int | None, "actor.pp"] = None
+    rollout_tensor_parallel_size: Annotated[int | None, "rollout.tp"] = None
+    use_vllm: Annotated[bool | None, "rollout.engine"] = None
+    num_gpus: Annotated[int | None, "run.nproc"] = None
+    actor_device_mapping: Annotated[Devices, "placement.actor_devices"] = None
+    critic_device_mapping: Annotated[Devices, "placement.critic_devices"] = None
+    reference_device_mapping: Annotated[Devices, "placement.reference_devices"] = None
+    reward_device_mapping: Annotated[Devices, "placement.reward_devices"] = None
+    rollout_device_mapping: Annotated[Devices, "placement.rollout_devices"] = None
+    use_dynamic_batching: Annotated[bool | None, "rollout.use_dynamic_batching"] = None
+    async_rollout: Annotated[bool | None, "rollout.async_rollout"] = None
+    trust_remote_code: Annotated[bool | None, "model.trust_remote_code"] = None
+    offload_folder: Annotated[str | Path | None, "model.offload_folder"] = None
+    fsdp_config: Annotated[Mapping[str, Any] | None, "fsdp_config"] = None
+    checkpoint_config: Annotated[Mapping[str, Any] | None, "checkpoint"] = None
+    log_with: Annotated[str | Sequence[str] | None, "run.log_with"] = None
+    track_metrics: Annotated[Sequence[str] | None, "run.track_metrics"] = None
+    output_dir: Annotated[str | Path | None, "run.dir"] = None
+    run_name: Annotated[str | None, "run.name"] = None
+    seed: Annotated[int | None, "run.seed"] = None
     options: Mapping[str, Any] = field(default_factory=dict)
     may_be_small: bool = field(default=False, init=False)
     total_steps: InitVar[int | None] = None
@@ -144,43 +144,9 @@ _TOTAL_STEPS = property(lambda self: self.max_steps, lambda self, value: setattr
 setattr(TrainerConfig, "total_steps", _TOTAL_STEPS)  # noqa: B010 - not a field to mypy
 SETTINGS = tuple(inspect.signature(TrainerConfig).parameters)
 KEYS = {
-    "algorithm": "algorithm.name",
-    "actor_model": "model.path",
-    "critic_model": "critic.path",
-    "reference_model": "reference.path",
-    "tokenizer": "model.tokenizer",
-    "reward_function": "reward",
-    "reward_modules": "reward_modules",
-    "train_data": "data.train",
-    "validation_data": "data.validation",
-    "max_steps": "trainer.steps",
-    "prompts_per_step": "data.prompts_per_step",
-    "group_size": "algorithm.group_size",
-    "learning_rate": "actor.optimizer.lr",
-    "critic_learning_rate": "critic.optimizer.lr",
-    "max_prompt_tokens": "data.max_prompt_tokens",
-    "max_response_tokens": "rollout.sampling.max_tokens",
-    "tensor_parallel_size": "actor.tp",
-    "pipeline_parallel_size": "actor.pp",
-    "rollout_tensor_parallel_size": "rollout.tp",
-    "use_vllm": "rollout.engine",
-    "num_gpus": "run.nproc",
-    "actor_device_mapping": "placement.actor_devices",
-    "critic_device_mapping": "placement.critic_devices",
-    "reference_device_mapping": "placement.reference_devices",
-    "reward_device_mapping": "placement.reward_devices",
-    "rollout_device_mapping": "placement.rollout_devices",
-    "use_dynamic_batching": "rollout.use_dynamic_batching",
-    "async_rollout": "rollout.async_rollout",
-    "trust_remote_code": "model.trust_remote_code",
-    "offload_folder": "model.offload_folder",
-    "fsdp_config": "fsdp_config",
-    "checkpoint_config": "checkpoint",
-    "log_with": "run.log_with",
-    "track_metrics": "run.track_metrics",
-    "output_dir": "run.dir",
-    "run_name": "run.name",
-    "seed": "run.seed",
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(TrainerConfig, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
 }
 
 

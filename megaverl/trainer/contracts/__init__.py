@@ -16,58 +16,23 @@ Promise = tuple[str, Callable[[], None]]
 
 
 class Kind(NamedTuple):
-    """key: where a configuration names it. what: what it is, in a few words.
-
-    promises: the function of `kinds` that yields them; imported when they are wanted, as some need torch.
-    """
+    """key: where a configuration names it. what: what it is, in a few words."""
 
     key: str
     what: str
-    promises: str
 
 
+# The promises of each are a function of `kinds`, imported when they are wanted, as some need torch.
 KINDS = {
-    "reward": Kind(
-        "reward.N.function",
-        "a function: prompt, response, reference, extra -> number",
-        "reward_promises",
-    ),
-    "environment": Kind(
-        "environment.name",
-        "a class derived from megaverl.rollout.environments.Environment or Game",
-        "environment_promises",
-    ),
-    "generation": Kind(
-        "rollout.function",
-        "a function: generate, prompts, sampling, seeds -> responses",
-        "generation_promises",
-    ),
-    "filter": Kind(
-        "algorithm.rollout_filter",
-        "a function: batch, scores -> true or false for each sample",
-        "filter_promises",
-    ),
-    "loss": Kind(
-        "algorithm.policy_loss",
-        "a function: log_probs, old_log_probs, advantages, weights -> LossOutput",
-        "loss_promises",
-    ),
-    "preference": Kind(
-        "preference.loss",
-        "a function of log-probs of pairs, or of single responses -> LossOutput",
-        "preference_promises",
-    ),
-    "advantage": Kind(
-        "algorithm.advantage",
-        "a function of what it names of a batch -> Advantages",
-        "advantage_promises",
-    ),
-    "data": Kind("data.train.N.path", "a function without arguments -> rows", "data_promises"),
-    "tracker": Kind(
-        "run.log_with",
-        "a class: RunInfo -> write(step, seconds, metrics), close()",
-        "tracker_promises",
-    ),
+    "reward": Kind("reward.N.function", "a function: prompt, response, reference, extra -> number"),
+    "environment": Kind("environment.name", "a class derived from megaverl.rollout.environments.Environment or Game"),
+    "generation": Kind("rollout.function", "a function: generate, prompts, sampling, seeds -> responses"),
+    "filter": Kind("algorithm.rollout_filter", "a function: batch, scores -> true or false for each sample"),
+    "loss": Kind("algorithm.policy_loss", "a function: log_probs, old_log_probs, advantages, weights -> LossOutput"),
+    "preference": Kind("preference.loss", "a function of log-probs of pairs, or of single responses -> LossOutput"),
+    "advantage": Kind("algorithm.advantage", "a function of what it names of a batch -> Advantages"),
+    "data": Kind("data.train.N.path", "a function without arguments -> rows"),
+    "tracker": Kind("run.log_with", "a class: RunInfo -> write(step, seconds, metrics), close()"),
 }
 
 
@@ -96,7 +61,7 @@ def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> 
         raise ConfigError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}.")
     load_object(name, KINDS[kind].key)
     promises: Callable[[str, dict[str, Any]], Iterable[Promise]] = getattr(
-        import_module("megaverl.trainer.contracts.kinds"), KINDS[kind].promises
+        import_module("megaverl.trainer.contracts.kinds"), f"{kind}_promises"
     )
     yield from keep(promises(name, dict(options or {})))
 

@@ -125,10 +125,7 @@ class SideDtypes:
 
     def of(self, tensor: str) -> torch.dtype | None:
         """Of a global tensor, whichever rank holds it; None where the side holds nothing that could be moved."""
-        return MOVABLE.get(self._name_of(tensor))
-
-    def _name_of(self, tensor: str) -> str:
-        return self._others[tensor][0] if tensor in self._others else self._common
+        return MOVABLE.get(self._others[tensor][0] if tensor in self._others else self._common)
 
     def problems(self, layout: Layout, tensors: Tensors) -> Iterator[tuple[str, str]]:
         """(what is wrong, tensor) for each tensor of this rank."""

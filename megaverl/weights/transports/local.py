@@ -60,9 +60,11 @@ class Alias:
     def __init__(self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool) -> None:
         self._pairs, self._source, self._dest, self._may_rebind = pairs, source, dest, may_rebind
         # all that a run looks at where nothing has changed: two addresses, and how far apart they must be
-        self._links = [
-            (dest[pair.dest], source[pair.source], _bytes_before(pair.box, source[pair.source])) for pair in pairs
-        ]
+        self._links = []
+        for pair in pairs:
+            origin = source[pair.source]
+            rows_before = pair.box.start[0] * origin.stride(0) * origin.element_size()
+            self._links.append((dest[pair.dest], origin, rows_before))
         self._nbytes = sum(pair.numel * dest[pair.dest].element_size() for pair in pairs)
 
     @classmethod
@@ -113,11 +115,6 @@ class Alias:
             for pair in self._pairs
             if self._dest[pair.dest].numel() and self._dest[pair.dest].untyped_storage().nbytes() == 0
         ]
-
-
-def _bytes_before(box: Box, origin: torch.Tensor) -> int:
-    """From the start of a contiguous tensor to a box of whole rows."""
-    return box.start[0] * origin.stride(0) * origin.element_size()
 
 
 def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[str] = ()) -> int:
