@@ -10,7 +10,7 @@ KL(policy || reference) on average (arXiv 2203.02155, eq. 2; arXiv 2510.01555); 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,18 +115,6 @@ def kl_loss(
     return LossOutput(value + (slope - slope.detach()), metrics)
 
 
-class KLController(Protocol):
-    """Holds `coef`; told the measured KL once per step; its state goes into the checkpoint (plain JSON)."""
-
-    coef: float
-
-    def update(self, kl: float) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class FixedKL:
     """A coefficient that stays as it is."""
 
@@ -180,6 +168,10 @@ class AdaptiveKL:
         """Take up the coefficient; target and gain are the configuration's."""
         _check_kind(state, "adaptive")
         self.coef = float(state["coef"])
+
+
+# Holds `coef`; told the measured KL once per step; its state goes into the checkpoint (plain JSON).
+KLController = FixedKL | AdaptiveKL
 
 
 class AdaptiveEntropy:

@@ -331,11 +331,7 @@ class CheckpointStore:
         return next(self._search, None)
 
     def _whole(self, root: Path, job: str) -> Generator[Path, str, None]:
-        """The whole checkpoints, newest first; warns of those passed over. What is sent is wrong with the last one.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none, of any job, is whole.
-        """
+        """The whole checkpoints, newest first; warns of those passed over. What is sent is wrong with the last one."""
 
         def search() -> list[list[str]]:
             found, wrong = newest_first(root, job)

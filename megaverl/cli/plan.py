@@ -218,11 +218,7 @@ def _plugin(arguments: argparse.Namespace) -> int:
 
 
 def _key_values(given: Sequence[str]) -> Mapping[str, object]:
-    """`key=value`, values as YAML.
-
-    Raises:
-        ConfigError: one without an equals sign.
-    """
+    """`key=value`, values as YAML."""
     found = {}
     for text in given:
         key, equals, value = text.partition("=")

@@ -143,9 +143,6 @@ def _asked(
 
     Args:
         wrong: what is wrong with a value; empty: nothing.
-
-    Raises:
-        UsageError: no value, and nobody to ask; or a wrong one.
     """
     asks = given is None and sys.stdin.isatty()
     while True:

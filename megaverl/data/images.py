@@ -9,10 +9,10 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megaverl.config.run import ImagesConfig
 from megaverl.data.downloads import fetch
@@ -240,11 +240,7 @@ class Images:
         raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path.")
 
     def _download(self, url: str, what: str) -> bytes:
-        """What lies at a URL, within the limits.
-
-        Raises:
-            DataError: it cannot be had, is no image, is too large, is not whole, or lies where nothing is fetched from.
-        """
+        """What lies at a URL, within the limits."""
         try:
             return fetch(url, self.config.max_bytes, self.config.allow_urls, SECONDS)
         except (OSError, ValueError, HTTPException) as error:
@@ -280,16 +276,9 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
     return "".join(texts), found
 
 
-class HasImages(Protocol):
-    """A `PromptRecord`."""
-
-    @property
-    def images(self) -> Sequence[SharedItem] | None: ...
-
-
-def image_column(records: Sequence[HasImages]) -> dict[str, list[list[SharedItem]]]:
+def image_column(of_prompts: Iterable[Sequence[SharedItem] | None]) -> dict[str, list[list[SharedItem]]]:
     """The batch column of these prompts' images; none of a model that takes none."""
-    found = [each.images for each in records if each.images is not None]
+    found = [images for images in of_prompts if images is not None]
     return {COLUMN: [list(own) for own in found]} if found else {}
 
 

@@ -142,7 +142,7 @@ class PreferenceReader:
             [tokens for found in read for tokens, _ in found],
             [row for row, found in enumerate(read) for _ in found],
         ).with_(desirable=torch.tensor([desirable for found in read for _, desirable in found], dtype=torch.bool))
-        batch = batch.with_columns(**image_column(of_each))
+        batch = batch.with_columns(**image_column(record.images for record in of_each))
         if self.columns.margin is None:
             return batch
         margins = [self.columns.read_margin(record.extra, record.where) for record in records for _ in range(2)]

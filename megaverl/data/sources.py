@@ -159,11 +159,7 @@ class FirstRows:
 
 
 def _own(name: str) -> RowSource:
-    """What the user's function returns: rows with `where` and `fingerprint`, or a plain list of mappings.
-
-    Raises:
-        DataError: it raises, or returns something else.
-    """
+    """What the user's function returns: rows with `where` and `fingerprint`, or a plain list of mappings."""
     function = load_object(name, "data")
     try:
         found = function() if callable(function) else function

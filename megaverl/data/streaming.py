@@ -12,7 +12,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,19 +39,6 @@ class Row(NamedTuple):
 
     columns: dict[str, Any]
     where: str
-
-
-class SourceReader(Protocol):
-    """Reads a source from its beginning to its end."""
-
-    def read(self) -> Row | None:
-        """The next row; None at the end, where the next `read` is the first row again."""
-
-    def state(self) -> dict[str, Any]:
-        """Where it stands: JSON, small."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back, or on, to where a `state` was taken."""
 
 
 def open_reader(source: SourceConfig) -> SourceReader:
@@ -195,6 +182,9 @@ class FirstReader:
         self._reader.restore(state["inner"])
 
 
+# Reads a source from its beginning to its end, where it gives None, and is at its beginning again. Its state, where it
+# stands, is small, and JSON.
+SourceReader = FilesReader | NumberedReader | HubReader | FirstReader
 MOST_DROPPED = 100_000  # rows dropped one after the other, before something must be wrong
 
 
@@ -355,27 +345,6 @@ class StreamedPrompts:
         self._begin, self._rows, self._within = dict(place), [], 0
 
 
-class Prompts(Protocol):
-    """An endless stream of prompts: `PromptStream`, or `streaming.StreamedPrompts`."""
-
-    position: int
-
-    @property
-    def epoch(self) -> float: ...
-
-    @property
-    def losses(self) -> str:
-        """Rows that were left out or cut, in words; empty where none was."""
-
-    def take(self, count: int) -> list[PromptRecord]: ...
-
-    def seek(self, position: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], next_step: int) -> None: ...
-
-
 class PromptStream:
     """The sampler's endless stream of prompts, from a position on.
 
@@ -425,3 +394,6 @@ class PromptStream:
         """
         self.sampler.check_state(state)
         self.position = int(state.get("position", next_step * self.sampler.prompts_per_step))
+
+
+Prompts = PromptStream | StreamedPrompts  # an endless stream of prompts

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megaverl.errors import DataError
 
@@ -237,13 +237,6 @@ def _sample_texts(proto: Any) -> Iterator[str]:
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-class HasVocabulary(Protocol):
-    """What `check_fits` reads of a `models.spec.ModelSpec`."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
 class Tokenizer:
     """What the rest of the house asks of a tokenizer.
 
@@ -411,22 +404,22 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not valid JSON ({error}). Copy the file again from its source.") from error
 
 
-def check_fits(tokenizer: Tokenizer, spec: HasVocabulary, *, model: str | Path = "the model") -> None:
+def check_fits(tokenizer: Tokenizer, vocab_size: int, *, model: str | Path = "the model") -> None:
     """Every id of the tokenizer must have a row in the model's embedding.
 
     Raises:
         DataError: names both numbers.
     """
-    if tokenizer.vocab_size > spec.vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"{tokenizer.source}: this tokenizer does not fit {model}: its ids reach "
             f"{tokenizer.vocab_size - 1}, but the model's vocabulary (vocab_size in config.json) is "
-            f"{spec.vocab_size}, ids 0 to {spec.vocab_size - 1}. Use the tokenizer that the model was "
+            f"{vocab_size}, ids 0 to {vocab_size - 1}. Use the tokenizer that the model was "
             "trained with."
         )
-    beyond = [number for number in tokenizer.stop_token_ids if number >= spec.vocab_size]
+    beyond = [number for number in tokenizer.stop_token_ids if number >= vocab_size]
     if beyond:
         raise DataError(
             f"{tokenizer.source}: generation_config.json names the end-of-sequence ids {beyond}, but the "
-            f"vocabulary of {model} is {spec.vocab_size}. Correct eos_token_id there."
+            f"vocabulary of {model} is {vocab_size}. Correct eos_token_id there."
         )

@@ -13,7 +13,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median_low
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,16 +42,6 @@ class Slow(NamedTuple):
     usual: float
 
 
-class Meter(Protocol):
-    """Measures this rank's own work."""
-
-    def begin(self) -> None:
-        """The last step before a comparison begins."""
-
-    def take(self) -> Work:
-        """What counts of what was done since this was last asked."""
-
-
 class ProcessorMeter:
     """Processor seconds of this process, by stage, in all steps."""
 
@@ -59,9 +49,10 @@ class ProcessorMeter:
         self._timeline = timeline
 
     def begin(self) -> None:
-        """It measures all the time."""
+        """The last step before a comparison begins; this one measures all the time."""
 
     def take(self) -> Work:
+        """What counts of what was done since this was last asked."""
         return {stage: {"": (seconds, 1.0)} for stage, seconds in self._timeline.take_work().items()}
 
 
@@ -124,7 +115,7 @@ class Stragglers:
 
     def __init__(
         self,
-        meter: Meter,
+        meter: ProcessorMeter | KernelMeter,
         like: str,
         every: int,
         *,

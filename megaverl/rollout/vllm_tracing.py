@@ -385,11 +385,7 @@ class _Kinds:
         return cls([name for name in sources if name not in skipped], alike)
 
     def repeat(self, found: TracedLayout) -> TracedLayout:
-        """With what was traced of the first of a kind said of the others.
-
-        Raises:
-            LookupError: one layer's tensors went where no layer's number stands.
-        """
+        """With what was traced of the first of a kind said of the others."""
         parts = [found]
         for (stack, first), others in self.alike.items():
             layer = found.from_sources(f"{stack}{first}.")

@@ -84,7 +84,7 @@ class Builder:
             self.tokenizer = load_tokenizer(
                 config.model.tokenizer or self.folder, trust_remote_code=config.model.trust_remote_code
             )
-            check_fits(self.tokenizer, self.spec, model=config.model.path)
+            check_fits(self.tokenizer, self.spec.vocab_size, model=config.model.path)
             self.images = Images.of(config.data.images, self.folder, self.tokenizer)
             if config.max_tokens > self.spec.max_positions:
                 raise ConfigError(

@@ -238,11 +238,7 @@ class Trainer:
         return result
 
     def _agree(self, done: int, *, starts: bool = False) -> dict[str, float]:
-        """After `done` steps; every rank of the job takes part. Returns what was measured, where records are kept.
-
-        Raises:
-            Leaving: the run was asked to leave, and has saved.
-        """
+        """After `done` steps; every rank of the job takes part. Returns what was measured, where records are kept."""
         trainer, result = self.config.trainer, {}
         self.next_step, last, is_best = done, done == trainer.steps, False
         self.executor.synchronise(done, starts=starts)
@@ -402,11 +398,7 @@ class Trainer:
             self.console.print(f"resumed from {path}: {done}{inside}")
 
     def _take_up(self, path: Path, state: dict[str, Any]) -> None:
-        """The trainer's own state.
-
-        Raises:
-            CheckpointError, DataError: it was made with other data, or another tokenizer.
-        """
+        """The trainer's own state."""
         check_origin(path, state, "train", self.builder.tokenizer)
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
         self.roles.load_kl_state(state["kl"])

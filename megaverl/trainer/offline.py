@@ -192,11 +192,7 @@ class OfflineTrainer(ABC):
             self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})
 
     def _resume(self) -> None:
-        """Take up a checkpoint, if there is one.
-
-        Raises:
-            CheckpointError, DataError: it is of another command, or was made with other data, or another tokenizer.
-        """
+        """Take up a checkpoint, if there is one."""
         path = self.saving.resumed_from
         if path is None:
             return

@@ -286,11 +286,7 @@ class Mix:
         )
 
     def _answers(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
-        """Cross-entropy on the reference answer of every prompt.
-
-        Raises:
-            DataError: an answer that is no text.
-        """
+        """Cross-entropy on the reference answer of every prompt."""
         tokenizer = self._roles().reward.tokenizer
         firsts = [int((rollouts.group_ids == group).nonzero()[0, 0]) for group in rollouts.group_ids.unique()]
         prompts, answers = [], []

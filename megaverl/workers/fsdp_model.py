@@ -274,10 +274,6 @@ class _Beside:
 
 
 def _check_ranks(grid: Grid, fsdp: FsdpConfig, lora: LoraConfig | None, role: str) -> None:
-    """
-    Raises:
-        ConfigError: what there is not.
-    """
     if grid.shape.world_size != grid.shape.tp * grid.shape.dp:
         raise ConfigError(f"{role}: engine: fsdp has data- and tensor-parallel ranks. Leave out pp, cp and ep.")
     if grid.shape.tp > 1 and (lora is not None or fsdp.compile):

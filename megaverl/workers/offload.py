@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
@@ -25,16 +24,6 @@ from megaverl.platform import platform
 
 Storages = list[torch.UntypedStorage]
 SMALLEST = 64  # bytes
-
-
-class OffloadTarget(Protocol):
-    """Where copies of storages lie."""
-
-    def store(self, storages: Storages) -> None:
-        """Copy them here; when it returns, they may be emptied."""
-
-    def fetch(self, storages: Storages) -> None:
-        """Fill the same storages, which have their size again."""
 
 
 class PinnedMemory:
@@ -108,6 +97,10 @@ class Nowhere:
     def fetch(self, storages: Storages) -> None:
         for storage in storages:
             as_bytes(storage).zero_()
+
+
+# Where copies of storages lie: when `store` returns, they may be emptied; `fetch` fills them when they have their size.
+OffloadTarget = PinnedMemory | Files | Nowhere
 
 
 class Offload:

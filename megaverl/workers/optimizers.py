@@ -171,10 +171,6 @@ class MegatronTrainable(TrainableModel):
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
-
     def _multiply_gradients(self, factor: float) -> None:
         """Those that the optimizer is about to step on, as megatron-core's clipping multiplies them."""
         if factor == 1.0:
@@ -327,10 +323,6 @@ class FSDPTrainable(TrainableModel):
 
     def follow_masters(self) -> None:
         """Nothing to do: the weights are what the optimizer steps on."""
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,7 @@ def rollout_batch(
             "prompt": [prompt.text for prompt in prompts],
             "reference": [prompt.reference for prompt in prompts],
             "extra": [prompt.extra for prompt in prompts],
-            **image_column(prompts),
+            **image_column(prompt.images for prompt in prompts),
         },
     )
 

@@ -210,7 +210,7 @@ def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: Mode
     if mistakes := list(other_tokenizer_mistakes(config)):
         lines = [f"  - {mistake}" for mistake in mistakes]
         raise ConfigError("\n".join([f"reference.path: {path} has other tokens than {student.source}:", *lines]))
-    check_fits(own, spec, model=path)
+    check_fits(own, spec.vocab_size, model=path)
     return own
 
 

@@ -196,9 +196,10 @@ class TrainableModel(ABC):
         """The masters were changed from outside: the weights become these, as after an optimizer step."""
 
     @property
-    @abstractmethod
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Of the next update; NaN where this rank has nothing to train."""
+        groups = self.scheduler.optimizer.param_groups
+        return float(groups[0]["lr"]) if groups else math.nan
 
     def _offload(self, config: OffloadConfig) -> None:
         """From now on, weights, gradients and the optimizer's state are away between the stages that need them."""

@@ -289,7 +289,9 @@ def test_images_of_datasets_come_as_they_are_stored(folder: Path, tmp_path: Path
 
 def batch_of(records: list[PromptRecord]) -> RolloutBatch:
     answers = [Generation([5], [-1.0], "stop") for _ in records]
-    return RolloutBatch.from_generations([r.token_ids for r in records], answers, columns=image_column(records))
+    return RolloutBatch.from_generations(
+        [r.token_ids for r in records], answers, columns=image_column(r.images for r in records)
+    )
 
 
 def test_a_group_shares_its_images_wherever_its_rows_go(read: Read, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -117,16 +116,16 @@ def test_generation_config_adds_ends_of_a_response(tmp_path: Path, tokenizer: To
     loaded = load_tokenizer(tmp_path)
     assert loaded.stop_token_ids == [3, 7]
     with pytest.raises(DataError, match="does not fit"):
-        check_fits(loaded, SimpleNamespace(vocab_size=5))
+        check_fits(loaded, 5)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 900}))
     with pytest.raises(DataError, match=r"ids \[900\].* is 300"):
-        check_fits(load_tokenizer(tmp_path), SimpleNamespace(vocab_size=300))
+        check_fits(load_tokenizer(tmp_path), 300)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused_with_both_numbers(tokenizer: Tokenizer) -> None:
-    check_fits(tokenizer, SimpleNamespace(vocab_size=300))
+    check_fits(tokenizer, 300)
     with pytest.raises(DataError, match=r"does not fit models/small.* reach 299, .* is 290"):
-        check_fits(tokenizer, SimpleNamespace(vocab_size=290), model="models/small")
+        check_fits(tokenizer, 290, model="models/small")
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -43,7 +43,7 @@ def samples(folder: str, order: list[int]) -> tuple[RolloutBatch, int]:
         tokens.append(encoded.token_ids)
     responses = [[11, 12, 13], [14, token, 12, 11], [12], [13, 14], [token, token, 3]][: len(order)]
     generations = [Generation(each, [0.0] * len(each), "stop") for each in responses]
-    return RolloutBatch.from_generations(tokens, generations, columns=image_column(rows)), token
+    return RolloutBatch.from_generations(tokens, generations, columns=image_column(row.images for row in rows)), token
 
 
 def reference(model: Any, batch: RolloutBatch, token: int) -> torch.Tensor:

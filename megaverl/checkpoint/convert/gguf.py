@@ -118,7 +118,7 @@ def convert_gguf(
         tokenizer = load_gguf_tokenizer(source, header)
     else:
         given = load_tokenizer(tokenizer_folder)
-        check_fits(given, spec, model=source)
+        check_fits(given, spec.vocab_size, model=source)
         check_same_ids(given, _vocabulary(header), source)
         tokenizer = given.backend
     weights = weights_of(spec)

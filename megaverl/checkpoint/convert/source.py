@@ -217,11 +217,7 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
 
 
 def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
-    """Where config.json is: in the checkpoint itself, or where the run's configuration says; and its tokenizer.
-
-    Raises:
-        ModelError: neither leads to one.
-    """
+    """Where config.json is: in the checkpoint itself, or where the run's configuration says; and its tokenizer."""
     if (folder / "config.json").is_file():
         return folder, None
     run, named = folder.parent.parent, ""
@@ -319,7 +315,7 @@ def check_tokenizer(path: Path, spec: ModelSpec, model_folder: Path) -> None:
         DataError: it cannot be read, does not fit the model, or gives other tokens the ids that the model knows.
     """
     tokenizer = load_tokenizer(path)
-    check_fits(tokenizer, spec, model=model_folder)
+    check_fits(tokenizer, spec.vocab_size, model=model_folder)
     if not any((model_folder / name).is_file() for name in VOCABULARY_FILES):
         return
     check_same_ids(tokenizer, load_tokenizer(model_folder).backend.get_vocab(), model_folder)

@@ -390,11 +390,7 @@ def _describe(source: Tensors) -> dict[str, Any]:
 
 
 def _handle(storage: torch.UntypedStorage) -> list[Any]:
-    """[handle of the allocation, the storage's bytes, where it begins in the allocation].
-
-    Raises:
-        RuntimeError: memory that cannot be shared.
-    """
+    """[handle of the allocation, the storage's bytes, where it begins in the allocation]."""
     made = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
     alias = cast(torch.UntypedStorage, made)
     _, handle, nbytes, offset, counter, place, *_ = alias._share_cuda_()
@@ -403,11 +399,7 @@ def _handle(storage: torch.UntypedStorage) -> list[Any]:
 
 
 def _open(described: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Another process's tensors, from its `_describe`; it is closed when the last of them goes.
-
-    Raises:
-        RuntimeError: the driver or the system does not let this process open it.
-    """
+    """Another process's tensors, from its `_describe`; it is closed when the last of them goes."""
     storages = [
         torch.UntypedStorage._new_shared_cuda(
             torch.cuda.current_device(), bytes.fromhex(handle), nbytes, offset, NO_COUNTER, 0, b"", False
