@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,36 @@ class Timeline:
         self._step_thread = threading.get_ident()
         self._depth = threading.local()
 
-    def span(self, name: str) -> _Span:
-        """A context manager that times its block under `name`."""
-        return _Span(self, name)
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Times its block under `name`."""
+        self._depth.value = getattr(self._depth, "value", 0) + 1
+        unmark = self.mark(name) if self.mark is not None else None
+        worked, begin = time.process_time_ns(), time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            duration, work = time.perf_counter_ns() - begin, time.process_time_ns() - worked
+            depth = self._depth.value = self._depth.value - 1
+            thread = threading.get_ident()
+            self._events.append((name, begin, duration, thread, self._step, work))
+            self._totals[name] += duration
+            self._work[name] += work
+            if depth == 0 and thread == self._step_thread:
+                self._covered_ns += duration
+            if unmark is not None:
+                unmark()
 
-    def step(self, number: int) -> _Step:
-        """A context manager around one training step, or around the rest of one that has begun."""
-        return _Step(self, number)
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one training step, or around the rest of one that has begun."""
+        self.begin(number)
+        try:
+            yield
+        finally:
+            self._is_open = False
+            begin, self._step_ns = self._step_begin, time.perf_counter_ns() - self._step_begin
+            self._events.append(("step", begin, self._step_ns, self._step_thread, number, None))
 
     def begin(self, number: int) -> None:
         """A step begins, and sums start anew, unless it has begun already; leaving `step` ends it."""
@@ -115,59 +139,6 @@ class Timeline:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the trace as JSON, to be opened in chrome://tracing or Perfetto."""
         return _write_trace(Path(path), self.trace_events())
-
-    def _open(self) -> None:
-        self._depth.value = getattr(self._depth, "value", 0) + 1
-
-    def _close(self, name: str, begin: int, duration: int, work: int) -> None:
-        depth = self._depth.value = self._depth.value - 1
-        thread = threading.get_ident()
-        self._events.append((name, begin, duration, thread, self._step, work))
-        self._totals[name] += duration
-        self._work[name] += work
-        if depth == 0 and thread == self._step_thread:
-            self._covered_ns += duration
-
-
-class _Span:
-    __slots__ = ("_begin", "_name", "_timeline", "_unmark", "_worked")
-
-    def __init__(self, timeline: Timeline, name: str) -> None:
-        self._timeline = timeline
-        self._name = name
-
-    def __enter__(self) -> _Span:
-        self._timeline._open()
-        mark = self._timeline.mark
-        self._unmark = mark(self._name) if mark is not None else None
-        self._worked = time.process_time_ns()
-        self._begin = time.perf_counter_ns()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        duration = time.perf_counter_ns() - self._begin
-        self._timeline._close(self._name, self._begin, duration, time.process_time_ns() - self._worked)
-        if self._unmark is not None:
-            self._unmark()
-
-
-class _Step:
-    __slots__ = ("_number", "_timeline")
-
-    def __init__(self, timeline: Timeline, number: int) -> None:
-        self._timeline = timeline
-        self._number = number
-
-    def __enter__(self) -> _Step:
-        self._timeline.begin(self._number)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        timeline = self._timeline
-        timeline._is_open = False
-        timeline._step_ns = time.perf_counter_ns() - timeline._step_begin
-        begin, duration = timeline._step_begin, timeline._step_ns
-        timeline._events.append(("step", begin, duration, timeline._step_thread, self._number, None))
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
@@ -229,18 +230,20 @@ COMPONENTS = {
 }
 
 
+def installed(component: str) -> tuple[str, str] | None:
+    """The distribution that provides one of `COMPONENTS` here, and its version."""
+    for distribution in COMPONENTS[component]:
+        with suppress(metadata.PackageNotFoundError):
+            return distribution, metadata.version(distribution)
+    return None
+
+
 def collect_versions() -> dict[str, str]:
     """Names and versions; a part that is not installed is "absent". Imports none of them."""
     versions = {"megaverl": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for component, distributions in COMPONENTS.items():
-        versions[component] = "absent"
-        for distribution in distributions:
-            try:
-                found = metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                continue
-            versions[component] = found if distribution == component else f"{found} ({distribution})"
-            break
+    for component in COMPONENTS:
+        distribution, version = installed(component) or (component, "absent")
+        versions[component] = version if distribution == component else f"{version} ({distribution})"
     commit = git_commit()
     if commit is not None:
         versions["commit"] = commit

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 
@@ -36,7 +35,7 @@ from megaverl.distributed.worlds import Fabric, join, of_default_group
 from megaverl.errors import SAVED_AND_LEFT, ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
-from megaverl.monitoring.tracker import COMPONENTS
+from megaverl.monitoring.tracker import installed
 from megaverl.platform import platform
 from megaverl.version import __version__
 
@@ -153,15 +152,8 @@ def _gpu_memory() -> float:
 
 
 def _versions() -> dict[str, str]:
-    found = {"megaverl": __version__}
-    for component in MUST_AGREE:
-        for distribution in COMPONENTS[component]:
-            try:
-                found[component] = metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                continue
-            break
-    return found
+    found = {component: known[1] for component in MUST_AGREE if (known := installed(component))}
+    return {"megaverl": __version__, **found}
 
 
 class RanksFile:
