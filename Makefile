@@ -16,7 +16,6 @@ docs: ## pages made from the code, then the site at http://127.0.0.1:8000
 
 release: ## dist/: a source archive and a wheel, checked as an index of packages would
 	./launch/bootstrap.sh
-	.venv/bin/python -m pip install "build>=1.2" "twine>=6.1"
 	rm -rf build dist
 	.venv/bin/python -m build
 	.venv/bin/python -m twine check --strict dist/*

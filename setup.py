@@ -83,12 +83,14 @@ EXTRAS_REQUIRE = {
     # ft_launcher in the place of torchrun: restarts within a job, hot spares.
     "resiliency": ["nvidia-resiliency-ext>=0.4"],
     "test": [
+        "build>=1.2",
         "hypothesis>=6.100",
         "mypy>=1.15",
         "peft>=0.17",
         "pytest>=8",
         "pytest-xdist>=3.6",
         "ruff>=0.9",
+        "twine>=6.1",
         "types-PyYAML>=6.0",
     ],
     "tensorboard": ["tensorboard>=2.16"],
@@ -114,8 +116,6 @@ EXTRAS_REQUIRE = {
     "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocs-jupyter>=0.25"],
-    # What `make release` builds and checks with; in no lock.
-    "release": ["build>=1.2", "twine>=6.1"],
     # Models from modelscope.cn: model.hub=modelscope.
     "modelscope": ["modelscope>=1.20"],
     # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.

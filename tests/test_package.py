@@ -10,8 +10,8 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
+import sysconfig
+import venv
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -233,42 +233,48 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def test_a_release_is_whole(tmp_path: Path) -> None:
-    """The source archive makes the wheel, and the wheel alone is the program."""
-    source, target = tmp_path / "source", tmp_path / "target"
+    """A checkout makes an archive, that a wheel, and the wheel alone is the program in a new environment.
+
+    The environment sees the packages that are installed here, and nothing of the checkout.
+    """
+    for module in ("build", "twine"):
+        pytest.importorskip(module, reason=f"{module} is not installed (pip install 'megaverl[test]')")
+    source, dist, version = tmp_path / "source", tmp_path / "dist", f"{RELEASE}+dev"
     for path in tracked_files():
         (copy := source / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    build = [sys.executable, "setup.py", "-q"]
-    subprocess.run([*build, "sdist", "--dist-dir", str(tmp_path)], cwd=source, check=True, capture_output=True)
-    with tarfile.open(tmp_path / f"megaverl-{RELEASE}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    unpacked = tmp_path / f"megaverl-{RELEASE}"
-    subprocess.run([*build, "bdist_wheel", "--dist-dir", str(tmp_path)], cwd=unpacked, check=True, capture_output=True)
-    with zipfile.ZipFile(tmp_path / f"megaverl-{RELEASE}-py3-none-any.whl") as wheel:
-        wheel.extractall(target)
-    about = target / f"megaverl-{RELEASE}.dist-info"
+    (source / ".git").mkdir()  # a checkout without a tag
+
+    def run(*command: str | Path, at: Path = tmp_path) -> str:
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=at, env=clean, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, at=source)
+    archive, wheel = sorted(dist.iterdir(), key=lambda path: path.suffix)
+    assert (archive.name, wheel.name) == (f"megaverl-{version}.tar.gz", f"megaverl-{version}-py3-none-any.whl")
+    run(sys.executable, "-m", "twine", "check", "--strict", archive, wheel)
+
+    venv.create(tmp_path / "venv", symlinks=True)
+    python, packages = tmp_path / "venv" / "bin" / "python", next((tmp_path / "venv" / "lib").glob("*/site-packages"))
+    (packages / "others.pth").write_text("\n".join({sysconfig.get_path(name) for name in ("purelib", "platlib")}))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    about = packages / f"megaverl-{version}.dist-info"
     found = Metadata.from_email((about / "METADATA").read_bytes(), validate=True)
-    assert (str(found.version), found.license_files) == (RELEASE, ["LICENSE"])
+    assert (str(found.version), found.license_files) == (version, ["LICENSE"])
+    assert (about / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert any(line.startswith("Development Status ::") for line in found.classifiers or [])
     assert found.description and "](docs/" not in found.description  # an index of packages has no such files
-    assert "megaverl = megaverl.cli.main:main" in (about / "entry_points.txt").read_text(encoding="utf-8")
-    carried = {
-        path.relative_to(target / "megaverl" / "configs") for path in (target / "megaverl" / "configs").rglob("*.*")
-    }
+    configs = packages / "megaverl" / "configs"
+    carried = {path.relative_to(configs) for path in configs.rglob("*.*")}
     assert carried == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.*")}
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    for words, said in ((["--version"], RELEASE), (["recipes"], str(target / "megaverl" / "configs"))):
-        command = [sys.executable, "-m", "megaverl", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and said in done.stdout, done.stderr
-    dry = [
-        "train",
-        "--config",
-        str(target / "megaverl/configs/gsm8k_smollm2/ppo.yaml"),
-        "--dry-run",
-        "--no-file-checks",
-    ]
-    command = [sys.executable, "-m", "megaverl", *dry, "model.path=model", "data.train=[train.jsonl]"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    megaverl = tmp_path / "venv" / "bin" / "megaverl"
+    assert run(megaverl, "--version").split()[-1] == version
+    assert str(configs) in run(megaverl, "recipes")
+    run(megaverl, "quickstart", "--dry-run")
+    given = ["--no-file-checks", "model.path=model", "data.train=[train.jsonl]"]
+    run(megaverl, "train", "--config", configs / "gsm8k_smollm2/ppo.yaml", "--dry-run", *given)
 
 
 def test_an_archive_of_a_checkout_makes_wheels_of_its_own_version(tmp_path: Path) -> None:
