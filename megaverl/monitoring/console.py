@@ -50,8 +50,8 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column("reward", ("reward/mean",), "6.3f"),
     Column("accuracy", ("reward/accuracy",), "5.1f", 100.0, "%"),
     Column("held-out", ("validation/accuracy",), "5.1f", 100.0, "%"),
-    Column("kl", ("actor/kl", "train/kl"), "8.2e"),
-    Column("loss", ("actor/loss", "train/loss", "sft/loss"), "8.4f"),
+    Column("kl", ("train/kl",), "8.2e"),
+    Column("loss", ("actor/loss", "sft/loss"), "8.4f"),
     Column("", ("rollout/throughput_tokens_per_sec", "train/tokens_per_sec"), "7,.0f", 1.0, " tok/s"),
     Column("", ("train/step_time_ms",), "6.2f", 1e-3, " s"),
 )

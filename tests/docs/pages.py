@@ -65,9 +65,13 @@ def prose(page: Path) -> str:
 
 def table_names(page: Path, heading: str) -> set[str]:
     """The code spans in the first column of the tables below a heading."""
+    return {name for cell in table_column(page, heading) for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def table_column(page: Path, heading: str) -> list[str]:
+    """The first cell of every row of the tables below a heading, without the first."""
     text = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    columns = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
-    return {name for column in columns for name in re.findall(r"`([^`]+)`", column)}
+    return [line.split("|")[1] for line in text.splitlines() if line.startswith("| ") and "---" not in line][1:]
 
 
 def anchors(page: Path) -> set[str]:

@@ -11,6 +11,7 @@ A block that cannot be run at all says why in a comment before it: <!-- not run:
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -18,12 +19,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megaverl import errors
 from megaverl.cli.main import COMMANDS, main, parser_of
 from megaverl.config import load_config
 from megaverl.config.loader import FLAT
@@ -32,7 +35,8 @@ from megaverl.config.schema import Config
 from megaverl.config.section import all_keys, keys_of
 from megaverl.config.yaml_source import _Loader
 from megaverl.rewards import registry
-from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_names
+from megaverl.trainer.elastic_agent import PASSED_ON
+from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_column, table_names
 from tests.trainer.conftest import make_inputs
 from tools.bench_report import make_run
 from tools.write_docs import outdated
@@ -238,3 +242,55 @@ def test_flat_names_and_variables_are_those_of_the_code() -> None:
     used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}  # the scripts' own
     documented = table_names(ROOT / "docs" / "reference.md", "Variables of the environment")
     assert used == {name for name in documented if name.startswith("MEGAVERL_")}
+
+
+def code_strings() -> Iterator[str]:
+    """Every string of the package; `*` for what is filled into one."""
+    for path in sorted((ROOT / "megaverl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(each.value) if isinstance(each, ast.Constant) else "*" for each in node.values)
+
+
+def test_every_metric_is_on_its_page_and_those_of_the_page_are_in_the_code() -> None:
+    """Whole names as the code writes them, and those that losses give to what is put before them (`actor/`, `dpo/`)."""
+    documented = table_names(ROOT / "docs" / "reference.md", "Every metric")
+    exact = {name for name in documented if "/" in name and not re.search(r"^[\w*]+/\*$", name)} | {
+        "reward/*",
+        "busy/*",
+    }
+    families = "|".join({name.partition("/")[0] for name in exact if not name.startswith("mix")})
+    strings = set(code_strings())
+    written = {text for text in strings if re.fullmatch(rf"(?:{families})/[\w/@*]*[a-z][\w/@*]*", text)}
+    assert {name for name in written if not any(fnmatch(name, line) for line in exact)} == set()
+    parts = set()  # what a loss or a role reports, before a name stands before it
+    for path in (ROOT / "megaverl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                parts |= {ast.literal_eval(k) for k, v in pairs if k and ast.unparse(v).startswith("moments(")}
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "metrics":
+                stored = isinstance(node.ctx, ast.Store) and isinstance(node.slice, ast.Constant)
+                parts |= {ast.literal_eval(node.slice)} if stored else set()
+    last = {name.rpartition("/")[2] for name in exact}
+    assert len(parts) > 30 and {name for name in parts if "/" not in name} <= last
+    for name in exact - {"reward/*", "busy/*"}:
+        end = name.rpartition("/")[2]
+        spelled = {name, name.partition("/")[2], end, f"*/{end}", end.removeprefix("service_")}
+        assert spelled & strings or any(fnmatch(each, name) for each in written), f"{name} is written by nothing"
+
+
+def test_every_exit_code_is_on_its_page() -> None:
+    documented = {
+        int(code) for cell in table_column(ROOT / "docs" / "reference.md", "Exit codes") for code in cell.split(",")
+    }
+    named = {value for name, value in vars(errors).items() if name.isupper()}
+    assert documented == {0, *named, *(128 + number for number in PASSED_ON)}
+    literal = set()
+    for path in (ROOT / "megaverl").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("sys.exit", "os._exit", "SystemExit"):
+                literal |= {each.value for each in call.args if isinstance(each, ast.Constant)}
+    assert {code for code in literal if isinstance(code, int)} <= documented

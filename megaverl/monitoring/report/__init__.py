@@ -51,7 +51,7 @@ MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("accuracy on training prompts", ("reward/accuracy",)),
     ("accuracy on held-out prompts", ("validation/accuracy", "validation/reward")),
-    ("KL to the reference", ("train/kl", "actor/kl")),
+    ("KL to the reference", ("train/kl",)),
     ("entropy", ("actor/entropy",)),
     ("loss", ("actor/loss", "sft/loss", "loss")),
     ("gradient norm", ("actor/grad_norm", "grad_norm")),

@@ -144,7 +144,7 @@ def _leave() -> None:
 SHORT_NAMES = {
     "reward": ("reward/mean",),
     "loss": ("actor/loss",),
-    "kl": ("actor/kl", "train/kl", "actor/approx_kl"),
+    "kl": ("train/kl", "actor/approx_kl"),
 }
 
 

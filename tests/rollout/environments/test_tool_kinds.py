@@ -151,8 +151,19 @@ def turn(*calls: tuple[str, dict[str, Any]]) -> list[int]:
     return [ord(letter) for letter in " ".join(f"<tool_call>{text}</tool_call>" for text in texts) + "$"]
 
 
-def test_tools_of_every_kind_side_by_side_each_with_its_limits(documents: Path, server: Path) -> None:
+def test_tools_of_every_kind_side_by_side_each_with_its_limits(
+    documents: Path, server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (documents.parent / "limited_tools.py").write_text(
+        "import socket\ndef hold(mb): return len(bytearray(mb * 2**20))\n"
+        "def listen(): socket.socket().bind(('127.0.0.1', 0))\n"
+    )
+    monkeypatch.syspath_prepend(str(documents.parent))
     tools = {
+        "little": {"function": "limited_tools:hold", "memory_mb": 256},
+        "much": {"function": "limited_tools:hold"},
+        "inside": {"function": "limited_tools:listen"},
+        "outside": {"function": "limited_tools:listen", "allow": ["network"]},
         "calculator": {"function": "megaverl.rollout.environments.tools:calculate", "seconds": 0.5},
         "plus": "calculator",
         "run": {"python": True, "seconds": 2.0, "max_characters": 12},
@@ -160,7 +171,7 @@ def test_tools_of_every_kind_side_by_side_each_with_its_limits(documents: Path, 
         "server": {"mcp": [sys.executable, str(server)]},
     }
     ToolUse.check(tools=tools, calls=3)
-    environment = ToolUse(CODEC, tools=tools, calls=3, seconds=30.0, call_reward=0.5, error_reward=-1.0)
+    environment = ToolUse(CODEC, tools=tools, calls=3, memory_mb=1024, seconds=30.0, call_reward=0.5, error_reward=-1.0)
     outcome = environment.step(
         turn(
             ("run", {"code": "print(6 * 7)"}),
@@ -183,6 +194,14 @@ def test_tools_of_every_kind_side_by_side_each_with_its_limits(documents: Path, 
         ("import socket; socket.create_connection(('127.0.0.1', 9), 1)", "error: it ended wit"),
     ):
         assert CODEC.decode(environment.step(turn(("run", {"code": code}))).token_ids) == said
+    for name, arguments, answer in (
+        ("little", {"mb": 300}, "error: more than 256 MiB of memory"),
+        ("much", {"mb": 300}, str(300 * 2**20)),
+        ("inside", {}, "error: PermissionError: socket.bind is not allowed to a tool"),
+        ("outside", {}, "None"),
+        ("run", {"code": "bytearray(3 * 2**30)"}, "error: it ended wit"),
+    ):
+        assert CODEC.decode(environment.step(turn((name, arguments))).token_ids) == answer, name
     assert "run takes code" in CODEC.decode(environment.step(turn(("run", {"program": "1"}))).token_ids)
     environment.box.close()
 
