@@ -95,7 +95,8 @@ EXTRAS_REQUIRE = {
     ],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
-    "mlflow": ["mlflow>=2.20"],
+    # Those before 3.11 want a protobuf before 7, with which sentencepiece 0.2.3 cannot be imported; nothing says so.
+    "mlflow": ["mlflow>=3.11"],
     "swanlab": ["swanlab>=0.10"],  # 0.8 sets a signal handler, which only a main thread may
     # Data sets on the hub and of save_to_disk: data.train=org/name.
     "datasets": ["datasets>=4.0"],

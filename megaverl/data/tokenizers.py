@@ -101,10 +101,17 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         DataError: no sentencepiece model, or one that a Hugging Face tokenizer cannot reproduce.
     """
     import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
     from transformers import PreTrainedTokenizerFast
 
     path = Path(path)
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except Exception as error:  # protobuf's VersionError is of no kind of its own
+        raise DataError(
+            f"{path}: sentencepiece {sentencepiece.__version__} does not go together with the protobuf that is "
+            f"installed ({error}) pip install --upgrade protobuf, and with it what held it back: an mlflow before 3.11 "
+            "does."
+        ) from error
     if not path.is_file():
         raise DataError(f"{path}: not found. Name a sentencepiece .model file.")
     data = path.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,18 @@ def test_a_path_that_holds_no_tokenizer_is_named(tmp_path: Path, name: str, cont
     with pytest.raises(DataError, match=said) as caught:
         load_tokenizer(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_protobuf_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentencepiece's file of the format looks at it when it is imported, and says nothing in its metadata."""
+    from google.protobuf import runtime_version
+
+    (tmp_path / "any.model").write_bytes(b"")
+    monkeypatch.delitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", raising=False)
+    monkeypatch.delattr(sentencepiece, "sentencepiece_model_pb2", raising=False)
+    monkeypatch.setattr(runtime_version, "MAJOR", 6)
+    with pytest.raises(DataError, match=r"sentencepiece .* runtime 6.*pip install --upgrade protobuf.*mlflow"):
+        load_tokenizer(tmp_path / "any.model")
 
 
 def test_a_folder_with_a_torn_tokenizer_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
