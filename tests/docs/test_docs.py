@@ -242,6 +242,7 @@ def test_flat_names_and_variables_are_those_of_the_code() -> None:
     used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}  # the scripts' own
     documented = table_names(ROOT / "docs" / "reference.md", "Variables of the environment")
     assert used == {name for name in documented if name.startswith("MEGAVERL_")}
+    assert set(re.findall(r"export (\w+)=", (ROOT / "launch" / "network.sh").read_text())) <= documented
 
 
 def code_strings() -> Iterator[str]:
