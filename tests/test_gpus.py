@@ -10,7 +10,7 @@ from megaverl import gpus
 from megaverl.cli import main as cli
 from megaverl.cli import train
 from megaverl.monitoring.doctor import examine
-from megaverl.trainer import elastic_agent
+from megaverl.trainer import elastic_agent, quickstart
 
 DRY = ["--no-file-checks", "model.path=m", "data.train=t.jsonl", "data.validation=t.jsonl", "reward=gsm8k"]
 
@@ -75,17 +75,25 @@ def test_the_doctor_fails_it(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> 
     [("2.13.0+cpu", "0.28.0", True), ("2.13.0+cpu", "0.28.0+cpu", False), ("2.13.0", "0.28.0", False)],
 )
 def test_a_package_for_another_torch_is_named_before_anything_starts(
-    torch: str, vision: str, wrong: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    torch: str,
+    vision: str,
+    wrong: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """vLLM's CPU wheel asks for torchvision, and an index may give its CUDA build: importing models fails with it."""
     versions = {"torch": torch, "torchvision": vision, "torchaudio": ""}
     monkeypatch.setattr(gpus, "_installed", lambda name: versions.get(name, ""))
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
     assert [finding.name for finding in examine._foreign_builds() if finding.status == "fail"] == [
         "torchvision"
     ] * wrong
     started: list[str] = []
+    prepare = quickstart.prepare
+    monkeypatch.setattr(quickstart, "prepare", lambda config: (started.append("inputs"), prepare(config))[1])
     monkeypatch.setattr(elastic_agent, "launch", lambda *given: started.append("ranks") or 0)
-    assert (cli.main(["quickstart"]), started) == ((2, []) if wrong else (0, ["ranks"]))
+    assert (cli.main(["quickstart"]), started) == ((2, []) if wrong else (0, ["inputs", "ranks"]))
     said = f"torchvision {vision}: built for CUDA, beside a torch for the processor"
     assert (said in (error := capsys.readouterr().err)) == wrong and ("pip uninstall -y torchvision" in error) == wrong

@@ -68,17 +68,17 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     """Check everything, then do the command: as the rank that this process is, or by starting the ranks."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     try:
+        if (foreign := cuda_builds_beside_cpu_torch()) and not arguments.dry_run:
+            raise ConfigError(
+                f"{', '.join(foreign)}: built for CUDA, beside a torch for the processor: importing models fails with "
+                f"them. pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (nothing here needs them)"
+            )
         options = (apply(arguments) if apply else None) or {}
         choose = _choose if command in REINFORCING else None
         config = read_config(arguments, command, check_paths=not arguments.no_file_checks, choose=choose)
         unused_gpus = cpu_torch_beside_gpus()
         if unused_gpus and not arguments.dry_run and command != "quickstart":  # whose model is tiny
             raise ConfigError(unused_gpus)
-        if (foreign := cuda_builds_beside_cpu_torch()) and not arguments.dry_run:
-            raise ConfigError(
-                f"{', '.join(foreign)}: built for CUDA, beside a torch for the processor: importing models fails with "
-                f"them. pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (nothing here needs them)"
-            )
     except ConfigError as error:
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)
