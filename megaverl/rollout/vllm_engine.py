@@ -46,6 +46,7 @@ from megaverl.rollout.vllm_requests import (
 )
 from megaverl.rollout.vllm_tracing import (
     current_config,
+    frozen_objects_kept,
     inspect_here,
     keep_default_group,
     process_state_kept,
@@ -187,8 +188,9 @@ class VLLMEngine:
         os.environ.update(ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
         platform.adapt_vllm()
         keep_default_group()
-        # Some 300,000 objects of imported modules would be walked by each of the five collections of a start.
-        gc.freeze()
+        self._freezes = not gc.get_freeze_count()
+        if self._freezes:  # or each of a start's five collections walks some 400,000 objects of imported modules
+            gc.freeze()
 
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
@@ -383,10 +385,12 @@ class VLLMEngine:
         """Free weights, cache and vLLM's process groups; the default process group stays."""
         if self._llm is None:
             return
-        self._llm.llm_engine.engine_core.shutdown()
+        with frozen_objects_kept():
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         release_groups()
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
         gc.collect()
 
 

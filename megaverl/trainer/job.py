@@ -237,11 +237,13 @@ def kept_objects() -> Iterator[None]:
     """What is there now stays until the end, so it need not be looked through for garbage.
 
     megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
-    What is made from here on is looked at as often as Python has it.
+    What is made from here on is looked at as often as Python has it. Who froze objects before keeps them so.
     """
+    first = not gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(*PYTHON_THRESHOLD)
     try:
         yield
     finally:
-        gc.unfreeze()
+        if first:
+            gc.unfreeze()

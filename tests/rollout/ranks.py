@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from dataclasses import asdict
@@ -177,7 +178,7 @@ def reset_while_running(folder: str) -> str:
 
 
 def state_around(folder: str) -> dict[str, Any]:
-    """What making an engine and generating leave changed in the process."""
+    """What making an engine, generating and closing it leave changed in the process."""
     close()
     random.seed(1)
     np.random.seed(2)
@@ -190,6 +191,7 @@ def state_around(folder: str) -> dict[str, Any]:
             "torch": torch.get_rng_state().tolist(),
             "set_num_threads": torch.set_num_threads.__module__,
             "environment": {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")},
+            "frozen objects": gc.get_freeze_count(),
         }
 
     before = state()
@@ -197,9 +199,12 @@ def state_around(folder: str) -> dict[str, Any]:
     after_start = state()
     answers(made, [[3, 4], [5]], [0, 1], {"max_tokens": 4})
     after_generate = state()
+    close()
+    after_close = state()
     return {
         "start": [name for name in before if before[name] != after_start[name]],
         "generate": [name for name in before if before[name] != after_generate[name]],
+        "close": [name for name in before if before[name] != after_close[name]],
     }
 
 

@@ -220,7 +220,8 @@ def test_closed_engine_frees_groups_and_says_so(launch: Launcher, folder: str) -
 
 
 def test_process_is_left_as_it_was(launch: Launcher, folder: str) -> None:
-    assert launch.world(2, f"{RANKS}:state_around", folder=folder) == [{"start": [], "generate": []}] * 2
+    found = launch.world(2, f"{RANKS}:state_around", folder=folder)
+    assert found == [{"start": [], "generate": [], "close": []}] * 2
 
 
 def test_engine_without_weights_is_filled(launch: Launcher, folder: str) -> None:
