@@ -53,6 +53,7 @@ class RolloutBatch:
     rewards: Tensor  # [B] float32
     group_ids: Tensor  # [B] int64
     agent_ids: Tensor
+    episode_ids: Tensor
     margins: Tensor  # [B] float32
 
     __slots__ = ("columns", "held", "tensors")

@@ -56,6 +56,7 @@ FIELDS: dict[str, Field] = {
     "margins": Field(torch.float32, "", 0.0, "how much better the better response of a sample's pair is"),
     "desirable": Field(torch.bool, "", False, "whether more of such responses is wanted (KTO)"),
     "agent_ids": Field(torch.int64, "", 0, "number of the agent whose sample it is, in a game of several"),
+    "episode_ids": Field(torch.int64, "", -1, "number of the episode; its conversations share it"),
     "prompt_numbers": Field(torch.int64, "", -1, "the same for equal prompts, where a rank has not all of them"),
     "group_ids": Field(torch.int64, "", -1, "index of the prompt; its responses share it"),
 }
@@ -201,6 +202,17 @@ def join(batch: RolloutBatch, multiple_of: int) -> Tensor:
     token_ids[:, :kept] = prompt[:, :kept]
     places = torch.where(present, starts + tokens, 0)
     return token_ids.scatter_add(1, places, torch.where(present, batch.generated_ids, 0))
+
+
+def answer_rows(batch: RolloutBatch) -> Tensor:
+    """[B] int64: of each sample the row that its episode ends in: the last of those that its agent has of it. Its own,
+    where an episode has one conversation."""
+    rows = torch.arange(len(batch))
+    if "episode_ids" not in batch:
+        return rows
+    agents = batch.agent_ids if "agent_ids" in batch else torch.zeros_like(rows)
+    _, number = torch.stack([batch.episode_ids, agents], dim=1).unique(dim=0, return_inverse=True)
+    return torch.zeros_like(rows).scatter_reduce(0, number, rows, "amax")[number]
 
 
 EXPERTS_COLUMN = "routed_experts"  # of a batch: each sample's, a list of one `SharedItem`

@@ -14,6 +14,7 @@ from megaverl.config import Config, InvalidConfig
 from megaverl.config.grids import grid_mistakes, is_placed, resolve_placement, role_grids, used_roles
 from megaverl.config.passthrough import recompute_fields
 from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.signatures import signature_of
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import Node, ResolvedPlacement
 from megaverl.distributed.placement_resolver import resolve
@@ -123,6 +124,10 @@ class RolloutRole:
         return len(self.ranks) // self.tp
 
 
+# what advantages read that are given to a whole response, in comparison with others to its prompt
+OF_GROUPS = {"rewards", "group_ids", "response_mask"}
+
+
 @dataclass(frozen=True)
 class PlannedJob:
     """All roles of a run, on their ranks.
@@ -164,6 +169,21 @@ class PlannedJob:
             return 0
         spec = _spec_of(self.config.reference.path, self.spec, self.config.reference.engine)
         return sum(prod(weight.shape) for weight in described(spec)) * self.itemsize
+
+    def field_bytes(self, rank: int) -> float:
+        """At most, of what models say of a step's samples on this rank, and of what is made of that, until its updates
+        are over: log-probs, values, advantages and returns, 4 bytes for each token of the longest response."""
+        config, roles = self.config, [role for role in self.roles if role.place(rank) is not None]
+        names, samples = {role.name for role in roles}, config.samples_per_step
+        of_actor = 2 + config.uses_ref_log_probs + 2 * config.uses_critic
+        fields = next((n for name, n in (("actor", of_actor), ("critic", 3), ("reference", 1)) if name in names), 0)
+        signature = signature_of("advantage_estimators", config.algorithm.advantage_name)
+        made_together = config.environment.name is not None or config.rollout.function is not None
+        in_rounds = config.algorithm.dynamic_sampling.metric is not None
+        if self.placement.is_colocated and set(signature.inputs) <= OF_GROUPS and not (made_together or in_rounds):
+            # the samples of groups that it speaks for, and those that each role works on (`trainer/executor.py`)
+            samples = min(samples, -(-samples // self.world) + sum(-(-samples // role.grid.dp) for role in roles))
+        return 4.0 * fields * samples * int(config.rollout.sampling["max_tokens"])
 
     def stage_ranks(self) -> list[int]:
         """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""

@@ -45,7 +45,7 @@ class RankMemory:
     """Bytes of one rank.
 
     Attributes:
-        parts: role -> component -> bytes; besides roles there are "reshard" and "reserve".
+        parts: role -> component -> bytes; besides roles there are "samples", "reshard" and "reserve".
         moments: phase of a step -> what is in use at its busiest -> bytes; the reserve among them.
         engine: how the rollout engine divides its share.
         saved: what it writes of a checkpoint. `checkpoint.async_save` may hold as much in host memory, where an update
@@ -120,6 +120,9 @@ class MemoryModel:
                 loads[f"{role.name} forward"]["frozen"] = weights
             else:
                 held["frozen"] += weights
+        if fields := job.field_bytes(rank):
+            parts["samples"] = {"fields": fields}
+            loads = {phase: load | {"fields": fields} for phase, load in loads.items()}
         aliased, engine, generates = self._aliased_on(rank), self._engine, rank in job.rollout.ranks
         if generates:
             parts["rollout"] = {
@@ -273,7 +276,7 @@ class MemoryModel:
             parameters = adapters_of(role.layout_of(role.grid.rank(pp=stage)), adapters, head)
         return trained_bytes(
             parameters,
-            BufferOptions.read(role.trained.ddp, _optimizer(role), replicas),
+            BufferOptions.read(role.trained.ddp, getattr(role.config, "optimizer", {}), replicas),
             itemsize=self.job.itemsize,
             dense=(dense, replicas),
             expert=(expert, role.grid.expert_dp),
@@ -362,10 +365,6 @@ def _training(
 
 def _sum(used: dict[str, float], load: dict[str, float]) -> dict[str, float]:
     return {name: used.get(name, 0.0) + load.get(name, 0.0) for name in used | load}
-
-
-def _optimizer(role: Role) -> dict[str, Any]:
-    return getattr(role.config, "optimizer", {})
 
 
 UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization

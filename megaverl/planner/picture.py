@@ -28,6 +28,7 @@ COLOURS = {
     "KV cache": "#E69F00",
     "activations": "#009E73",
     "buckets": "#CC79A7",
+    "fields": "#F0E442",
 }
 STEP_COLOURS = ("#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#E69F00", "#009E73", "#F0E442", "#999999", "#7A4A1E")
 MOST_LANES, PALE = 24, "#d9d9d9"

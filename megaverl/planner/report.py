@@ -30,6 +30,8 @@ BASIS = {
     "shards": "under FSDP: float32 shards, gradients and moments; weights that are gathered count among activations",
     "activations": "activations: counted as in Korthikanti et al. 2022 (arXiv 2205.05198) for this model's layers, "
     "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",
+    "fields": "fields: log-probs, values, advantages and returns of a rank's samples: 4 bytes for each token of the "
+    "longest response, until the updates are over",
     "checkpoint": "checkpoint: weights and optimizer; no rank gathers, and each may hold what it writes in host memory",
     "cache": "KV cache: gpu_memory_utilization of the GPU less weights and an estimate of vLLM's workspace",
     "reserve": "reserve: CUDA's context, NCCL's buffers by groups and channels, workspaces and CUDA graphs of Hopper; "

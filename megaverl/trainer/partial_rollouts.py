@@ -33,7 +33,7 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
 from megaverl.errors import DataError, RolloutError, TrainingStopped
 from megaverl.rollout.engine import Generation, Sampling, SamplingOptions, drawing, of_each
-from megaverl.workers.responses import Draws, Metrics, rollout_batch, rollout_metrics, score_metrics
+from megaverl.workers.responses import Draws, Metrics, once, rollout_batch, rollout_metrics, score_metrics
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
 
@@ -108,7 +108,7 @@ def _metrics(
         found |= {"rollout/rounds": float(rounds), "rollout/generated_groups": float(groups)}
         found["rollout/kept_share"] = (groups - silent) / groups
     seconds = sum(part[2].get("reward/latency_ms", 0.0) for part in parts) / 1e3
-    scored = score_metrics(scores, seconds)  # on all, as the engines' ranks keep it with samples that wait
+    scored = score_metrics(once(batch, scores), seconds)  # on all, as the engines' ranks keep it with samples that wait
     return found | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}
 
 

@@ -170,11 +170,13 @@ def _timeline_of(run_dir: Path, world: str) -> Path:
 
 
 def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int) -> list[dict[str, Any]]:
-    """The first `count` samples as JSON-able records; `turns`: how many an episode has taken."""
+    """The first `count` samples as JSON-able records; `turns`: how many an episode has taken, in this conversation of
+    those that have its number."""
     agents, turns = batch.columns.get("agent"), batch.columns.get("turns")
     return [
         {
             **({"agent": agents[i]} if agents else {}),
+            **({"episode": int(batch.episode_ids[i])} if "episode_ids" in batch else {}),
             **({"turns": len(turns[i])} if turns else {}),
             "prompt": batch.columns["prompt"][i],
             "response": reward.transcript(batch, i),

@@ -152,7 +152,7 @@ class RolloutFolder:
                 wrong.append(f"{path.name} is missing")
             elif (found := crc32_of(path)) != expected:
                 wrong.append(f"{path.name} has the checksum {found} instead of {expected}")
-            elif (count := len(batch_io.load(path))) != num_samples:
+            elif (count := _count(batch_io.load(path))) != num_samples:
                 wrong.append(f"{path.name} holds {count} samples, and a step of this run takes {num_samples}")
         if wrong:
             raise DataError(
@@ -164,6 +164,11 @@ class RolloutFolder:
         """One step's, counted from 0."""
         entry = self.entries()[step]
         return StoredRollouts.read(self.folder / entry["file"], entry)
+
+
+def _count(batch: RolloutBatch) -> int:
+    """Samples of a batch, episodes where it has them."""
+    return len(batch.episode_ids.unique()) if "episode_ids" in batch else len(batch)
 
 
 def _whole_lines(path: Path) -> list[str]:

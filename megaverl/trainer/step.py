@@ -33,7 +33,7 @@ from megaverl.workers.responses import (
     Metrics,
     greedy_responses,
     of_each_sample,
-    own_rows,
+    once,
     responses,
     rollout_metrics,
     score_metrics,
@@ -254,7 +254,7 @@ class RLStep:
             return self.stored.scores
         start = time.perf_counter()
         scores = self.roles.reward.score(rollouts)
-        shown = scores if self.config.algorithm.opponent_beta is None else scores.select(own_rows(rollouts))
+        shown = once(rollouts, scores, has_opponents=self.config.algorithm.opponent_beta is not None)
         self.metrics |= score_metrics(shown, time.perf_counter() - start + self._early_seconds)
         self.metrics |= self.roles.reward.service_costs()
         self._early_seconds = 0.0

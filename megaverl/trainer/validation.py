@@ -13,6 +13,7 @@ import torch
 from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import answer_rows
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.held_rows import Readers, of_all
 from megaverl.distributed.collectives import on_first_rank, together
@@ -27,7 +28,7 @@ from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.trainer.step import RLStep
 from megaverl.workers import RemoteWorker
 from megaverl.workers.player import Player
-from megaverl.workers.responses import Draws, responses
+from megaverl.workers.responses import Draws, once, responses
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
 
@@ -141,7 +142,10 @@ def evaluate(
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
     batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
-    scores, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
+    given, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
+    scores = once(batch, given)
+    if scores is not given:
+        group_ids = group_ids[answer_rows(batch).unique()]
     known = scores.known
     whole = ~torch.isin(group_ids, group_ids[~scores.scored])  # pass@k needs all of a prompt's samples
     metrics = {
@@ -152,7 +156,7 @@ def evaluate(
     }
     return Evaluation(
         {f"validation/{name}": value for name, value in metrics.items()},
-        sample_records(batch, scores, reward, config.trainer.save_samples),
+        sample_records(batch, given, reward, config.trainer.save_samples),
     )
 
 

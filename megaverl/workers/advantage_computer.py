@@ -19,6 +19,7 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import FILTERS, AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import FIELDS, answer_rows
 from megaverl.data.held_rows import HeldRows
 from megaverl.distributed.ragged import beside, on_one_device
 from megaverl.errors import DataError
@@ -26,6 +27,7 @@ from megaverl.plugins import call_object
 from megaverl.workers.reward import Scores
 
 OF_REWARDS = ("component_weights",)  # what `extra` holds for each reward, and not for each sample
+OF_TOKENS = ("score_norms", "implicit_rewards")  # and for each token
 
 
 class AdvantageComputer:
@@ -107,8 +109,12 @@ class AdvantageComputer:
         An estimator that reads what a model has computed finds all that it reads on that model's device; its advantages
         stay there. One that reads rewards alone is on the host, as they are.
 
+        An episode of several conversations is one sample: what was written in all of them, turn by turn.
+
         Returns: the batch, and the metrics `kl` (with a reference) and `advantage_mean`.
         """
+        if len(ends := answer_rows(batch).unique()) < len(batch):
+            return self._assign_episodes(batch, ends, kl_coef=kl_coef, extra=extra or {}, all_reduce=all_reduce)
         if bool((unscored := batch.rewards.isnan()).any()):
             return self._assign_scored(batch, ~unscored, kl_coef=kl_coef, extra=extra or {}, all_reduce=all_reduce)
         mask, metrics = batch.response_mask, {}
@@ -140,6 +146,49 @@ class AdvantageComputer:
         found = whiten(result.advantages, mask, all_reduce=all_reduce) if whitened else result.advantages
         batch = batch.with_(advantages=found)
         return (batch if result.returns is None else batch.with_(returns=result.returns)), metrics
+
+    def _assign_episodes(
+        self,
+        batch: RolloutBatch,
+        ends: torch.Tensor,
+        *,
+        kl_coef: float,
+        extra: Mapping[str, torch.Tensor | None],
+        all_reduce: AllReduce,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`assign` of the rows `ends` of episodes, with the tokens of all their conversations in the order of turns."""
+        answers = answer_rows(batch)
+        number = torch.searchsorted(ends, answers)  # of the episode, by row
+        rows, columns = batch.response_mask.nonzero(as_tuple=True)
+        turns = number[rows] * (1 + int(batch.turn_ids.max())) + batch.turn_ids[rows, columns]
+        order = turns.argsort(stable=True)
+        rows, columns = rows[order], columns[order]
+        counts = torch.bincount(number[rows], minlength=len(ends))
+        places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[number[rows]]
+        shape = (len(ends), int(counts.max()))
+
+        def joined(name: str, values: torch.Tensor) -> torch.Tensor:
+            if name not in OF_TOKENS and (name not in FIELDS or FIELDS[name].axes != "R"):
+                return values[beside(values, ends)]
+            whole = values.new_zeros(shape)
+            whole[beside(values, number[rows]), beside(values, places)] = values[
+                beside(values, rows), beside(values, columns)
+            ]
+            return whole
+
+        tensors = {name: joined(name, values) for name, values in batch.tensors.items() if name != "episode_ids"}
+        own = {k: joined(k, v) if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        whole = RolloutBatch(tensors | {"response_lengths": counts})
+        part, metrics = self.assign(whole, kl_coef=kl_coef, extra=own, all_reduce=all_reduce)
+        found = {"rewards": part.rewards[number]}
+        for name in ("advantages", "returns", "token_rewards"):
+            if name in part:
+                values = part.tensors[name]
+                found[name] = values.new_zeros(batch.response_shape)
+                found[name][beside(values, rows), beside(values, columns)] = values[
+                    beside(values, number[rows]), beside(values, places)
+                ]
+        return batch.with_(**found), metrics
 
     def _assign_scored(
         self,
@@ -174,9 +223,10 @@ def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
         ConfigError: there is no such function. DataError: it returned something else, or dropped everything.
     """
     if name in FILTERS:
+        ends, number = answer_rows(batch).unique(return_inverse=True)  # all conversations of an episode, or none
         generator = torch.Generator().manual_seed(int(batch.generated_ids.sum()) % 2**63)
-        draws = torch.rand(len(batch), generator=generator) if name == "best_and_random" else None
-        return policy_filtration(scores.total, batch.group_ids, draws)
+        draws = torch.rand(len(ends), generator=generator) if name == "best_and_random" else None
+        return policy_filtration(scores.total[ends], batch.group_ids[ends], draws)[number]
     found = call_object(name, "algorithm.rollout_filter", batch, scores)
     try:
         keep = torch.as_tensor(found)

@@ -52,7 +52,8 @@ class Player:
         assert config.name is not None, "a run without an environment has no episodes to play"
         self.name, self.options, self.world = config.name, config.options, world
         self.codec = Codec(tokenizer, chat=chat)
-        self.limits = Limits(config.max_turns, config.max_turn_tokens or max_tokens // config.max_turns, max_tokens)
+        turn_tokens = config.max_turn_tokens or max_tokens // config.max_turns
+        self.limits = Limits(config.max_turns, turn_tokens, max_tokens, max_prompt_tokens)
         self.max_prompt_tokens = max_prompt_tokens
         with together(world):
             self.agents = agents_of(self.name)
@@ -139,7 +140,7 @@ class Player:
     def _step(self, game: Game, number: int, turns: Mapping[str, list[int]]) -> list[Any]:
         with self._environment(number, "step"):
             outcomes = {
-                agent: [[int(token) for token in outcome.token_ids], float(outcome.reward), bool(outcome.done)]
+                agent: [[*map(int, outcome.token_ids)], float(outcome.reward), bool(outcome.done), outcome.conversation]
                 for agent, outcome in game.step(turns).items()
             }
             done = any(outcome[2] for outcome in outcomes.values())

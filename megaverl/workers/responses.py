@@ -10,6 +10,7 @@ import torch
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import answer_rows
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import HeldRows, Readers, as_held, of_all
 from megaverl.data.images import COLUMN, image_column
@@ -94,7 +95,7 @@ def responses(
     group_ids = [draws.first_group + i // size for i in range(len(repeated))]
     if player is not None:
         played = episodes(rollout, repeated, sampling, draws, player)
-        return episodes_batch(repeated, played, player.agents, group_ids)
+        return episodes_batch(repeated, played, player.agents, group_ids, draws.first_group * size)
     assert isinstance(rollout, Rollout), "agents of their own write in episodes"
     if readers is not None and function is None:
         return held_responses(rollout, repeated, sampling, draws, group_ids, readers)
@@ -171,7 +172,8 @@ def episodes(
     turn_sampling = a_turn[sampling] if isinstance(sampling, SamplingOptions) else [a_turn[way] for way in sampling]
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
-        seeds = [draws.seed(r.episode, r.turn, "" if r.agent == ALONE else r.agent) for r in requests]
+        names = [("" if r.agent == ALONE else r.agent) + r.conversation for r in requests]
+        seeds = [draws.seed(r.episode, r.turn, name) for r, name in zip(requests, names, strict=True)]
         groups = [r.episode // draws.group_size for r in requests]  # one group's episodes begin alike
         prompts = [r.token_ids for r in requests]
         turns = of_some(turn_sampling, [r.episode for r in requests])
@@ -206,32 +208,46 @@ def images_of(prompts: Sequence[PromptRecord]) -> Images | None:
     return [prompt.images or () for prompt in prompts] if any(prompt.images for prompt in prompts) else None
 
 
-def episode_batch(prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int]) -> RolloutBatch:
-    """One agent's views of episodes: its own tokens train, what the environment wrote does not."""
+def episode_batch(
+    prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int], first_episode: int = 0
+) -> RolloutBatch:
+    """One agent's views of episodes, a row for each conversation: its own tokens train, what the environment wrote does
+    not.
+
+    Args:
+        first_episode: number of the first of them in the step.
+    """
+    rows = [(number, part) for number, view in enumerate(views) for part in view.conversations()]
+    numbers, parts = [number for number, _ in rows], [part for _, part in rows]
     batch = RolloutBatch.from_generations(
-        [view.prompt for view in views],
-        [Generation(view.tokens, view.log_probs, view.finish_reason) for view in views],
-        group_ids=group_ids,
+        [part.prompt for part in parts],
+        [Generation(part.tokens, part.log_probs, part.finish_reason) for part in parts],
+        group_ids=[group_ids[number] for number in numbers],
         columns={
-            "prompt": [prompt.text for prompt in prompts],
-            "reference": [prompt.reference for prompt in prompts],
-            "extra": [prompt.extra for prompt in prompts],
-            "turns": [view.spans for view in views],
+            "prompt": [prompts[number].text for number in numbers],
+            "reference": [prompts[number].reference for number in numbers],
+            "extra": [prompts[number].extra for number in numbers],
+            "turns": [part.spans for part in parts],
         },
     )
     own, turns = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.generated_ids)
     rewards = torch.zeros_like(batch.rollout_log_probs)
-    for row, view in enumerate(views):
-        length = len(view.tokens)
-        own[row, :length] = torch.tensor(view.own, dtype=torch.bool)
-        turns[row, :length] = torch.tensor(view.turns, dtype=torch.int64)
-        for (_, end), reward in zip(view.spans, view.rewards, strict=True):
+    for row, part in enumerate(parts):
+        length = len(part.tokens)
+        own[row, :length] = torch.tensor(part.own, dtype=torch.bool)
+        turns[row, :length] = torch.tensor(part.turns, dtype=torch.int64)
+        for (_, end), reward in zip(part.spans, part.rewards, strict=True):
             rewards[row, end - 1] = reward
-    return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards)
+    episodes = torch.tensor(numbers) + first_episode
+    return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards, episode_ids=episodes)
 
 
 def episodes_batch(
-    prompts: Sequence[PromptRecord], episodes: Sequence[Views], agents: Sequence[str], group_ids: Sequence[int]
+    prompts: Sequence[PromptRecord],
+    episodes: Sequence[Views],
+    agents: Sequence[str],
+    group_ids: Sequence[int],
+    first_episode: int = 0,
 ) -> RolloutBatch:
     """The views of all agents, one agent's after the other's; each agent's groups are its own."""
     parts = [
@@ -239,6 +255,7 @@ def episodes_batch(
             prompts,
             [views[agent] for views in episodes],
             [group * len(agents) + number for group in group_ids],
+            first_episode,
         )
         for number, agent in enumerate(agents)
     ]
@@ -280,13 +297,24 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
     """Of episodes."""
     if "turns" not in batch.columns:
         return {}
-    turns = [len(spans) for spans in batch.columns["turns"]]
-    of_environment = (batch.response_lengths - batch.response_mask.sum(dim=1)).double()
+    _, episode = answer_rows(batch).unique(return_inverse=True)
+    conversations = torch.bincount(episode).double()
+    turns = torch.bincount(episode, torch.tensor([len(spans) for spans in batch.columns["turns"]]).double())
+    of_environment = torch.bincount(episode, (batch.response_lengths - batch.response_mask.sum(dim=1)).double())
     return {
-        "rollout/turns_mean": sum(turns) / len(turns),
-        "rollout/turns_max": float(max(turns)),
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": float(turns.max()),
+        "rollout/conversations_mean": float(conversations.mean()),
+        "rollout/conversations_max": float(conversations.max()),
         "rollout/environment_tokens_mean": float(of_environment.mean()),
     }
+
+
+def once(batch: RolloutBatch, scores: Scores, *, has_opponents: bool = False) -> Scores:
+    """Those of the policy alone, and each episode's once, however many conversations were held in it."""
+    if has_opponents:
+        return scores.select(own_rows(batch))
+    return scores.select(answer_rows(batch).unique()) if "episode_ids" in batch else scores
 
 
 def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, step: int) -> RolloutBatch:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import answer_rows
 from megaverl.data.batching import blocks_of, rows_of_rank
 from megaverl.data.held_rows import of_all
 from megaverl.data.prefix_packing import SequenceLengths
@@ -43,16 +44,16 @@ class Scores:
     @property
     def known(self) -> Scores:
         """Of those samples alone."""
-        return self if bool(self.scored.all()) else self.select(self.scored.nonzero()[:, 0].tolist())
+        return self if bool(self.scored.all()) else self.select(self.scored.nonzero()[:, 0])
 
     def metric(self, name: str) -> torch.Tensor:
         """[B]: `accuracy`, `reward` (the total), or a reward by its name; NaN where that is not known."""
         own = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
         return own[name] if name in own else self.components[name]
 
-    def select(self, rows: Sequence[int]) -> Scores:
+    def select(self, rows: Sequence[int] | torch.Tensor) -> Scores:
         """Of these samples, in this order."""
-        index = torch.tensor(rows, dtype=torch.int64)
+        index = torch.as_tensor(rows, dtype=torch.int64)
         components = {name: values[index] for name, values in self.components.items()}
         return Scores(self.total[index], components, self.correct[index])
 
@@ -133,10 +134,9 @@ class RewardRole:
             self._asked.append(self._threads.submit(self._score_places, part, rows, places))
         else:
             self._score_places(part, rows, places)
-        numbered = {rows[place]: place for place in places}
         for each in self.learned:
             if isinstance(each.model, TransformersRewardModel):
-                self._kept(partial(each.model.score_some, part, numbered, mine))
+                self._kept(partial(each.model.score_some, part, {rows[place]: place for place in places}, mine))
 
     def score_share(self, share: RolloutBatch, rows: range) -> None:
         """What models on a grid say of a share of a batch that is not whole yet, ahead of `score`; all ranks take part.
@@ -166,9 +166,16 @@ class RewardRole:
     def _columns(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[float]]:
         """Of each of these samples: total, correct, components."""
         output = self.reward.score(self.samples(batch, rows))
-        found: list[Sequence[float]] = [output.total, output.correct]
-        found += [output.components[each.name] for each in self.reward.components]
+        found: list[Sequence[float]] = [output.total, output.correct, *output.components.values()]
         return [[float(column[number]) for column in found] for number in range(len(rows))]
+
+    def _of_answers(self, batch: RolloutBatch, rows: Sequence[int], answers: torch.Tensor | None) -> list[list[float]]:
+        """The same; NaN of conversations that no episode ends with."""
+        if answers is None:
+            return self._columns(batch, places_in(batch, rows))
+        kept = [row for row in rows if int(answers[row]) == row]
+        scored = dict(zip(kept, self._columns(batch, kept), strict=True))
+        return [scored.get(row, [torch.nan] * (2 + len(self.reward.components))) for row in rows]
 
     def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
         """What was scored early, if it was all of these."""
@@ -188,13 +195,12 @@ class RewardRole:
         """
         rows = own_rows(batch, self.world)
         scored = torch.empty(0)
-        names = [component.name for component in self.reward.components]
-        from_environment = "turn_rewards" in batch
+        answers = answer_rows(batch) if "episode_ids" in batch else None
         with together(self.world):
-            columns = self._take_scored(rows) or self._columns(batch, places_in(batch, rows))
-            scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(names))
+            columns = self._take_scored(rows) or self._of_answers(batch, rows, answers)
+            scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(self.reward.components))
         table = gather_host_rows(scored, self.world)
-        components = {name: table[:, 2 + i] for i, name in enumerate(names)}
+        components = {each.name: table[:, 2 + i] for i, each in enumerate(self.reward.components)}
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
             shares = self._of_shares.pop(each.name, None)
@@ -203,18 +209,19 @@ class RewardRole:
             total = total + each.weight * components[each.name]
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
-        if from_environment:
-            components[ENVIRONMENT] = of_all(batch, batch.turn_rewards.sum(dim=1))
-            total = total + components[ENVIRONMENT]
+        if "turn_rewards" in batch:
+            earned = of_all(batch, batch.turn_rewards.sum(dim=1))
+            earned = earned if answers is None else torch.zeros_like(earned).index_add(0, answers, earned)
+            components[ENVIRONMENT], total = earned, total + earned
             if self.reward.accuracy_component is None and not self.learned:
-                correct = components[ENVIRONMENT] > 0
+                correct = earned > 0
         if len(total) and bool(total.isnan().all()):
             lost = [name for name, values in components.items() if bool(values.isnan().all())]
             raise RewardError(
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
                 f"{self._why()}See that the service is there; the run goes on from its last checkpoint."
             )
-        return Scores(total, components, correct)
+        return Scores(total, components, correct).select(range(len(total)) if answers is None else answers)
 
     def service_costs(self) -> dict[str, float]:
         """What services were asked by all ranks since the last call; every rank takes part. Empty: nobody asks any."""

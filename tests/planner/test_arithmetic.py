@@ -242,7 +242,21 @@ def test_recipes_fit_the_machines_that_they_name() -> None:
         ("llama3_70b/grpo_128_nodes", 128),
     ):
         job = recipe(name, 8 * nodes)
-        assert shortages(job, MemoryModel(job).ranks(job.stage_ranks())) == [], name
+        memory = MemoryModel(job).ranks(job.stage_ranks())
+        assert shortages(job, memory) == [], name
+        assert all(rank.parts["samples"]["fields"] < 0.003 * job.machine.memory for rank in memory), name
+
+
+def test_what_models_say_of_samples_lies_on_the_device_until_the_updates_are_over() -> None:
+    """GRPO at 1,024 ranks: three fields of the samples that a rank works on; PPO: five of all, as it looks at all."""
+    grpo = recipe("llama3_70b/grpo_128_nodes", 1024)
+    assert grpo.field_bytes(0) == 4 * 4096 * 3 * (16384 // 1024 + 2 * 16384 // 16)
+    ppo = recipe("llama3_70b/ppo_16_nodes", 128)
+    assert ppo.field_bytes(0) == 4 * 4096 * 5 * 1024
+    moments = MemoryModel(ppo).rank(0).moments
+    assert {phase for phase, used in moments.items() if "fields" in used} == {
+        "actor forward", "actor update", "critic forward", "critic update", "reference forward"
+    }  # fmt: skip
 
 
 def test_advice_is_the_nearest_setting_that_fits() -> None:

@@ -29,8 +29,8 @@ def test_what_each_rank_holds_and_sends(tmp_path: Path) -> None:
     assert [role.ranks for role in found.roles] == [(6,), (4, 5)]
     assert found.rollout.ranks == (0, 1, 2, 3) and not found.aliases
     parts = [set(rank.parts) for rank in capacity.memory]
-    shared = {"reshard", "reserve"}
-    assert parts == [{"rollout", *shared}] * 4 + [{"critic", "reserve"}] * 2 + [{"actor", *shared}, set()]
+    shared, trains = {"reshard", "reserve"}, {"samples", "reserve"}
+    assert parts == [{"rollout", *shared}] * 4 + [{"critic", *trains}] * 2 + [{"actor", "samples", *shared}, set()]
     for rank in capacity.traffic.ranks:
         assert set(rank.from_rank) <= {0, 1, 2, 3, 6} and rank.received["local"] == rank.received["alias"] == 0
         assert bool(rank.from_rank) == (rank.rank < 4)
@@ -107,7 +107,7 @@ def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:
     capacity = survey(found)
     memory = capacity.memory
     assert "liked" in as_text(capacity) and "liked" in draw(capacity, tmp_path / "plan.svg").read_text()
-    assert [set(rank.parts) - {"reshard", "reserve"} for rank in memory[4:]] == [{"liked"}] * 2 + [
+    assert [set(rank.parts) - {"reshard", "reserve", "samples"} for rank in memory[4:]] == [{"liked"}] * 2 + [
         {"actor", "critic"}
     ] * 2
     held = memory[4].parts["liked"]["weights"]

@@ -156,6 +156,50 @@ def test_every_agent_is_credited_by_itself() -> None:
     assert set(metrics) == set(own)
 
 
+@pytest.mark.parametrize("name", ["grpo", "opo", "turn_grpo", "turn_ppo", "gdpo"])
+def test_an_episode_of_several_conversations_is_one_sample(name: str) -> None:
+    """Its rows, with the tokens of its turns, against one row with the same in the order of turns; and twice as many
+    conversations do not count it twice."""
+    turns = torch.tensor([[0, 1, 1, 3], [2, 2, 4, 4], [0, 0, 1, 1], [0, 1, 2, 2]])
+    episodes, columns = torch.tensor([7, 7, 8, 9]), torch.arange(4)
+    mask = torch.tensor([[True, False, True, True], [True, True, False, True], [True] * 4, [True, True, False, False]])
+    fields = {
+        "input_ids": torch.ones(4, 2).long(),
+        "prompt_lengths": torch.full((4,), 2),
+        "generated_ids": torch.ones(4, 4).long(),
+        "response_mask": mask,
+        "turn_ids": turns,
+        "rollout_log_probs": torch.rand(4, 4) - 1,
+        "ref_log_probs": torch.rand(4, 4) - 1,
+        "turn_rewards": torch.rand(4, 4) * mask,
+        "values": torch.rand(4, 4),
+        "rewards": torch.tensor([2.0, 2.0, 0.5, 0.0]),
+        "last_values": torch.tensor([9.0, 0.3, 0.2, 0.0]),
+        "group_ids": torch.zeros(4).long(),
+    }
+    rewards = torch.tensor([[2.0, 1.0], [2.0, 1.0], [0.5, 0.0], [0.0, 1.0]])
+    apart = RolloutBatch(fields | {"episode_ids": episodes})
+    places = [(0, 0), (0, 2), (1, 0), (1, 1), (0, 3), (1, 3)]  # of the first episode's own tokens, by turns
+    one = torch.zeros(3, 6, 2).long()
+    one[0] = torch.tensor(places)
+    one[1:, :4] = torch.stack([torch.tensor([[2], [3]]).expand(2, 4), columns.expand(2, 4)], dim=2)
+    wide = {k: v[one[..., 0], one[..., 1]] if v.shape == (4, 4) else v[1:] for k, v in fields.items()}
+    wide["response_mask"][1:, 4:] = False
+    wide["turn_rewards"][1:, 4:] = 0
+    options = {"kl": {"in": "reward", "coef": 0.1}, "group_size": 3}
+    credit = AdvantageComputer(config(name=name, **options))
+    extra = {"component_rewards": rewards, "component_weights": torch.tensor([1.0, 0.5])}
+    found, metrics = credit.assign(apart, kl_coef=0.1, extra=extra)
+    extra["component_rewards"] = rewards[1:]
+    whole, expected = credit.assign(RolloutBatch(wide), kl_coef=0.1, extra=extra)
+    assert metrics == pytest.approx(expected)
+    assert (found.advantages[~mask] == 0).all() and found.advantages.any()
+    torch.testing.assert_close(found.rewards[1:], whole.rewards)
+    for field in [field for field in ("advantages", "returns", "token_rewards") if field in whole]:
+        torch.testing.assert_close(found[field][one[0, :, 0], one[0, :, 1]], whole[field][0])
+        torch.testing.assert_close(found[field][2:] * mask[2:], (whole[field] * wide["response_mask"])[1:, :4])
+
+
 def test_weights_of_rewards_are_nobodys_rows() -> None:
     """As many rewards as there are samples, of two agents."""
     agents = torch.tensor([0, 1, 0, 1])

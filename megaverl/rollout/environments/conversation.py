@@ -1,7 +1,7 @@
 """What a program and the policy say to each other: calls of OpenAI's API to token ids, and token ids to answers.
 
 Tokens that were drawn are kept: what a program sends back of earlier answers is compared with them, never tokenised;
-only what comes new between two answers is.
+only what comes new between two answers is. A call that goes on from no answer begins a conversation of its own.
 """
 
 from __future__ import annotations
@@ -105,39 +105,41 @@ def checked(body: Any) -> Mapping[str, Any]:
 
 
 class Conversation:
-    """What one program and the policy have said, as a program sends it: the messages of a chat, or one text."""
+    """What one program and the policy have said, as a program sends it: the messages of a chat, or one text.
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self.kind = ""
-        self.messages: list[dict[str, Any]] = []
-        self.text = ""
-        self.num_tokens = 0
+    Attributes:
+        token_ids: of all of it, as the policy reads it.
+        turns: of each turn of the policy: messages (or characters) with it; its first token, and the one after it.
+        last: the answer that the program got for the last of them.
+    """
 
-    def begin(self, call: Call) -> list[int]:
-        """The prompt's tokens.
+    def __init__(self, codec: Codec, kind: str) -> None:
+        self.codec, self.kind = codec, kind
+        self.said: list[dict[str, Any]] | str = [] if kind == CHAT else ""
+        self.token_ids: list[int] = []
+        self.turns: list[tuple[int, int, int]] = []
+        self.last: dict[str, Any] = {}
+
+    def begin(self, call: Call) -> None:
+        """The program's first call.
 
         Raises:
             CallRefused: no conversation that the policy could answer.
         """
-        self.kind = call.kind
-        if call.kind == CHAT:
-            if not self.codec.chat:
-                raise CallRefused(
-                    "the policy's tokenizer has no chat template (or data.chat_template=none): use completions."
-                )
-            self.messages = _messages(call)
-            if self.messages[-1]["role"] == "assistant":
-                raise CallRefused("the last message is the assistant's: there is nothing to answer.")
-            rendered = self._rendered(self.messages, call)
-            tokens = self.codec.tokenizer.encode(rendered)
+        if call.kind == CHAT and not self.codec.chat:
+            raise CallRefused(
+                "the policy's tokenizer has no chat template (or data.chat_template=none): use completions."
+            )
+        self.said = _said(call)
+        if isinstance(self.said, str):
+            rendered = self.said
+        elif self.said[-1]["role"] == "assistant":
+            raise CallRefused("the last message is the assistant's: there is nothing to answer.")
         else:
-            self.text = _text(call)
-            tokens = self.codec.tokenizer.encode(self.text)
-        self.num_tokens = len(tokens)
-        if not tokens:
+            rendered = self._rendered(self.said, call)
+        self.token_ids = self.codec.tokenizer.encode(rendered)
+        if not self.token_ids:
             raise CallRefused("the prompt is empty.")
-        return tokens
 
     def _rendered(self, messages: Sequence[dict[str, Any]], call: Call) -> str:
         try:
@@ -145,63 +147,70 @@ class Conversation:
         except DataError as error:
             raise CallRefused(str(error)) from error
 
-    def go_on(self, call: Call, turn: Sequence[int]) -> list[int] | None:
-        """The tokens that come new after the policy's `turn`; None: the same call as before, sent again.
+    @property
+    def turn(self) -> list[int]:
+        """The policy's last one."""
+        return self.token_ids[self.turns[-1][1] : self.turns[-1][2]] if self.turns else []
+
+    def is_repeated(self, call: Call) -> bool:
+        """The call that the last turn has answered, sent again."""
+        size = 1 if self.kind == CHAT else len(self.codec.decode(self.turn))
+        return bool(self.last) and call.kind == self.kind and _said(call) == self.said[: len(self.said) - size]
+
+    def go_on(self, call: Call) -> list[int] | None:
+        """The tokens that come new after the policy's turn; None: the call does not go on from what was said.
 
         Raises:
-            CallRefused: it does not go on from what was said.
+            CallRefused: it does, with messages that the chat template refuses.
         """
-        if call.kind != self.kind:
-            raise CallRefused(f"this episode's calls are {self.kind}.")
-        if call.kind == CHAT:
-            given, known = _messages(call), len(self.messages)
-            if given == self.messages[:-1]:
-                return None
-            new = given[known:]
-            if given[:known] != self.messages or not new or any(each["role"] == "assistant" for each in new):
-                raise CallRefused(
-                    "this call does not go on from the episode's conversation, which is one sample: send all messages "
-                    "so far as they were, and new ones after them. Another conversation needs an episode of its own."
-                )
+        given, known = _said(call), len(self.said)
+        new = given[known:]
+        if call.kind != self.kind or given[:known] != self.said or not (new and self.turns):
+            return None
+        if isinstance(new, str):
+            tokens = self.codec.encode(new)
+        elif any(each["role"] == "assistant" for each in new):
+            return None
+        else:
             try:
-                tokens = self.codec.answers(new, turn)
+                tokens = self.codec.answers(new, self.turn)
             except DataError as error:
                 raise CallRefused(str(error)) from error
-            self.messages += new
-        else:
-            given_text = _text(call)
-            before = self.text[: len(self.text) - len(self.codec.decode(turn))]
-            if given_text == before:
-                return None
-            if not given_text.startswith(self.text) or given_text == self.text:
-                raise CallRefused(
-                    "this call's prompt does not go on from the episode's text, which is one sample: send the last "
-                    "prompt with its answer as they were, and new text after them."
-                )
-            tokens = self.codec.encode(given_text[len(self.text) :])
-            self.text = given_text
-        self.num_tokens += len(tokens)
+        self.said = given
+        self.token_ids += tokens
         return tokens
+
+    def branch(self, call: Call) -> Conversation | None:
+        """Another conversation that goes on after an earlier turn of this one, with the same tokens up to there."""
+        for count in range(len(self.turns) - 1, 0, -1):
+            other = Conversation(self.codec, self.kind)
+            other.turns = self.turns[:count]
+            said, _, end = other.turns[-1]
+            other.said, other.token_ids = self.said[:said], self.token_ids[:end]
+            if other.go_on(call) is not None:
+                return other
+        return None
 
     def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
         """What the program gets for the policy's turn."""
         text, ended = self.codec.decode(turn), bool(turn) and turn[-1] in self.codec.tokenizer.stop_token_ids
         reason = "stop" if ended else "length"
-        used = {"prompt_tokens": self.num_tokens, "completion_tokens": len(turn)}
-        self.num_tokens += len(turn)
+        used = {"prompt_tokens": len(self.token_ids), "completion_tokens": len(turn)}
         choice: dict[str, Any] = {"index": 0, "logprobs": None}
-        if self.kind == CHAT:
+        if isinstance(self.said, list):
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if call.body.get("tools") and call.body.get("tool_choice") != "none" and (calls := _tool_calls(text)):
                 content = re.sub(TOOL_CALL, "", text, flags=re.DOTALL).strip()
                 message |= {"content": content or None, "tool_calls": calls}
                 reason = "tool_calls"
-            self.messages.append(_plain(message))
+            self.said = [*self.said, _plain(message)]
             choice["message"] = message
         else:
-            self.text += text
+            self.said += text
             choice["text"] = text
-        return {
+        self.turns.append((len(self.said), len(self.token_ids), len(self.token_ids) + len(turn)))
+        self.token_ids += turn
+        self.last = {
             "id": f"cmpl-{secrets.token_hex(8)}",
             "object": "chat.completion" if self.kind == CHAT else "text_completion",
             "created": int(time.time()),
@@ -209,6 +218,50 @@ class Conversation:
             "choices": [{**choice, "finish_reason": reason}],
             "usage": {**used, "total_tokens": sum(used.values())},
         }
+        return self.last
+
+
+class Conversations:
+    """All that one program and the policy hold in an episode: it may leave out what was said, or ask something else in
+    between.
+
+    Attributes:
+        current: number of the one whose call waits for an answer.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.held: list[Conversation] = []
+        self.current = 0
+
+    def take(self, call: Call) -> list[int] | None:
+        """The tokens that come new in the conversation that a call goes on with, the longest that it can be; all of one
+        that it begins. None: a call that is sent again, and has its answer.
+
+        Raises:
+            CallRefused: it cannot be answered.
+        """
+        for one in self.held:
+            if one.is_repeated(call):
+                call.answer.set_result(one.last)
+                return None
+        longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))
+        for number in longest:
+            if (tokens := self.held[number].go_on(call)) is not None:
+                self.current = number
+                return tokens
+        branches = (self.held[number].branch(call) for number in longest)
+        found = max((each for each in branches if each is not None), key=lambda each: each.turns[-1], default=None)
+        if found is None:
+            found = Conversation(self.codec, call.kind)
+            found.begin(call)
+        self.held.append(found)
+        self.current = len(self.held) - 1
+        return found.token_ids
+
+    def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
+        """What the program gets for the policy's turn in the current one."""
+        return self.held[self.current].answer(turn, call)
 
 
 def _tool_calls(text: str) -> list[dict[str, Any]]:
@@ -222,6 +275,10 @@ def _tool_calls(text: str) -> list[dict[str, Any]]:
             return []
         found.append({"id": f"call_{place}_{secrets.token_hex(4)}", "type": "function", "function": function})
     return found
+
+
+def _said(call: Call) -> list[dict[str, Any]] | str:
+    return _messages(call) if call.kind == CHAT else _text(call)
 
 
 def _messages(call: Call) -> list[dict[str, Any]]:

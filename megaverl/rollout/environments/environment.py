@@ -46,11 +46,14 @@ class Outcome:
         token_ids: what the model reads before its next turn; of no use in the last one.
         reward: of this turn.
         done: the episode is over.
+        conversation: that the next turn is written in, by its number: 0 is the one that the episode began with, and one
+            more than there are begins another, of which `token_ids` are the prompt. Each is a sample of its own.
     """
 
     token_ids: Sequence[int] = ()
     reward: float = 0.0
     done: bool = False
+    conversation: int = 0
 
 
 class Environment(ABC):

@@ -33,7 +33,7 @@ from megaverl.rollout.environments.conversation import (
     MODEL,
     Call,
     CallRefused,
-    Conversation,
+    Conversations,
     as_stream,
     checked,
 )
@@ -208,7 +208,8 @@ class GatewayHandler(BaseHTTPRequestHandler):
 
 @register_environment("gateway")
 class ProgramEpisode(Environment):
-    """One episode, played by a program of another's; the rewards of the run score its last answer.
+    """One episode, played by a program of another's; the rewards of the run score its last answer. Each conversation
+    that it holds is a sample, and all of them have the episode's reward.
 
     Options:
         command: the program, with {prompt} and {base_url} filled in. Its environment has OPENAI_BASE_URL and
@@ -245,9 +246,8 @@ class ProgramEpisode(Environment):
         self.token = os.environ.get(token_env) if token_env else None
         own = port + int(os.environ.get("LOCAL_RANK", "0")) if port else 0
         self.server = GatewayServer.shared(host, own, self.token)
-        self.session, self.conversation = Session(), Conversation(codec)
+        self.session, self.conversations = Session(), Conversations(codec)
         self._waiting: Call | None = None
-        self._last: dict[str, Any] = {}
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -290,13 +290,7 @@ class ProgramEpisode(Environment):
         else:
             play = self._run_command if self.command is not None else self._run_function
             threading.Thread(target=self._played, args=(play, url, row), name="program", daemon=True).start()
-        while (call := self._next()) is not None:
-            try:
-                prompt = self.conversation.begin(call)
-            except CallRefused as error:
-                call.answer.set_exception(error)
-                continue
-            self._waiting = call
+        if (prompt := self._next_turn()) is not None:
             return prompt
         raise EpisodeError(
             f"environment 'gateway': {self._name} has ended, or was silent for {self.seconds:g} s, without a call "
@@ -307,21 +301,24 @@ class ProgramEpisode(Environment):
     def step(self, token_ids: Sequence[int]) -> Outcome:
         """Answer the program, and wait for its next call."""
         assert self._waiting is not None, "an episode begins with a call"
-        self._last = self.conversation.answer(token_ids, self._waiting)
-        self._waiting.answer.set_result(self._last)
+        self._waiting.answer.set_result(self.conversations.answer(token_ids, self._waiting))
         self._waiting = None
+        if (tokens := self._next_turn()) is not None:
+            return Outcome(tokens, conversation=self.conversations.current)
+        return Outcome(reward=self.session.reward, done=True)
+
+    def _next_turn(self) -> list[int] | None:
+        """What the next call that can be answered brings; None: there is none."""
         while (call := self._next()) is not None:
             try:
-                tokens = self.conversation.go_on(call, token_ids)
+                tokens = self.conversations.take(call)
             except CallRefused as error:
                 call.answer.set_exception(error)
                 continue
-            if tokens is None:  # a client that did not wait, or did not hear
-                call.answer.set_result(self._last)
-                continue
-            self._waiting = call
-            return Outcome(tokens)
-        return Outcome(reward=self.session.reward, done=True)
+            if tokens is not None:
+                self._waiting = call
+                return tokens
+        return None
 
     def close(self) -> None:
         """The episode is over, though the program may not be at its end."""

@@ -293,14 +293,14 @@ class PPOTrainer(RLTrainer):
 
     def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
         from megaverl.trainer.schedule import StoredRollouts
-        from megaverl.workers.responses import score_metrics
+        from megaverl.workers.responses import once, score_metrics
         from megaverl.workers.reward import Scores
 
         metrics, scores = dict(self._measured), None
         if "rewards" in rollouts:
             rewards = rollouts.rewards.float()
             scores = Scores(rewards, {"given": rewards}, rewards > 0)
-            metrics |= score_metrics(scores, 0.0)
+            metrics |= score_metrics(once(rollouts, scores), 0.0)
         return StoredRollouts(self.loop.next_step, 0, rollouts, scores, metrics)
 
     def _begin(self) -> None:

@@ -61,6 +61,43 @@ def complete(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return len(text) / 20
 
 
+def aside(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """`complete`, and in between, in some episodes, a text that has nothing to do with it."""
+    calls = client(base_url, api_key).completions
+    text = prompt + calls.create(model="any", prompt=prompt).choices[0].text + " so "
+    if len(text) % 2:
+        calls.create(model="any", prompt=prompt[1:])
+    return len(text + calls.create(model="any", prompt=text).choices[0].text) / 20
+
+
+def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float | None:
+    """Asks a helper in between, goes back to its first answer and on from there, and cuts its history to a summary."""
+    import openai
+
+    heard = extra["heard"]
+
+    def say(*messages: Any) -> Any:
+        answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages).choices[0].message
+        heard.append(answer.content)
+        return answer
+
+    def user(text: str) -> Any:
+        return {"role": "user", "content": text}
+
+    system = {"role": "system", "content": "brief"}
+    try:
+        first = say(system, user(prompt))
+        say(user("help"))
+        say(system, user(prompt), first, user("go on"))
+        extra["again"].append(say(user("help")).content == heard.pop())
+        branch = [system, user(prompt), first, user("or so")]
+        last = say(*branch, say(*branch), user("and"))
+        say(system, user(f"so far: {last.content}"))
+    except openai.BadRequestError:  # the episode is over
+        return None
+    return 0.5
+
+
 def wrong(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
     """What is refused, and goes well after all; then a failure."""
     import openai
@@ -78,10 +115,6 @@ def wrong(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) 
         except (openai.NotFoundError, openai.AuthenticationError) as error:
             extra["refused"].append(error.body["message"])
     calls.create(model="any", messages=messages)
-    try:
-        calls.create(model="any", messages=[{"role": "user", "content": "something else"}])
-    except openai.BadRequestError as error:
-        extra["refused"].append(error.body["message"])
     raise KeyError("the program's own")
 
 

@@ -41,7 +41,8 @@ class Says:
         self._turns = [[ord(letter) for letter in text] for text in texts]
 
     def generate(self, prompts: Sequence[Sequence[int]], *_: Any) -> list[Generation]:
-        return [Generation(turn, [-1.0] * len(turn), "stop") for turn in (self._turns.pop(0) for _ in prompts)]
+        turns = (self._turns.pop(0) for _ in prompts)
+        return [Generation(turn, [-token / 100 for token in turn], "stop") for turn in turns]
 
 
 def played(
@@ -52,13 +53,16 @@ def played(
     chat: bool = True,
     limits: Limits = LIMITS,
     name: str = "gateway",
+    asked: list[Request] | None = None,
 ) -> tuple[View, list[Generation]]:
-    """The view of one episode, and what the engine drew for it."""
+    """The view of one episode, and what the engine drew for it; `asked` gets what it was asked."""
     check_options(name, options)
     game, drawn = make_game(name, Codec(Letters(), chat=chat), options), []
 
     def generate(requests: Sequence[Request]) -> list[Generation]:
         way = SamplingOptions(max_tokens=limits.turn_tokens)
+        if asked is not None:
+            asked.extend(requests)
         drawn.extend(engine.generate([r.token_ids for r in requests], way, [7 + r.turn for r in requests]))
         return drawn[-len(requests) :]
 
@@ -98,6 +102,44 @@ def test_tokens_that_were_drawn_are_kept_and_only_what_is_new_is_tokenised(engin
     assert view.tokens == expected
     assert heard["heard"] == [Letters().decode(each.token_ids) for each in drawn]
     assert heard["reasons"] == [drawn[0].finish_reason, drawn[2].finish_reason]
+
+
+def test_each_conversation_of_an_episode_is_a_sample_of_exactly_what_was_read_and_drawn() -> None:
+    """openai's client with a sub-agent, a way back to an earlier answer, and a history that is cut to a summary."""
+    asked: list[Request] = []
+    extra: dict[str, Any] = {"heard": [], "again": []}
+    limits = Limits(max_turns=6, turn_tokens=6, total_tokens=90)
+    texts = ["one", "two", "three", "four", "five", "six"]
+    says = Says(
+        "one$$", *(f"{text}$" for text in texts[1:])
+    )  # text that would be tokenised otherwise than it was drawn
+    view, drawn = played(says, {"function": f"{OWN}:delegate"}, extra, limits=limits, asked=asked)
+    assert view.finish_reason == "stop" and len(drawn) == len(asked) == 6
+    assert [request.turn for request in asked] == [0, 0, 1, 0, 1, 0]
+    assert len({request.conversation for request in asked}) == 4 and asked[0].conversation == ""
+    rows = view.conversations()
+    assert [len(row.rewards) for row in rows].count(2) == 2 and len(rows) == 4
+    assert rows[-1].rewards == [0.5] and sum(sum(row.rewards) for row in rows) == 0.5, (
+        "the last turn is in the last row"
+    )
+    for number, (request, generation) in enumerate(zip(asked, drawn, strict=True)):
+        whole = [*request.token_ids, *generation.token_ids]
+        [row] = [row for row in rows if number in row.turns and [*row.prompt, *row.tokens][: len(whole)] == whole]
+        places = [at for at, (turn, own) in enumerate(zip(row.turns, row.own, strict=True)) if own and turn == number]
+        assert [row.tokens[at] for at in places] == generation.token_ids
+        assert [row.log_probs[at] for at in places] == generation.log_probs
+    first, helper, branch, short = (view.conversation(number) for number in range(4))
+    assert helper.prompt == written("<user>help$\n<assistant>")
+    assert short.prompt == written(f"<system>brief$\n<user>so far: {texts[4]}$\n<assistant>")
+    assert branch.prompt == [*first.prompt, *written("one$$\n<user>or so$\n<assistant>")]
+    assert extra["heard"] == texts and extra["again"] == [True]
+
+
+def test_a_conversation_without_room_ends_its_episode(engine: HFEngine) -> None:
+    limits = Limits(max_turns=6, turn_tokens=6, total_tokens=90, prompt_tokens=30)
+    extra: dict[str, Any] = {"heard": [], "again": []}
+    view, drawn = played(engine, {"function": f"{OWN}:delegate"}, extra, limits=limits)
+    assert view.finish_reason == "length" and len(drawn) == 3 and len(view.conversations()) == 2
 
 
 def test_a_published_harness_is_trained_as_it_is() -> None:
@@ -179,7 +221,6 @@ def test_what_is_refused_is_told_and_a_program_that_fails_ends_its_episode(
         "messages is not",
         "no such episode",
         "another token",
-        "does not go on",
     )
     assert len(extra["refused"]) == len(found)
     for message, part in zip(extra["refused"], found, strict=True):

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "games"
 RANKS = 2
 SHORT = [
     "rollout.engine=hf",
-    "trainer={steps: 2, validate_every: 2, validation_prompts: 8, save_samples: 64}",
+    "trainer={steps: 2, validate_every: 2, validation_prompts: 8, save_samples: 99}",
     "data.prompts_per_step=4",
     "run={log_with: jsonl, timeout_minutes: 2, name: run}",
 ]
@@ -122,11 +122,18 @@ def test_environments_of_ones_own(launch: Launcher, tmp_path: Path) -> None:
     name = "environment.name=tests.rollout.environments.own:Countdown"
     run = train(launch, "guessing_game", tmp_path / "well", *more, name)
     assert metrics(run)[-2]["rollout/turns_mean"] == 3.0
-    options = "environment.options={function: 'tests.rollout.environments.own:complete'}"
+    options = "environment.options={function: 'tests.rollout.environments.own:aside'}"
     run = train(launch, "guessing_game", tmp_path / "program", *more, "environment.name=gateway", options)
-    for found in (record for record in metrics(run) if "rollout/turns_mean" in record):
-        assert found["rollout/turns_mean"] == 2.0 and found["rollout/environment_tokens_mean"] > 0
+    records = [record for record in metrics(run) if "rollout/turns_mean" in record]
+    for found in records:
+        assert 2 < found["rollout/turns_mean"] < 3 and found["rollout/environment_tokens_mean"] > 0
+        assert found["rollout/conversations_mean"] == found["rollout/turns_mean"] - 1, "not the same in every episode"
         assert found["reward/environment"] > 0 and 0 < found["rollout/logprob_diff_max"] < 1e-3
+    told = [record for record in samples(run) if record["step"] == 1]
+    rewards = {record["episode"]: record["reward"] for record in told}
+    assert sum(rewards.values()) / len(rewards) == pytest.approx(records[0]["reward/mean"], abs=1e-5)
+    assert len(rewards) < len(told) and all(record["reward"] == rewards[record["episode"]] for record in told)
+    assert {record["turns"] for record in told} == {1, 2}
     overrides = [*SHORT, *more, f"run.dir={tmp_path / 'well'}", "run.name=run", "checkpoint.resume=never"]
     command = ["train", f"--config={CONFIGS / 'guessing_game'}.yaml", *overrides]
     ended = launch.command(
