@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megaverl.models.vision import VisionInputs
-from megaverl.platform import platform
+from megaverl.platform import platform, to_device
 
 platform.adapt_megatron()
 
@@ -51,7 +51,7 @@ class Packing(PackedSeqParams):
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         held = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor)})
+        return replace(self, **{name: to_device(x, device) for name, x in held.items() if isinstance(x, torch.Tensor)})
 
 
 @dataclass
@@ -406,13 +406,12 @@ class MicroBatch:
         """The same on another device."""
         if self.tokens.device == device:
             return self
-        moved = {name: tensor.to(device) for name, tensor in self.fields.items()}
-        predicting = Predicting(*(tensor.to(device) for tensor in self.predicting))
+        moved = {name: to_device(tensor, device) for name, tensor in self.fields.items()}
+        predicting = Predicting(*(to_device(tensor, device) for tensor in self.predicting))
         held = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors: dict[str, Any] = {
-            name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor | Packing | VisionInputs)
-        }
-        return replace(self, fields=moved, predicting=predicting, **tensors)
+        there: dict[str, Any] = {name: to_device(x, device) for name, x in held.items() if isinstance(x, torch.Tensor)}
+        there |= {name: x.to(device) for name, x in held.items() if isinstance(x, Packing | VisionInputs)}
+        return replace(self, fields=moved, predicting=predicting, **there)
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

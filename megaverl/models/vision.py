@@ -12,6 +12,7 @@ from torch import nn
 
 from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import ModelError
+from megaverl.platform import to_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,7 +42,7 @@ class VisionInputs:
     def to(self, device: torch.device) -> VisionInputs:
         """The same on another device."""
         held = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in held.items() if x is not None})
+        return replace(self, **{name: to_device(x, device) for name, x in held.items() if x is not None})
 
     @property
     def given(self) -> dict[str, torch.Tensor]:

@@ -41,12 +41,26 @@ class DeviceMode(TorchDispatchMode):
             _check_here(func, fakes)
         if func.namespace == "c10d":
             return self._communicate(func, name, tensors, args, kwargs)
+        if name == "_pin_memory" or kwargs.get("pin_memory"):
+            locked = func(*args, **kwargs)
+            locked.is_page_locked = True
+            return locked
+        if name in ("_to_copy", "copy_"):
+            self._count_sent(name, args, kwargs)
         if fakes and (read := READS.get(name)) is not None:
             return read(self, func, args, kwargs)
         if any(isinstance(tensor, FakeTensor) for tensor in fakes) or _is_device(kwargs.get("device")):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _count_sent(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        source = args[name == "copy_"]
+        there = _is_device(kwargs.get("device")) if name == "_to_copy" else _is_fake(args[0])
+        if there and not _is_fake(source):
+            waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            pinned = hasattr(source, "is_page_locked")
+            HostReads.count_sent("" if waits else ", not waited for" if pinned else ", from pageable memory")
 
     def _communicate(
         self, func: Any, name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]

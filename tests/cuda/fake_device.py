@@ -167,9 +167,12 @@ class HostReads:
 
     The device runs behind the host; each of these makes the host wait until it has caught up, and with it for the
     collectives that were launched before. `unknown` are those that liveness would take for work: the lines that ask.
+    `sent` are copies the other way: one that is not `non_blocking` waits as a read does, and one from pageable memory
+    may (CUDA's "API synchronization behavior").
     """
 
     found: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
     unknown: set[str] = set()
 
     @classmethod
@@ -182,10 +185,22 @@ class HostReads:
             cls.unknown |= set() if waits_for else {where}
 
     @classmethod
+    def count_sent(cls, how: str) -> None:
+        cls.sent[f"copy to the device{how}", _caller()] += 1
+
+    @classmethod
     def take(cls) -> dict[str, int]:
         """`{"file.py:function: what": times}`, and begin anew."""
-        found = {f"{where}: {what}": times for (what, where), times in sorted(cls.found.items())}
-        cls.found.clear()
+        return cls._taken(cls.found)
+
+    @classmethod
+    def take_sent(cls) -> dict[str, int]:
+        return cls._taken(cls.sent)
+
+    @staticmethod
+    def _taken(counted: Counter[tuple[str, str]]) -> dict[str, int]:
+        found = {f"{where}: {what}": times for (what, where), times in sorted(counted.items())}
+        counted.clear()
         return found
 
     @classmethod
@@ -205,7 +220,7 @@ def _asking() -> FrameType | None:
 
 def _caller() -> str:
     for frame in reversed(traceback.extract_stack()[:-2]):
-        if frame.name.startswith("<"):  # a comprehension: up to Python 3.11 a function
+        if frame.name.startswith("<") or frame.name == "to_device":  # a comprehension: up to Python 3.11 a function
             continue
         for package in ("megaverl", "megatron"):
             place = frame.filename.rpartition(f"/{package}/")[2]

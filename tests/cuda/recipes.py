@@ -58,8 +58,8 @@ LONGEST_PROMPT = 64  # tokens
 
 
 def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns, by stage, and of a step by operator: what the host read of the device, what was communicated ([calls,
-    bytes]), processor seconds, and what the stage itself says."""
+    """Returns, by stage, and of a step by operator: what the host read of the device, and what it sent there, what was
+    communicated ([calls, bytes]), processor seconds, and what the stage itself says."""
     local = rank % torch.cuda.device_count()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local))
     torch.cuda.set_device(local)
@@ -72,6 +72,7 @@ def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Se
         nonlocal begin
         found[name] = {
             "reads": HostReads.take(),
+            "sent": HostReads.take_sent(),
             "unknown_waits": HostReads.take_unknown(),
             "collectives": mode.take_collectives(),
             "seconds": time.process_time() - begin,
@@ -82,6 +83,7 @@ def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Se
     with tempfile.TemporaryDirectory() as folder, mode:
         job = RecipeRank(recipe, world, rank, Path(folder), overrides, taken)
         HostReads.take()
+        HostReads.take_sent()
         HostReads.take_unknown()
         for name in stages:
             begin = time.process_time()
