@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -112,6 +113,7 @@ class Player:
 
     def _begin(self, game: Game, number: int, start: Start) -> list[Any]:
         """[prompts by agent, who writes first] of one episode."""
+        start = replace(start, limits=self.limits)
         with self._environment(number, "reset"):
             prompts = {agent: [int(token) for token in ids] for agent, ids in game.reset(start).items()}
             acting = list(game.acting())

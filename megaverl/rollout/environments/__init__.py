@@ -14,6 +14,7 @@ from megaverl.rollout.environments.environment import (
     Codec,
     Environment,
     Game,
+    Limits,
     Outcome,
     Start,
     agents_of,
@@ -176,17 +177,6 @@ class Turns:
 
     outcomes: Mapping[str, Outcome]
     acting: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """max_turns: of an agent. turn_tokens: most tokens of a turn. total_tokens: of everything after the prompt of a
-    conversation. prompt_tokens: of the prompt of one that begins later; None: as many as there are."""
-
-    max_turns: int
-    turn_tokens: int
-    total_tokens: int
-    prompt_tokens: int | None = None
 
 
 # turns by agent, by episode -> what they led to, by episode

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaverl.errors import DataError
-from megaverl.rollout.environments.environment import Codec
+from megaverl.rollout.environments.environment import Codec, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ class Conversation:
     Attributes:
         token_ids: of all of it, as the policy reads it.
         turns: of each turn of the policy: messages (or characters) with it; its first token, and the one after it.
+        prompt_size: tokens that it began with.
         last: the answer that the program got for the last of them.
     """
 
@@ -119,6 +120,7 @@ class Conversation:
         self.token_ids: list[int] = []
         self.turns: list[tuple[int, int, int]] = []
         self.last: dict[str, Any] = {}
+        self.prompt_size = 0
 
     def begin(self, call: Call) -> None:
         """The program's first call.
@@ -226,11 +228,13 @@ class Conversations:
     between.
 
     Attributes:
+        limits: a call that goes beyond is refused, so that its program may go on with less.
         current: number of the one whose call waits for an answer.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
+        self.limits: Limits | None = None
         self.held: list[Conversation] = []
         self.current = 0
 
@@ -247,7 +251,12 @@ class Conversations:
                 return None
         longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))
         for number in longest:
-            if (tokens := self.held[number].go_on(call)) is not None:
+            one = self.held[number]
+            said, size = one.said, len(one.token_ids)
+            if (tokens := one.go_on(call)) is not None:
+                if problem := self._without_room(one):
+                    one.said, one.token_ids = said, one.token_ids[:size]
+                    raise CallRefused(problem, 413)
                 self.current = number
                 return tokens
         branches = (self.held[number].branch(call) for number in longest)
@@ -255,9 +264,26 @@ class Conversations:
         if found is None:
             found = Conversation(self.codec, call.kind)
             found.begin(call)
+        found.prompt_size = len(found.token_ids)
+        if problem := self._without_room(found):
+            raise CallRefused(problem, 413)
         self.held.append(found)
         self.current = len(self.held) - 1
         return found.token_ids
+
+    def _without_room(self, one: Conversation) -> str:
+        """Why the policy cannot write in it; "" where it can."""
+        if (limits := self.limits) is None:
+            return ""
+        if limits.prompt_tokens is not None and one.prompt_size > limits.prompt_tokens:
+            return f"this prompt has {one.prompt_size} tokens, more than data.max_prompt_tokens={limits.prompt_tokens}."
+        read = len(one.token_ids) - one.prompt_size
+        if read + limits.turn_tokens <= limits.total_tokens:
+            return ""
+        return (
+            f"this conversation has {read} tokens after its first prompt, and no room for another turn "
+            f"(rollout.sampling.max_tokens={limits.total_tokens}). Go on with a shorter one, or end the episode."
+        )
 
     def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
         """What the program gets for the policy's turn in the current one."""

@@ -22,6 +22,17 @@ ALONE = "policy"  # the one agent of an Environment
 
 
 @dataclass(frozen=True)
+class Limits:
+    """max_turns: of an agent. turn_tokens: most tokens of a turn. total_tokens: of everything after the prompt of a
+    conversation. prompt_tokens: of the prompt of one that begins later; None: as many as there are."""
+
+    max_turns: int
+    turn_tokens: int
+    total_tokens: int
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class Start:
     """What an episode begins from.
 
@@ -29,6 +40,7 @@ class Start:
         token_ids: the row's prompt, as the model sees it. text: the same as text.
         reference, extra: the row's answer and other columns.
         seed: for whatever the environment draws; the same for all episodes of a group.
+        limits: an agent that may not write any more ends the episode; None: not known.
     """
 
     token_ids: list[int]
@@ -36,6 +48,7 @@ class Start:
     reference: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True)

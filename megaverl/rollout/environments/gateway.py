@@ -248,6 +248,7 @@ class ProgramEpisode(Environment):
         self.server = GatewayServer.shared(host, own, self.token)
         self.session, self.conversations = Session(), Conversations(codec)
         self._waiting: Call | None = None
+        self._without_room = 0  # calls that were refused for that
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -284,6 +285,7 @@ class ProgramEpisode(Environment):
     def reset(self, start: Start) -> Sequence[int]:
         """Start the program, and wait for its first call."""
         url = self.server.open(self.session)
+        self.conversations.limits = start.limits
         row = {"prompt": start.text, "reference": start.reference, "extra": dict(start.extra)}
         if self.outside:
             self.server.offers.put((self.session.key, {"base_url": url, **row}))
@@ -314,6 +316,10 @@ class ProgramEpisode(Environment):
                 tokens = self.conversations.take(call)
             except CallRefused as error:
                 call.answer.set_exception(error)
+                self._without_room += error.status == 413
+                limits = self.conversations.limits
+                if limits is not None and self._without_room > limits.max_turns:
+                    break  # it asks for the same again and again
                 continue
             if tokens is not None:
                 self._waiting = call

@@ -93,7 +93,7 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
         branch = [system, user(prompt), first, user("or so")]
         last = say(*branch, say(*branch), user("and"))
         say(system, user(f"so far: {last.content}"))
-    except openai.BadRequestError:  # the episode is over
+    except openai.BadRequestError:  # no room
         return None
     return 0.5
 
@@ -122,12 +122,22 @@ def endless(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
     import openai
 
     messages: list[Any] = [{"role": "user", "content": prompt}]
-    try:
-        while True:
+    while True:
+        try:
             answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
-    except openai.BadRequestError as error:
-        extra["refused"].append(error.code)
+        except openai.BadRequestError as error:
+            extra["refused"].append(error.code)
+            if "insists" not in extra:
+                return
+
+
+def compacts(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """`endless`, and from where there is no room on a short summary."""
+    endless(base_url, api_key, prompt, reference, extra)
+    messages = [{"role": "user", "content": "so far"}]
+    client(base_url, api_key).chat.completions.create(model="any", messages=messages)
+    return 0.5
 
 
 def harness(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:

@@ -76,6 +76,18 @@ def test_an_episode_ends_where_there_is_no_room_for_another_turn() -> None:
     assert episode["a"].finish_reason == "turns" and len(episode["a"].rewards) == 3
 
 
+def test_a_conversation_that_begins_with_too_much_ends_its_episode() -> None:
+    [episode] = play(
+        [{"a": [5]}],
+        [["a"]],
+        generate=lambda requests: [Generation([9, STOP], [-1.0, -1.0], "stop") for _ in requests],
+        step=lambda turns: dict.fromkeys(turns, Turns({"a": Outcome([7] * 9, conversation=1)}, ["a"])),
+        limits=Limits(max_turns=9, turn_tokens=3, total_tokens=99, prompt_tokens=8),
+    )
+    [row] = episode["a"].conversations()
+    assert row.finish_reason == "length" and row.tokens == [9, STOP]
+
+
 def test_agents_that_write_at_the_same_time_see_only_their_own() -> None:
     script = Script([2], agents=("a", "b"))
     [episode] = script.play()
@@ -90,6 +102,7 @@ def test_agents_that_write_at_the_same_time_see_only_their_own() -> None:
         (Turns({"c": Outcome()}, ["a"]), "an outcome for 'c'; its agents are a, b"),
         (Turns({"a": Outcome()}, []), "not over, and nobody writes"),
         (Turns({"b": Outcome(reward=1.0)}, ["b"]), "a reward for 'b', who has not written"),
+        (Turns({"a": Outcome([1], conversation=2)}, ["a"]), "for conversation 2; there are 1, counted from 0"),
     ],
 )
 def test_what_an_environment_may_not_answer(led_to: Turns, said: str) -> None:

@@ -67,7 +67,7 @@ def played(
         return drawn[-len(requests) :]
 
     try:
-        prompts = game.reset(Start([1], "say", extra=extra or {}))
+        prompts = game.reset(Start([1], "say", extra=extra or {}, limits=limits))
         [views] = play(
             [prompts],
             [[ALONE]],
@@ -135,11 +135,20 @@ def test_each_conversation_of_an_episode_is_a_sample_of_exactly_what_was_read_an
     assert extra["heard"] == texts and extra["again"] == [True]
 
 
-def test_a_conversation_without_room_ends_its_episode(engine: HFEngine) -> None:
-    limits = Limits(max_turns=6, turn_tokens=6, total_tokens=90, prompt_tokens=30)
-    extra: dict[str, Any] = {"heard": [], "again": []}
-    view, drawn = played(engine, {"function": f"{OWN}:delegate"}, extra, limits=limits)
-    assert view.finish_reason == "length" and len(drawn) == 3 and len(view.conversations()) == 2
+def test_a_program_that_is_told_of_no_room_goes_on_with_less(engine: HFEngine) -> None:
+    extra: dict[str, Any] = {"refused": []}
+    limits = Limits(max_turns=6, turn_tokens=6, total_tokens=60, prompt_tokens=30)
+    view, drawn = played(engine, {"function": f"{OWN}:compacts"}, extra, limits=limits)
+    assert extra["refused"] == ["context_length_exceeded"]
+    assert view.finish_reason == "stop" and view.rewards == [*[0.0] * (len(drawn) - 1), 0.5]
+    first, second = view.conversations()
+    assert len(first.rewards) == 2 and first.own[-1] and len(first.tokens) <= 60
+    assert second.prompt == written("<user>so far$\n<assistant>") and len(second.rewards) == 1
+    extra = {"refused": [], "insists": True}
+    view, drawn = played(engine, {"function": f"{OWN}:endless"}, extra, limits=limits)
+    assert len(drawn) == 2 and len(extra["refused"]) >= limits.max_turns and view.finish_reason == "stop"
+    with pytest.raises(EpisodeError, match=r"without a call.* more than data.max_prompt_tokens=5"):
+        played(engine, {"function": f"{OWN}:talk"}, limits=Limits(4, 6, 90, prompt_tokens=5))
 
 
 def test_a_published_harness_is_trained_as_it_is() -> None:
@@ -228,10 +237,10 @@ def test_what_is_refused_is_told_and_a_program_that_fails_ends_its_episode(
     assert view.rewards == [-1.0] and 'KeyError: "the program\'s own"' in caplog.text
 
 
-def test_an_episode_without_room_ends_and_its_program_hears_of_it(engine: HFEngine) -> None:
+def test_an_episode_without_turns_left_ends_and_its_program_hears_of_it(engine: HFEngine) -> None:
     extra: dict[str, list[str]] = {"refused": []}
-    view, drawn = played(engine, {"function": f"{OWN}:endless"}, extra)
-    assert view.finish_reason in ("turns", "length") and len(drawn) >= 2
+    view, drawn = played(engine, {"function": f"{OWN}:endless"}, extra, limits=Limits(2, 6, 90))
+    assert view.finish_reason == "turns" and len(drawn) == 2
 
 
 def test_a_command_finds_address_and_row(engine: HFEngine, tmp_path: Path) -> None:
