@@ -52,6 +52,7 @@ def test_the_first_groups_that_differ_are_kept_whole(samples: list[tuple[int, bo
 
 
 def test_policy_filtration_by_hand():
+    """PF-PPO's; the loss on what it keeps is in test_composed.py."""
     groups = torch.tensor([4, 2, 4, 4, 2, 9, 7])
     rewards = torch.tensor([1.0, 0.5, 0.0, 0.5, 0.5, 3.0, torch.nan])
     draws = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])

@@ -198,6 +198,7 @@ def test_straight_through_has_the_value_of_the_kind_and_the_gradient_of_the_kl(k
 @PROPERTY
 @given(cases(holes=True), st.sampled_from(aggregations.names()))
 def test_the_likelihood_of_right_responses_is_its_equation(case: Case, mode: str):
+    """VAPO's positive-example loss."""
     new = case.normal()
     log_probs, reference = leaf(case.garbage(new)), leaf(new)
     result = likelihood_sum(log_probs, weights_of(case.mask, mode))
@@ -222,6 +223,7 @@ def test_importance_weights_have_the_gradient_of_the_kl_on_samples_of_another_po
 @PROPERTY
 @given(cases(holes=True), st.sampled_from(aggregations.names()))
 def test_kl_gradients_are_their_equations(case: Case, mode: str):
+    """The importance-weighted KL of DeepSeek-V3.2, and the score-function gradient of the KL of whole responses."""
     new, old, ref = case.normal(), case.normal(), case.normal()
     weights = weights_of(case.mask, mode)
     for kind, gradient in (("k3", "importance"), ("k1", "score")):

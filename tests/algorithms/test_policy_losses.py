@@ -306,6 +306,7 @@ def test_clip_cov_draws_within_its_band():
 @QUICK
 @given(cases(holes=True), st.floats(0.01, 0.99))
 def test_the_highest_entropies_are_those_above_a_quantile_of_the_whole_mini_batch(case: Case, fraction: float):
+    """The top-entropy token mask of arXiv 2506.01939."""
     entropies = case.normal().abs()
     chosen = highest_entropies(case.garbage(entropies), case.mask, fraction=fraction)
     count = int(case.mask.sum())

@@ -95,6 +95,7 @@ def test_adaptive_kl_by_hand():
 
 
 def test_adaptive_entropy_by_hand():
+    """Skywork-OR1's."""
     bonus = AdaptiveEntropy(0.01, target=0.2, step=0.005)
     assert bonus.update(0.1) == 0.01 and bonus.weight == pytest.approx(0.015)  # too low: more of it
     bonus.update(0.5)

@@ -90,6 +90,8 @@ EQUATIONS: dict[str, tuple[Callable[[list[float]], list[float]], dict[str, Any]]
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_a_correction_is_its_equation(name: str):
+    """Truncated importance sampling (TIS) with and without a floor, its masks of tokens and of sequences, off-policy
+    sequence masking, and rejection by k1, k2 or k3 of a token or by sum, mean or maximum."""
     expected, options = EQUATIONS[name]
 
     @QUICK
