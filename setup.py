@@ -108,6 +108,7 @@ EXTRAS_REQUIRE = {
     "text-games": ["gymnasium>=1.0"],
     "textarena": ["textarena>=0.7"],
     "openenv": ["websockets>=13"],
+    "openenv-server": ["openenv-core>=0.2"],  # a server of it, in the tests
     "verifiers": ["verifiers>=0.4"],
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],

@@ -8,10 +8,11 @@
 # shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
-# reasoning-gym has a part that is compiled; without it its tests are skipped.
-if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && command -v cc >/dev/null &&
-    "$PYTHON" -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'; then
-    _bootstrap reasoning-gym
+if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
+    _bootstrap environments
+    # reasoning-gym has a part that is compiled; without it its tests are skipped.
+    has_headers='import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'
+    ! command -v cc >/dev/null || ! "$PYTHON" -c "$has_headers" || _bootstrap reasoning-gym
 fi
 
 # One thread per process: the tests run several processes on few cores. No test may reach for a hub.

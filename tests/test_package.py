@@ -299,7 +299,9 @@ def lock_lines(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("name", ["cpu-py311", "gsm8k", "bench", "reasoning-gym", "cuda-py312", "resiliency-py312"])
+@pytest.mark.parametrize(
+    "name", ["cpu-py311", "gsm8k", "bench", "environments", "reasoning-gym", "cuda-py312", "resiliency-py312"]
+)
 def test_a_lock_holds_exact_versions_and_nothing_else(name: str) -> None:
     lines = [line.removesuffix("  # no wheel: built from its source") for line in lock_lines(name)]
     assert lines and lines == sorted(lines, key=lambda line: line.split("==")[0])

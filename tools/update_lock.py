@@ -110,6 +110,7 @@ def locks() -> list[Lock]:
             resolve=False,
         ),
         Lock("reasoning-gym", ("reasoning-gym",), "reasoning-gym, whose pycosat a compiler builds", on_top_of=base),
+        Lock("environments", ("openenv-server", "textarena"), "environments of others, in the tests", on_top_of=base),
         Lock("bench", ("trl",), "TRL, which tools/bench_step.py measures beside megaverl", on_top_of=base),
         Lock(
             "cuda-py312",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +20,6 @@ CODEC = Codec(Letters(), chat=False)
 ALONE = "policy"
 WORDS = {"left": 0, "down": 1, "right": 2, "up": 3}
 LAKE = {"id": "FrozenLake-v1", "actions": WORDS, "make": {"is_slippery": False}}
-# The interpreter of an environment that has openenv-core: it asks for more than a trainer's should hold.
-OPENENV = os.environ.get("MEGAVERL_OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else None)
 
 
 class Played:
@@ -93,7 +89,7 @@ def test_gymnasium_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_textarena() -> None:
-    textarena = pytest.importorskip("textarena", reason="pip install 'megaverl[textarena]'")
+    textarena = pytest.importorskip("textarena", reason="./launch/bootstrap.sh environments")
     own = textarena.make("GuessTheNumber-v0")
     own.reset(num_players=1, seed=11)
     game = Played("textarena", 11, id="GuessTheNumber-v0")
@@ -147,11 +143,10 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 
 @pytest.fixture
 def openenv(tmp_path: Path) -> Iterator[str]:
-    if OPENENV is None:
-        pytest.skip("pip install openenv-core into an environment, and name its Python in MEGAVERL_OPENENV_PYTHON")
+    pytest.importorskip("openenv", reason="./launch/bootstrap.sh environments")
     (tmp_path / "server.py").write_text(SERVER)
     port = free_port()
-    command = ending_with_parent([OPENENV, str(tmp_path / "server.py"), str(port)])
+    command = ending_with_parent([sys.executable, str(tmp_path / "server.py"), str(port)])
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         import httpx
 
