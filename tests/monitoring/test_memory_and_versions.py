@@ -7,10 +7,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import megaverl
+from megaverl.monitoring import timeline
 from megaverl.monitoring.timeline import memory_metrics, process_memory_mb
 from megaverl.monitoring.tracker import collect_versions, git_commit, write_versions
 
@@ -64,3 +66,35 @@ def test_the_commit_is_that_of_the_checkout() -> None:
     else:
         commit = git_commit()
         assert commit is not None and commit.removesuffix("+changes") == expected.stdout.strip()
+
+
+def test_power_and_utilization_are_means_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of counters as NVML's: energy in mJ, samples with a time of their own; of a driver that has none, nothing."""
+
+    class NVMLError(Exception):
+        pass
+
+    def sample(stamp: int, value: int) -> SimpleNamespace:
+        return SimpleNamespace(timeStamp=stamp, sampleValue=SimpleNamespace(uiVal=value))
+
+    energy, clock = iter([5_000, 305_000]), iter([10.0, 12.0])
+    later = [sample(2, 30), sample(3, 50), sample(0, 90)]  # one without a time was never taken
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_GPU_UTILIZATION_SAMPLES=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(energy),
+        nvmlDeviceGetSamples=lambda handle, kind, since: (1, later if since == 1 else [sample(1, 100)]),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(timeline.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(timeline, "_GPUS", {})
+    assert timeline.gpu_metrics("a") == {}
+    assert timeline.gpu_metrics("a") == {"gpu/power_w": 150.0, "gpu/utilization": 0.4}
+
+    def none(handle: str) -> int:
+        raise NVMLError
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = none
+    assert timeline.gpu_metrics("b") == {}
