@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megaverl.cli.train import exit_code
+from megaverl.cli.train import exit_code, run_rank
+from megaverl.config import Config
 from megaverl.errors import ConfigError, DataError, GridError
+from tests.launcher import Launcher
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,9 +38,13 @@ def test_a_failure_before_the_run_is_one_message_and_a_traceback_in_the_log(tmp_
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
-def test_a_failure_without_a_place_for_the_log(tmp_path):
+def test_a_failure_without_a_place_for_the_log(launch: Launcher, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = rank(tmp_path / "file")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: rank 0: ") and "no log of it" in done.stderr
-    assert "Traceback" not in done.stderr
+    ended = launch.ranks(1, "tests.cli.test_ranks:fail", run_dir=tmp_path / "file")
+    assert ended.codes == [1]
+    assert ended.text.startswith("error: rank 0: ") and "no log of it" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def fail(run_dir: str) -> None:
+    run_rank(Config(run={"dir": run_dir}), "train", {}, 0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megaverl.processes import ending_with_parent
+from megaverl.trainer import elastic_agent
 from tests.launcher import Launcher
-from tests.trainer.conftest import ROOT, command_arguments, environment, inputs  # noqa: F401  (a fixture)
+from tests.trainer.conftest import command_arguments, inputs  # noqa: F401  (a fixture)
+from tools import check_reshard
 from tools.check_reshard import add_up, kind_of
 
 
@@ -21,14 +20,26 @@ def tiny(inputs: Path, tmp_path: Path) -> list[str]:  # noqa: F811
     return [config.removeprefix("--config="), *overrides, "actor.tp=2", "rollout.engine=hf", "rollout.tp=1"]
 
 
-def test_every_weight_of_a_configuration_arrives(tiny: list[str]) -> None:
-    command = ending_with_parent([sys.executable, "tools/check_reshard.py", *tiny])
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    [fused] = [line for line in lines if line.startswith("model.layers.*.self_attn.q_proj.weight")]
+def test_every_weight_of_a_configuration_arrives(
+    tiny: list[str], launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a person starts it: it finds out how many ranks it wants."""
+    said = []
+
+    def start_copies(arguments: list[str], nproc: int, log_hint: str) -> int:
+        ended = launch.command(arguments, ranks=nproc, logs=tmp_path / "logs")
+        said.extend(ended.output)
+        return max(ended.codes)
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(elastic_agent, "start_ranks", start_copies)
+    assert check_reshard.main(tiny) == 0, said
+    table, nothing = said
+    [fused] = [line for line in table.splitlines() if line.startswith("model.layers.*.self_attn.q_proj.weight")]
     assert fused.endswith("equal")
-    assert "DIFFERS" not in done.stdout and "tensors compared" in done.stdout
+    assert "DIFFERS" not in table and "tensors compared" in table and nothing == ""
 
 
 def test_a_flipped_bit_is_named_and_fails(tiny: list[str], launch: Launcher, tmp_path: Path) -> None:

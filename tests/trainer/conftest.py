@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megaverl.processes import ending_with_parent
 
 ROOT = Path(__file__).parents[2]
 # Heads of 32 dimensions, the smallest that vLLM's CPU attention has; two of each, so that 2 is the largest tp.
@@ -89,20 +84,3 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's environment, without what a torchrun around the tests would have left."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", **changes}
-
-
-def megaverl(command: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`megaverl <command>`: the real command, which starts its own ranks."""
-    return subprocess.run(
-        ending_with_parent([sys.executable, "-m", "megaverl.cli.main", command, *arguments]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        timeout=300,
-    )
-
-
-@pytest.fixture(scope="session")
-def run_command() -> Callable[..., subprocess.CompletedProcess[str]]:
-    return megaverl

@@ -6,8 +6,7 @@ import gzip
 import json
 import math
 import shutil
-import subprocess
-from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.docs.pages import ROOT, table_names
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
 Metrics = dict[int, dict[str, float]]
 LOGPROB_LIMIT = 1e-3
 
@@ -80,12 +78,13 @@ def metrics_of(run: Path) -> Metrics:
     return found
 
 
+@dataclass(frozen=True)
 class Run:
-    """A finished command: its folder, its arguments and what it printed."""
+    """A finished run: its folder, its arguments and what its ranks said."""
 
-    def __init__(self, done: subprocess.CompletedProcess[str], arguments: list[str], folder: Path) -> None:
-        assert done.returncode == 0, done.stdout + done.stderr
-        self.done, self.arguments, self.folder = done, arguments, folder
+    folder: Path
+    arguments: list[str]
+    said: str
 
 
 def train(launch: Launcher, arguments: list[str], logs: Path, ranks: int = 2) -> str:
@@ -96,10 +95,10 @@ def train(launch: Launcher, arguments: list[str], logs: Path, ranks: int = 2) ->
 
 
 @pytest.fixture(scope="module")
-def ppo(inputs: Path, tmp_path_factory: pytest.TempPathFactory, run_command: Command) -> Run:
+def ppo(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     runs = tmp_path_factory.mktemp("ppo")
     arguments = [*command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO]
-    return Run(run_command("train", arguments), arguments, runs / "run")
+    return Run(runs / "run", arguments, train(launch, arguments, runs / "output"))
 
 
 def test_every_metric_of_a_run_is_documented(ppo: Run) -> None:
@@ -111,8 +110,7 @@ def test_every_metric_of_a_run_is_documented(ppo: Run) -> None:
 
 
 def test_a_person_sees_a_line_per_step_and_no_library(ppo: Run) -> None:
-    assert ppo.done.stderr == ""
-    lines = ppo.done.stdout.splitlines()
+    lines = ppo.said.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1/3", "2/3", "3/3"]
     assert all(word in line for line in steps for word in ("reward", "accuracy", "tok/s"))
@@ -255,10 +253,10 @@ def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, launch: Launch
 
 
 def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
-    arguments: list[str], tmp_path: Path, launch: Launcher
+    arguments: list[str], inputs: Path, tmp_path: Path, launch: Launcher
 ) -> None:
     """... that checks drafts: what it says of the tokens that it takes is what the actor says."""
-    drafts = "{method: ngram, num_speculative_tokens: 2, prompt_lookup_min: 1, prompt_lookup_max: 2}"
+    drafts = f"{{model: {inputs / 'model'}, num_speculative_tokens: 2}}"
     train(launch, [*arguments, *GRPO, f"rollout.vllm.speculative_config={drafts}"], tmp_path / "logs")
     metrics = metrics_of(tmp_path / "runs" / "run")
     assert sorted(metrics) == [1, 2]
