@@ -12,12 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-import datasets
 import numpy
 import pytest
 import torch
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megaverl.config.run import DataConfig, ImagesConfig
 from megaverl.data.batch import RolloutBatch
@@ -77,6 +75,8 @@ def read(folder: Path, tmp_path: Path) -> Read:
 
 
 def test_an_image_becomes_as_many_tokens_as_it_has_parts(read: Read, folder: Path, tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     picture(90, 70).save(tmp_path / "a.png")
     record = read({"prompt": "<image> which colour", "images": ["a.png"], "level": 1})[0]
     [image] = record.images
@@ -270,6 +270,8 @@ def test_data_check_decodes_what_a_start_does_not(folder: Path, tmp_path: Path) 
 
 
 def test_images_of_datasets_come_as_they_are_stored(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
     images = [picture(60, 60, seed) for seed in range(3)]
     rows = {"prompt": ["hello"] * 3, "answer": [""] * 3, "images": [[image] for image in images]}
     features = datasets.Features(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from megaverl.errors import DataError
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rewards.reasoning_gym import COLUMN, VERIFIER, read_task, why_no_task
 
-reasoning_gym = pytest.importorskip("reasoning_gym", reason="pip install 'megaverl[reasoning-gym]'")
+if find_spec("reasoning_gym") is None:
+    pytest.skip("pip install 'megaverl[reasoning-gym]'", allow_module_level=True)
 # a task of numbers, one whose verifier evaluates the answer, one with many right answers
 TASKS = ("chain_sum?size=3&min_terms=2&max_terms=2", "intermediate_integration?size=3&seed=4", "rush_hour?size=2")
 
@@ -48,6 +50,8 @@ def test_what_is_no_task(text: str) -> None:
 
 
 def test_rows_are_the_packages_own() -> None:
+    import reasoning_gym
+
     rows = open_source("reasoning_gym:chain_sum?size=5&seed=7")
     own = reasoning_gym.create_dataset("chain_sum", size=5, seed=7)
     assert len(rows) == 5 and rows.where(4).endswith("seed=7, row 5")
@@ -65,6 +69,8 @@ def test_rows_are_the_packages_own() -> None:
 
 def test_the_verifiers_score(tmp_path: Path) -> None:
     """As the package has it; without tags nothing; and what it would evaluate does nothing here."""
+    import reasoning_gym
+
     samples, expected = list[RewardSample](), list[float]()
 
     def add(row: dict[str, Any], response: str, score: float) -> None:
@@ -94,6 +100,8 @@ def test_the_verifiers_score(tmp_path: Path) -> None:
 
 
 def test_a_verifier_makes_a_data_set_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import reasoning_gym
+
     made, create = list[str](), reasoning_gym.create_dataset
     monkeypatch.setattr(
         reasoning_gym, "create_dataset", lambda name, **options: made.append(name) or create(name, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,9 +16,6 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from safetensors.torch import load_file
-from vllm.distributed.device_communicators import pynccl_wrapper
-from vllm.distributed.weight_transfer import nccl_common, nccl_engine
-from vllm.entrypoints.rl.online.api_router import router
 
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout import server_engine
@@ -25,6 +23,15 @@ from megaverl.rollout.server_api import ServerLost
 from megaverl.rollout.server_engine import VLLMOverNCCL
 
 UNIQUE_ID = bytes(range(128))
+
+
+def of_vllm(name: str) -> Any:
+    """A module of its, imported where it is used: every worker of the suite reads this file."""
+    return importlib.import_module(f"vllm.{name}")
+
+
+def transfer(name: str) -> Any:
+    return of_vllm(f"distributed.weight_transfer.{name}")
 
 
 @dataclass
@@ -62,14 +69,16 @@ class Served:
         self.vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
         model: Any = SimpleNamespace(load_weights=self._load)
         config: Any = SimpleNamespace(backend="nccl")
-        self.worker = nccl_engine.NCCLWeightTransferEngine(config, self.vllm_config, torch.device("cpu"), model)
+        self.worker = transfer("nccl_engine").NCCLWeightTransferEngine(
+            config, self.vllm_config, torch.device("cpu"), model
+        )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.weights |= {name: tensor.clone() for name, tensor in weights}
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.calls.append("init")
-        self.worker.init_transfer_engine(nccl_common.NCCLWeightTransferInitInfo(**request.init_info))
+        self.worker.init_transfer_engine(transfer("nccl_common").NCCLWeightTransferInitInfo(**request.init_info))
 
     async def shutdown_weight_transfer_engine(self) -> None:
         self.calls.append("shutdown")
@@ -81,7 +90,7 @@ class Served:
         self.calls.append("update")
         if self.stalls.is_set():
             raise RuntimeError("a worker is gone")
-        self.worker.receive_weights(nccl_engine.NCCLWeightTransferUpdateInfo(**request.update_info))
+        self.worker.receive_weights(transfer("nccl_engine").NCCLWeightTransferUpdateInfo(**request.update_info))
 
     async def finish_weight_update(self, weight_version: str | None) -> None:
         self.calls.append("finish")
@@ -101,9 +110,12 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
         return line.sender() if rank == 0 else line.receiver()
 
     unique_id = SimpleNamespace(internal=UNIQUE_ID)
-    monkeypatch.setattr(nccl_common, "uid_init_process_group", join)
+    monkeypatch.setattr(transfer("nccl_common"), "uid_init_process_group", join)
     monkeypatch.setattr(
-        pynccl_wrapper, "NCCLLibrary", lambda: SimpleNamespace(ncclGetUniqueId=lambda: unique_id), raising=True
+        of_vllm("distributed.device_communicators.pynccl_wrapper"),
+        "NCCLLibrary",
+        lambda: SimpleNamespace(ncclGetUniqueId=lambda: unique_id),
+        raising=True,
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
@@ -114,7 +126,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
 @pytest.fixture
 def served() -> Iterator[tuple[Served, str]]:
     engine, app = Served(), FastAPI()
-    app.include_router(router)
+    app.include_router(of_vllm("entrypoints.rl.online.api_router").router)
     app.state.engine_client = engine
 
     @app.post("/reset_prefix_cache")
@@ -183,7 +195,7 @@ def test_one_that_will_not_join_is_told_at_once(
 ) -> None:
     """This end waits in NCCL meanwhile, for one that does not come."""
     never = threading.Event()
-    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *given: never.wait(30))
+    monkeypatch.setattr(transfer("nccl_common"), "uid_init_process_group", lambda *given: never.wait(30))
     monkeypatch.setattr(served[0], "init_weight_transfer_engine", None)
     server = VLLMOverNCCL(served[1], None, generating=30.0, loading=20.0)
     with pytest.raises(ServerLost, match=r"answers 500 to POST /init_weight_transfer_engine"):
