@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-from megaverl.processes import end_with_parent
+from megaverl.processes import end_with_parent, freeze_objects
 
 MODULES = (
     "megaverl.cli.train",
@@ -39,7 +39,7 @@ def import_everything() -> None:
     for name in MODULES:
         importlib.import_module(name)
     sys.stdout.flush()  # what is left in it would be written by every copy
-    gc.freeze()  # copies share these pages, and need not look through them for garbage
+    freeze_objects()  # copies share these pages, and need not look through them for garbage
     gc.set_threshold(*usual)
 
 

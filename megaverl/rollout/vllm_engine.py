@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
+from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.rollout.engine import (
     Generation,
     Images,
@@ -188,9 +189,7 @@ class VLLMEngine:
         os.environ.update(ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
         platform.adapt_vllm()
         keep_default_group()
-        self._freezes = not gc.get_freeze_count()
-        if self._freezes:  # or each of a start's five collections walks some 400,000 objects of imported modules
-            gc.freeze()
+        freeze_objects()  # a start collects five times
 
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
@@ -389,8 +388,7 @@ class VLLMEngine:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         release_groups()
-        if self._freezes:
-            gc.unfreeze()
+        thaw_objects()
         gc.collect()
 
 

@@ -37,6 +37,7 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.monitoring.tracker import installed
 from megaverl.platform import platform
+from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.version import __version__
 
 PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
@@ -237,13 +238,12 @@ def kept_objects() -> Iterator[None]:
     """What is there now stays until the end, so it need not be looked through for garbage.
 
     megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
-    What is made from here on is looked at as often as Python has it. Who froze objects before keeps them so.
+    What is made from here on is looked at as often as Python has it.
     """
-    first = not gc.get_freeze_count()
-    gc.freeze()
+    freeze_objects()
+    gc.freeze()  # also what was made since somebody else asked
     gc.set_threshold(*PYTHON_THRESHOLD)
     try:
         yield
     finally:
-        if first:
-            gc.unfreeze()
+        thaw_objects()
