@@ -1,10 +1,8 @@
-"""`python -m tests.checkpoint.convert.peak FOLDER SHARD_BYTES`: memory of converting there and back, as JSON."""
+"""What tests/checkpoint/convert/test_command.py measures in a process of its own: memory of a conversion."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,18 +40,16 @@ def peak_growth(work: Callable[[], object]) -> int:
     return status("VmHWM") - before
 
 
-def main(folder: Path, shard_bytes: int) -> None:
-    assert make_large(folder / "hf", 28, shard_bytes) > 10 * shard_bytes
+def growths(folder: str, shard_bytes: int) -> dict[str, int]:
+    """By step of a conversion there and back."""
+    root = Path(folder)
+    assert make_large(root / "hf", 28, shard_bytes) > 10 * shard_bytes
     # what is imported only then
-    warm = converted(make_model(folder / "warm"), folder / "warm_up", "megatron", verify=True)
-    converted(warm, folder / "warm_back", "hugging_face", verify=True)
+    warm = converted(make_model(root / "warm"), root / "warm_up", "megatron", verify=True)
+    converted(warm, root / "warm_back", "hugging_face", verify=True)
     steps = {
-        "there": lambda: converted(folder / "hf", folder / "there", "megatron", grid={"tp": 2}, verify=True),
-        "on": lambda: converted(folder / "there", folder / "on", "megatron", grid={"tp": 4, "pp": 2}),
-        "back": lambda: converted(folder / "on", folder / "back", "hugging_face", verify=True),
+        "there": lambda: converted(root / "hf", root / "there", "megatron", grid={"tp": 2}, verify=True),
+        "on": lambda: converted(root / "there", root / "on", "megatron", grid={"tp": 4, "pp": 2}),
+        "back": lambda: converted(root / "on", root / "back", "hugging_face", verify=True),
     }
-    print(json.dumps({name: peak_growth(step) for name, step in steps.items()}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    return {name: peak_growth(step) for name, step in steps.items()}

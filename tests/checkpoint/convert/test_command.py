@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,11 +17,10 @@ from megaverl.checkpoint.convert.run import compare_bytes, compare_logits, proce
 from megaverl.checkpoint.convert.source import open_source
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import CheckpointError
-from megaverl.processes import ending_with_parent
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
-from tests.launcher import ROOT
+from tests.launcher import ROOT, Launcher
 from tests.terminals import read_to_the_end
 
 
@@ -111,13 +108,11 @@ def test_no_bar_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of resident memory")
-def test_memory_holds_two_shards_at_most(tmp_path: Path) -> None:
+def test_memory_holds_two_shards_at_most(launch: Launcher, tmp_path: Path) -> None:
     """In a process of its own: what other tests left with the allocator would count with it."""
     shard = 20 * MB
-    command = ending_with_parent([sys.executable, "-m", "tests.checkpoint.convert.peak", str(tmp_path), str(shard)])
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    growth = json.loads(done.stdout.splitlines()[-1])
+    target = "tests.checkpoint.convert.peak:growths"
+    [growth] = launch.ranks(1, target, folder=tmp_path, shard_bytes=shard).check()
     assert list(growth) == ["there", "on", "back"]
     assert max(growth.values()) < 2 * shard, growth
     assert_same_files(tmp_path / "hf", tmp_path / "back")
