@@ -72,12 +72,14 @@ class Platform:
                 adaptation.apply()
 
 
+def page_locked(values: torch.Tensor) -> torch.Tensor:
+    """What lies on the host, where a GPU copies from by itself; torch keeps that memory. Without a GPU, as it is."""
+    return values.pin_memory() if platform.is_cuda and values.device.type == "cpu" else values
+
+
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` there. From the host to a GPU they go by way of page-locked memory, so that the host waits for nothing
-    that runs there; torch keeps that memory for the next."""
-    if values.device.type == "cpu" and device.type == "cuda":
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)
+    """`values` there; on their way from the host to a GPU nobody waits for what runs there."""
+    return page_locked(values).to(device, non_blocking=device.type == "cuda")
 
 
 platform = Platform(is_cuda=torch.cuda.is_available())

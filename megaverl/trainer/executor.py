@@ -45,7 +45,7 @@ from megaverl.workers.trainable import TrainableModel
 SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")
 TOKENS = frozenset({"input_ids", "generated_ids"})
 # What says which tokens train, and whose they are; and how the engine saw them.
-MASKS = frozenset({"response_mask", "turn_ids", "turn_rewards", "agent_ids", "group_ids"})
+MASKS = frozenset({"response_mask", "turn_ids", "turn_rewards", "agent_ids", "group_ids", "episode_ids"})
 OF_ENGINE = frozenset({"rollout_log_probs", "weight_versions"})
 
 
@@ -91,7 +91,7 @@ class SampleRouting:
         """By their names; the roles are asked when a batch is here."""
         weighed = MASKS | OF_ENGINE | self._estimator_reads
         return {
-            "reward": Reads(self._reward, frozenset({"turn_rewards"})),
+            "reward": Reads(self._reward, frozenset({"turn_rewards", "agent_ids", "episode_ids"})),
             "ref_log_probs": Reads(self._unless_in_shares("ref_log_probs", self._reference)),
             "old_log_probs": Reads(self._unless_in_shares("old_log_probs", self._old_log_probs), MASKS | OF_ENGINE),
             "score_norms": Reads(self._scored, MASKS),

@@ -220,7 +220,10 @@ def _asking() -> FrameType | None:
 
 def _caller() -> str:
     for frame in reversed(traceback.extract_stack()[:-2]):
-        if frame.name.startswith("<") or frame.name == "to_device":  # a comprehension: up to Python 3.11 a function
+        if frame.name.startswith("<") or frame.name in (
+            "to_device",
+            "page_locked",
+        ):  # a comprehension: up to Python 3.11 a function
             continue
         for package in ("megaverl", "megatron"):
             place = frame.filename.rpartition(f"/{package}/")[2]

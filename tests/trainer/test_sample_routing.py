@@ -40,6 +40,12 @@ def test_what_it_may_leave_out_comes_of_all_samples() -> None:
     assert "temperatures" in readers("by_temperature").of_operators()["advantages"].of_all
 
 
+def test_who_scores_or_credits_an_episode_knows_all_of_its_conversations() -> None:
+    reads = readers("by_temperature").of_operators()
+    for operator in ("reward", "advantages"):
+        assert {"episode_ids", "agent_ids"} <= reads[operator].of_all, operator
+
+
 def test_who_looks_at_tokens_gets_those_of_all_samples() -> None:
     reads = readers("by_first_token").of_operators()["advantages"]
     assert {rank: list(rows) for rank, rows in reads.rows(OUTLINE).items()} == {1: [0, 1, 2], 2: [0, 1, 2]}

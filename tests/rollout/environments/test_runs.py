@@ -27,12 +27,13 @@ SHORT = [
 ]
 
 
-def train(launch: Launcher, recipe: str, folder: Path, *more: str, ranks: int = RANKS) -> Path:
+def train(launch: Launcher, recipe: str, folder: Path, *more: str, ranks: int = RANKS, placement: str = "") -> Path:
     """Make the inputs of a recipe and train for two steps; the run folder."""
     config = f"--config={CONFIGS / recipe}.yaml"
     overrides = [*SHORT, f"run.dir={folder}", f"run.nproc={ranks}", *more]
     prepare(load_config(CONFIGS / f"{recipe}.yaml", overrides, command="quickstart", check_paths=False))
-    ended = launch.command(["train", config, *overrides], ranks=ranks, logs=folder / "output")
+    placed = [f"placement={placement}"] if placement else []
+    ended = launch.command(["train", config, *overrides, *placed], ranks=ranks, logs=folder / "output")
     assert ended.codes == [0] * ranks, ended.text
     return folder / "run"
 
@@ -123,7 +124,9 @@ def test_environments_of_ones_own(launch: Launcher, tmp_path: Path) -> None:
     run = train(launch, "guessing_game", tmp_path / "well", *more, name)
     assert metrics(run)[-2]["rollout/turns_mean"] == 3.0
     options = "environment.options={function: 'tests.rollout.environments.own:aside'}"
-    run = train(launch, "guessing_game", tmp_path / "program", *more, "environment.name=gateway", options)
+    more_still = [*more, "environment.name=gateway", options, "actor.tp=1"]
+    apart = "{rollout: 0, reward: 1-2, actor: 3, critic: actor}"  # no rank scores all
+    run = train(launch, "guessing_game", tmp_path / "program", *more_still, ranks=4, placement=apart)
     records = [record for record in metrics(run) if "rollout/turns_mean" in record]
     for found in records:
         assert 2 < found["rollout/turns_mean"] < 3 and found["rollout/environment_tokens_mean"] > 0
