@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,13 +83,15 @@ class Buffer:
         """Elements with padding."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
-    def owned(self, replica: int, num_replicas: int, ranges: Collection[tuple[int, int]] | None = None) -> int:
+    def owned(self, replica: int, num_replicas: int, ranges: Sequence[tuple[int, int]] | None = None) -> int:
         """Elements of parameters (no padding) that a replica's optimizer keeps; of these `ranges` alone, if given."""
         total, ranges = 0, self.ranges if ranges is None else ranges
+        begins = [begin for begin, _ in ranges]  # ascending
         for low, high in pairwise((0, *self.bucket_ends)):
             part = (high - low) // num_replicas
             start, end = low + replica * part, low + (replica + 1) * part
-            total += sum(max(0, min(end, b) - max(start, a)) for a, b in ranges)
+            met = ranges[max(bisect_right(begins, start) - 1, 0) : bisect_left(begins, end)]
+            total += sum(max(0, min(end, b) - max(start, a)) for a, b in met)
         return total
 
 

@@ -346,15 +346,16 @@ def _role(
     return Role(name, ranks, grid, spec, config, split, layouts, value_head, islands)
 
 
+@dataclass(frozen=True)
 class _Dealt:
-    """What every rank holds, found out when the first one is asked for."""
+    """What every rank holds, found out when the first one is asked for; those of one grid are equal."""
 
-    def __init__(self, deal: Callable[..., Callable[[int], Layout]], of: tuple[Any, ...]) -> None:
-        self._deal, self._of = deal, of
+    deal: Callable[..., Callable[[int], Layout]]
+    of: tuple[Any, ...]
 
     @cached_property
     def _layouts(self) -> Callable[[int], Layout]:
-        return self._deal(*self._of)
+        return self.deal(*self.of)
 
     def __call__(self, rank: int) -> Layout:
         return self._layouts(rank)

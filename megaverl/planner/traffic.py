@@ -86,7 +86,7 @@ def reshard_plans(job: PlannedJob) -> Sequence[Plan]:
 
 
 # Kept, since a search for settings that fit changes the grids of few.
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _plans_between(
     source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine
 ) -> Sequence[Plan]:

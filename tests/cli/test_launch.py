@@ -103,8 +103,8 @@ def test_a_real_run_from_outside(
     tmp_path: Path,
 ) -> None:
     """It listens on the loopback alone, as whoever reaches its store can change it; it may open as many files as the
-    machine lets it; no library says anything; and Ctrl-C, which the launcher and its ranks get, leaves one line."""
-    more = ["trainer.steps=100000", "checkpoint={save_interval: 0, export_hf: false}"]
+    machine lets it; no library says anything; and Ctrl-C, which the launcher and its rank get, leaves one line."""
+    more = ["run.nproc=1", "actor.tp=1", "trainer.steps=100000", "checkpoint={save_interval: 0, export_hf: false}"]
     command = [sys.executable, "-m", "megaverl.cli.train", *command_arguments(inputs, tmp_path), *more]
     running = subprocess.Popen(
         ending_with_parent(["bash", "-c", 'ulimit -S -n 256; exec "$@"', "bash", *command]),
@@ -119,11 +119,11 @@ def test_a_real_run_from_outside(
     assert running.stdout.readline().startswith("step  ")
     launcher = psutil.Process(running.pid)
     processes = [launcher, *launcher.children(recursive=True)]
-    assert len(processes) >= 3
+    assert len(processes) >= 2
     assert {process.rlimit(psutil.RLIMIT_NOFILE)[0] for process in processes} == {min(most_files(), MOST_FILES)}
     connections = [each for process in processes for each in process.net_connections("inet")]
     listening = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN or each.type == SOCK_DGRAM]
-    assert len(listening) >= 3 and set(listening) == {"127.0.0.1"}  # the store, and each rank's gloo
+    assert len(listening) >= 2 and set(listening) == {"127.0.0.1"}  # the store, and gloo
     os.killpg(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert all(line.startswith("step ") for line in out.splitlines()), out

@@ -28,7 +28,7 @@ from megaverl.planner.stages import (
     moe_bytes,
     stage_bytes,
 )
-from megaverl.planner.traffic import aliased_elements, make_traffic
+from megaverl.planner.traffic import aliased_elements, make_traffic, reshard_plans
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import shapes_of
@@ -291,7 +291,15 @@ def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
     corrected = with_settings(job, advice.settings)
     assert shortages(corrected, MemoryModel(corrected).ranks(corrected.stage_ranks())) == []
     hopeless = make(spec, 2, "actor.tp=2", "rollout.tp=2", "algorithm={name: grpo, group_size: 8}")
-    assert advise(hopeless).settings == () and "more nodes" in str(advise(hopeless))
+    nothing = advise(hopeless)
+    assert nothing.settings == () and "more nodes" in str(nothing)
+
+
+def test_plans_of_the_same_grids_are_made_once() -> None:
+    """A search for settings that fit would make them hundreds of times."""
+    job, other = (recipe("llama3_70b/grpo_8_nodes", 64, f"rollout.sleep={sleep}") for sleep in ("true", "false"))
+    assert reshard_plans(job) is reshard_plans(other)
+    assert reshard_plans(with_settings(job, (("rollout.tp", 4),))) is not reshard_plans(job)
 
 
 def test_a_cache_that_holds_no_sequence_is_told() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,21 +33,12 @@ def named(findings: Iterable[Finding], name: str) -> Finding:
     return next(finding for finding in findings if finding.name == name)
 
 
-def test_the_whole_report_of_this_machine() -> None:
+def test_the_whole_report_of_this_machine(launch: Launcher, tmp_path: Path) -> None:
     """The real command: all sections, and a right sum over two ranks."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, "-m", "megaverl.cli.main", "doctor", "--json", "--no-generation", "--timeout", "240"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
-        timeout=300,
-        check=False,
-    )
-    report = json.loads(done.stdout)
+    ended = launch.command(["doctor", "--json", "--no-generation", "--timeout", "240"], ranks=1, logs=tmp_path)
+    report = json.loads(ended.text)
     assert tuple(report["sections"]) == SECTIONS
-    assert report["healthy"] == (done.returncode == 0)
+    assert report["healthy"] == (ended.codes == [0])
     trials = {finding["name"]: finding for finding in report["sections"]["trials"]}
     assert trials["all-reduce of two ranks"]["status"] == "ok", trials
     assert trials["all-reduce of two ranks"]["found"].startswith("right, over gloo: 16 MiB")

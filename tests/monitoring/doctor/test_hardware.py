@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from megaverl.monitoring.doctor.hardware import (
     topology_findings,
 )
 from megaverl.monitoring.doctor.trial_ranks import judge
-from megaverl.monitoring.doctor.trials import TRIAL_RANKS, Trial, measure_rates
+from megaverl.monitoring.doctor.trials import measure_rates
+from tests.launcher import Launcher
 from tests.monitoring.doctor import samples
 
 H100_LINKS = 18 * ["26.562 GB/s"]
@@ -171,12 +172,13 @@ def test_all_sections_of_a_machine_of_eight(monkeypatch: pytest.MonkeyPatch, tmp
     assert {"driver", "NVLink", "GPU to GPU", "GPU to network", "adapters"} <= {finding.name for finding in found}
 
 
-def test_rates_of_two_ranks() -> None:
+def test_rates_of_two_ranks(launch: Launcher) -> None:
     """The real measurement, over gloo."""
-    trial = Trial("NCCL rates", TRIAL_RANKS, 2, "fix it", {"OMP_NUM_THREADS": "1"}, arguments=["measure_links"])
-    finding = trial.finish(time.monotonic() + 120)
-    assert finding.status != "fail" and finding.found.startswith("all-reduce of 2 ranks: "), finding
-    assert "GB/s bus bandwidth\npairs: " in finding.found
+    ended = launch.ranks(2, "tests.monitoring.doctor.ranks:rates")
+    assert ended.codes == [0, 0], ended.text
+    finding = json.loads(ended.output[0].splitlines()[-1])
+    assert finding.get("status") != "fail" and finding["found"].startswith("all-reduce of 2 ranks: "), finding
+    assert "GB/s bus bandwidth\npairs: " in finding["found"]
     assert measure_rates(1.0).status == "note", "without GPUs there is nothing between them"
 
 
