@@ -39,14 +39,14 @@ _is_installed() {
 # A Python of this minor version that can make virtual environments. A name on PATH may be a shim that does not run:
 # try each.
 _find_python() {
-    local minor="${1#*-py3}" candidate probe
+    local minor="${1#*-py3}" candidate probe folder="${PYENV_ROOT:-$HOME/.pyenv}/versions"
     probe="import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, $minor))"
     while IFS= read -r candidate; do
         if "$candidate" -c "$probe" 2>/dev/null; then
             echo "$candidate"
             return 0
         fi
-    done < <(type -a -p "python3.$minor" python3 python 2>/dev/null || true)
+    done < <(type -a -p "python3.$minor" python3 python 2>/dev/null; compgen -G "$folder/3.$minor.*/bin/python" || true)
     _say "needs Python 3.$minor with the venv module, and found none on PATH."
     _say "Install it (Debian/Ubuntu: python3.$minor and python3.$minor-venv; or pyenv install 3.$minor), or set"
     _say "MEGAVERL_PYTHON to an interpreter that already has torch, megatron-core and vLLM."
@@ -129,7 +129,7 @@ _torch_options() {
     local version="${1#torch==}" index="${MEGAVERL_TORCH_INDEX:-}" folder wheels
     if [[ -z "$index" ]]; then
         for folder in "${wheel_folders[@]}"; do
-            wheels=("$folder"/torch-"${version%%+*}"*cpu*cp311*.whl)
+            wheels=("$folder"/torch-"${version%%+*}"*cpu*"cp${2:-311}"*.whl)
             [[ -e "${wheels[0]}" ]] && index="none"
         done
     fi
@@ -253,6 +253,31 @@ _install_newer() {
     "$PYTHON" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
         >"$site/of_venv.pth"
     echo "${wanted[*]}" >"$_newer/stamp"
+}
+
+# Makes $_of_py312, for tests where a Python 3.12 is: what .venv has, but megatron-core as the GPUs' lock has it. Where
+# PyTorch's own index cannot be reached, torch is PyPI's build for CUDA, which computes on a processor too (9 GB).
+_of_py312="$_venv/py312"
+_install_py312() {
+    local pins=() others=() options=() torch pip=() uv=() wheel_folders=() base_python _venv="$_of_py312"
+    base_python="$(_find_python cpu-py312 2>/dev/null)" || return 1
+    mapfile -t pins < <(
+        sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p' "$MEGAVERL_ROOT/requirements/$_cpu_lock.lock" | grep -v '^megatron-core=='
+        grep '^megatron-core==' "$MEGAVERL_ROOT/requirements/$_gpu_lock.lock"
+    )
+    [[ -r "$_venv/stamp" && "$(<"$_venv/stamp")" == "${pins[*]}" ]] && return
+    _say "installing ${#pins[@]} packages for Python 3.12 into .venv/py312, once"
+    rm -rf "$_venv"
+    _logged "making .venv/py312" "$base_python" -m venv "$_venv" || return 1
+    _find_installers
+    torch="$(printf '%s\n' "${pins[@]}" | grep '^torch==')"
+    mapfile -t others < <(printf '%s\n' "${pins[@]}" | grep -v '^torch==')
+    mapfile -t options < <(_torch_options "$torch" 312)
+    _fetch "installing" "${others[@]}" || return 1
+    ((${#uv[@]})) && _logged "installing torch" timeout 60 "${uv[@]}" "${options[@]}" "$torch" ||
+        _logged "installing torch for CUDA" timeout 300 "${pip[@]/--no-deps/--no-compile}" "${torch%+cpu}" || return 1
+    _fetch "installing megaverl" --no-build-isolation -e "$MEGAVERL_ROOT" || return 1
+    echo "${pins[*]}" >"$_venv/stamp"
 }
 
 # Holds the install lock (on the launch folder itself, so that no file is left) while it installs what is missing.

@@ -4,7 +4,8 @@
 #   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/sharding -k qwen3
 #
 # Without arguments: the whole suite, its files shared by two workers. A part of it runs with the megatron-core of the
-# GPUs' lock, which is newer; MEGAVERL_TEST_NEWER=/path/to/python names an environment that has it, for Python 3.12 say.
+# GPUs' lock, which is newer, under Python 3.12 where one is found; MEGAVERL_TEST_NEWER=/path/to/python names another
+# environment that has it.
 # shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
@@ -26,9 +27,8 @@ export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}" # as launch/network.sh
 "$PYTHON" -m mypy
 ((!$#)) || exec "$PYTHON" -m pytest "$@"
 
-# What depends most on megatron-core, and what stands for GPUs.
+# What depends most on megatron-core; tests/cuda is what stands for GPUs.
 of_megatron_core=(
-    tests/cuda
     tests/checkpoint/test_resume.py
     tests/config/test_passthrough.py
     tests/models/test_options.py
@@ -38,16 +38,21 @@ of_megatron_core=(
 )
 workers=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 code=0 others=()
-newer="${MEGAVERL_TEST_NEWER:-}"
-if [[ -z "$newer" && -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && _install_newer; then
-    newer="$_newer/bin/python"
+_tested() {
+    _say "tests with $1:"
+    "$1" -m pytest "${workers[@]}" "${@:2}" || code=$?
+}
+if [[ -n "${MEGAVERL_TEST_NEWER:-}" ]]; then
+    _tested "$MEGAVERL_TEST_NEWER" tests/cuda "${of_megatron_core[@]}"
+elif [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && _install_newer; then
     others=(--ignore tests/cuda) # minutes; once, with what runs on GPUs
-fi
-if [[ -n "$newer" ]]; then
-    _say "tests with the megatron-core of $newer:"
-    "$newer" -m pytest "${workers[@]}" "${of_megatron_core[@]}" || code=$?
+    if _install_py312; then
+        _tested "$_of_py312/bin/python" "${of_megatron_core[@]}"
+        of_megatron_core=()
+    fi
+    _tested "$_newer/bin/python" tests/cuda "${of_megatron_core[@]}"
 else
     _say "left out: tests with the megatron-core of the GPUs' lock"
 fi
-"$PYTHON" -m pytest "${workers[@]}" "${others[@]}" || code=$?
+_tested "$PYTHON" "${others[@]}"
 exit "$code"
