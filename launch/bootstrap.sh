@@ -48,7 +48,7 @@ _find_python() {
         fi
     done < <(type -a -p "python3.$minor" python3 python 2>/dev/null; compgen -G "$folder/3.$minor.*/bin/python" || true)
     _say "needs Python 3.$minor with the venv module, and found none on PATH."
-    _say "Install it (Debian/Ubuntu: python3.$minor and python3.$minor-venv; or pyenv install 3.$minor), or set"
+    _say "Install it (Debian/Ubuntu: python3.$minor and python3.$minor-venv; pyenv or uv python install 3.$minor), or set"
     _say "MEGAVERL_PYTHON to an interpreter that already has torch, megatron-core and vLLM."
     return 1
 }
