@@ -38,11 +38,13 @@ def test_sums_of_a_step(clock: None) -> None:
     }
 
 
-def test_a_new_step_starts_at_zero(clock: None) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_new_step_starts_at_zero(clock: None, number: int) -> None:
+    """One of the same number too, which is done again."""
     timeline = Timeline()
     with timeline.step(0), timeline.span("only in the first"):
         assert timeline is not None
-    with timeline.step(1):
+    with timeline.step(number):
         assert timeline is not None
     assert timeline.step_metrics() == {"time/step_ms": 1.0, "time/other_ms": 1.0}
 
