@@ -39,7 +39,7 @@ _is_installed() {
 # A Python of this minor version that can make virtual environments. A name on PATH may be a shim that does not run:
 # try each.
 _find_python() {
-    local minor="${1#*-py3}" candidate probe folder="${PYENV_ROOT:-$HOME/.pyenv}/versions"
+    local minor="${1#*-py3}" candidate probe folder="${PYENV_ROOT:-${HOME:-}/.pyenv}/versions"
     probe="import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, $minor))"
     while IFS= read -r candidate; do
         if "$candidate" -c "$probe" 2>/dev/null; then
