@@ -274,7 +274,7 @@ _install_py312() {
     mapfile -t others < <(printf '%s\n' "${pins[@]}" | grep -v '^torch==')
     mapfile -t options < <(_torch_options "$torch" 312)
     _fetch "installing" "${others[@]}" || return 1
-    ((${#uv[@]})) && _logged "installing torch" timeout 60 "${uv[@]}" "${options[@]}" "$torch" ||
+    ((${#uv[@]})) && _logged "installing torch" timeout 300 "${uv[@]}" "${options[@]}" "$torch" ||
         _logged "installing torch for CUDA" timeout 300 "${pip[@]/--no-deps/--no-compile}" "${torch%+cpu}" || return 1
     _fetch "installing megaverl" --no-build-isolation -e "$MEGAVERL_ROOT" || return 1
     echo "${pins[*]}" >"$_venv/stamp"
