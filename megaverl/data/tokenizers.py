@@ -109,8 +109,8 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # protobuf's VersionError is of no kind of its own
         raise DataError(
             f"{path}: sentencepiece {sentencepiece.__version__} does not go together with the protobuf that is "
-            f"installed ({error}) pip install --upgrade protobuf, and with it what held it back: an mlflow before 3.11 "
-            "does."
+            f"installed ({error}). Run: pip install --upgrade protobuf, and with it what held it back, as an mlflow "
+            "before 3.11 does."
         ) from error
     if not path.is_file():
         raise DataError(f"{path}: not found. Name a sentencepiece .model file.")
