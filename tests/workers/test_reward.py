@@ -24,6 +24,7 @@ from megaverl.rollout.engine import Generation
 from megaverl.workers.advantage_computer import kept_by
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.pairs import RewardModel
+from megaverl.workers.responses import once
 from megaverl.workers.reward import LearnedReward, RewardRole, Scores, TransformersRewardModel
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.workers.ranks import experience
@@ -31,6 +32,17 @@ from tests.workers.ranks import experience
 SYSTEM = {"role": "system", "content": "9"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}={% endfor %}{% if add_generation_prompt %}0{% endif %}"
 PROMPTS, RESPONSES = ["12=", "345=", "6=", "78="], ["21", "543", "6", "88"]
+
+
+def test_metrics_count_the_policys_own_and_an_episode_once() -> None:
+    """An opponent has tokens, and none in the mask; a row of an episode that goes on elsewhere is not its answer."""
+    batch = RolloutBatch.from_generations([[5]] * 4, [Generation([7], [0.0], "stop")] * 4, group_ids=[0] * 4)
+    scores = Scores(torch.tensor([1.0, 2.0, 30.0, 40.0]), {}, torch.ones(4, dtype=torch.bool))
+    opponents = batch.with_(response_mask=batch.response_mask & torch.tensor([[True], [True], [False], [False]]))
+    assert once(opponents, scores, has_opponents=True).total.tolist() == [1.0, 2.0]
+    episodes = batch.with_(episode_ids=torch.tensor([0, 0, 1, 2]))
+    assert once(episodes, scores).total.tolist() == [2.0, 30.0, 40.0]
+    assert once(batch, scores).total.tolist() == scores.total.tolist()
 
 
 @pytest.fixture(scope="module")
