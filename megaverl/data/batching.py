@@ -93,7 +93,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
     """
     if num_ranks == 1:
         return [list(range(len(lengths)))]
-    longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     per_state = num_ranks if equal_counts else 1
     states: list[list[_Part]] = [
         [(int(lengths[sample]), (sample,)) for sample in longest_first[start : start + per_state]]
@@ -166,16 +166,16 @@ def micro_batches(
     """
     names = list(range(len(lengths))) if indices is None else list(indices)
     check_cap(lengths, names, max_tokens, multiple_of=multiple_of, key=key)
-    cost = [micro_batch_tokens([length], multiple_of=multiple_of) for length in lengths]
-    longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if padded:
         result: list[list[int]] = []
+        width = 0
         for sample in longest_first:
-            # The first row is the longest, so it sets the width of them all.
-            if result and (len(result[-1]) + 1) * cost[result[-1][0]] <= max_tokens:
+            if result and (len(result[-1]) + 1) * width <= max_tokens:
                 result[-1].append(sample)
-            else:
+            else:  # the first row is the longest, so it sets the width of them all
                 result.append([sample])
+                width = micro_batch_tokens([lengths[sample]], multiple_of=multiple_of)
     else:
         result = _first_fit(longest_first, lengths, max_tokens - max_tokens % multiple_of)
     return [[names[sample] for sample in batch] for batch in result]
@@ -190,6 +190,8 @@ def check_cap(lengths: Sequence[int], names: Sequence[int], max_tokens: int, *, 
     Raises:
         DataError: one sample alone is above the cap; names the sample, its length and the key.
     """
+    if micro_batch_tokens([max(lengths, default=0)], multiple_of=multiple_of) <= max_tokens:
+        return
     cost = [micro_batch_tokens([length], multiple_of=multiple_of) for length in lengths]
     above = [sample for sample, tokens in enumerate(cost) if tokens > max_tokens]
     if above:

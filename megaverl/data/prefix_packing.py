@@ -182,15 +182,20 @@ def _bundles(
     for start in range(0, len(units), size):
         part, tokens = _Bundle(), 0
         for unit in units[start : start + size]:
-            own = sum([lengths[sample] - shared[sample] for sample in unit])
-            beginnings = {prompts[sample]: shared[sample] for sample in unit}
-            more = own + sum([beginnings[prompt] for prompt in beginnings if prompt not in part.beginnings])
-            if part.samples and tokens + more > cap:
+            own, more = 0, 0
+            for sample in unit:
+                own += lengths[sample] - shared[sample]
+            if fresh := {prompts[sample]: shared[sample] for sample in unit if prompts[sample] not in part.beginnings}:
+                more = sum(fresh.values())
+            if part.samples and tokens + own + more > cap:
                 result.append(part)
-                part, tokens, more = _Bundle(), 0, own + sum(beginnings.values())
+                part, tokens = _Bundle(), 0
+                fresh = {prompts[sample]: shared[sample] for sample in unit}
+                more = sum(fresh.values())
             part.samples += unit
             part.own += own
-            part.beginnings |= beginnings
-            tokens += more
+            if fresh:
+                part.beginnings |= fresh
+            tokens += own + more
         result.append(part)
     return result

@@ -34,7 +34,7 @@ def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
     joined: dict[tuple[int, ...], Sequence[int]] = {}
     for each in found.values():
         if (same := tuple(map(id, each))) not in joined:
-            joined[same] = sorted(set().union(*each))
+            joined[same] = sorted(set().union(*each) if len(each) > 1 else each[0])
     return {rank: joined[tuple(map(id, each))] for rank, each in found.items()}
 
 

@@ -128,7 +128,7 @@ def _planned(
         "key": f"{model.role}.micro_batch_tokens",
     }
     units = range(len(outline) // unit) if samples is None else samples
-    whole = [[number * unit + i for i in range(unit)] for number in units]
+    whole = [range(number * unit, (number + 1) * unit) for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.pack:
         shared, prompts, each = shared_tokens(outline.prompt_lengths), outline.prompts, model.sequence_multiple
