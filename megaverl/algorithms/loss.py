@@ -188,6 +188,7 @@ class Denominators(NamedTuple):
 
     num_tokens: int  # tokens under the mask
     num_sequences: int  # responses with at least one such token: empty ones and padding rows do not count
+    num_episodes: float = 0.0  # the same, where those of one episode count as one together
 
 
 def count_denominators(response_mask: Tensor) -> Denominators:
@@ -195,9 +196,22 @@ def count_denominators(response_mask: Tensor) -> Denominators:
     return of_counts(response_mask.sum(dim=1))
 
 
-def of_counts(num_tokens: Tensor) -> Denominators:
-    """The same from the tokens of each response, `[mini-batch]`."""
-    return Denominators(int(num_tokens.sum()), int((num_tokens > 0).sum()))
+def of_counts(num_tokens: Tensor, episode_shares: Tensor | None = None) -> Denominators:
+    """The same from the tokens of each response, and its share of an episode, both `[mini-batch]`."""
+    num_sequences = int((num_tokens > 0).sum())
+    num_episodes = num_sequences if episode_shares is None else float(episode_shares.sum())
+    return Denominators(int(num_tokens.sum()), num_sequences, num_episodes)
+
+
+def episode_shares(num_tokens: Tensor, episodes: Tensor) -> Tensor:
+    """`[batch]` float64: one over the number of responses of a response's episode, empty ones left out; theirs are 0.
+
+    Args (both `[batch]`, of the WHOLE batch, so that an episode may lie in several mini-batches):
+        num_tokens: of each response. episodes: the same number for those of one episode.
+    """
+    counted = (num_tokens > 0).double()
+    _, number = episodes.unique(return_inverse=True)
+    return counted / torch.bincount(number, counted)[number].clamp(min=1)
 
 
 @aggregations.register("token_mean")
@@ -217,28 +231,44 @@ def token_mean(response_mask: Tensor, denominators: Denominators, *, dtype: torc
 
 @aggregations.register("seq_mean_token_mean")
 def seq_mean_token_mean(
-    response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32
+    response_mask: Tensor,
+    denominators: Denominators,
+    episode_shares: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Every response weighs the same, its tokens share it: 1 / (responses x tokens in this response).
 
     Source: GRPO, arXiv 2402.03300, eq. 3 (1/G sum over outputs of 1/|o_i| sum over tokens).
-    Arguments and result as in `token_mean`.
+    Arguments and result as in `token_mean`; episode_shares: `[batch]`, of a response in its episode, which weighs as
+    much as one response however many it has; None: each is an episode.
     """
     mask = response_mask.to(dtype)
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # an empty response has no token to weigh
-    return mask / lengths / max(denominators.num_sequences, 1)
+    return mask / lengths / _episodes(denominators, episode_shares, dtype)
+
+
+def _episodes(denominators: Denominators, shares: Tensor | None, dtype: torch.dtype) -> float | Tensor:
+    """How many of a response make the mini-batch: a number, or `[batch, 1]`."""
+    if shares is None:
+        return max(denominators.num_sequences, 1)
+    return (denominators.num_episodes or 1.0) / shares.unsqueeze(1).to(dtype)
 
 
 @aggregations.register("seq_mean_token_sum")
 def seq_mean_token_sum(
-    response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32
+    response_mask: Tensor,
+    denominators: Denominators,
+    episode_shares: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The mean over responses of the sum over tokens: 1 / (responses).
 
     Source: the policy gradient of a whole trajectory, mean over trajectories (Sutton et al. 1999);
-    Dr. GRPO, arXiv 2503.20783, section 3.2, up to its constant. Arguments and result as in `token_mean`.
+    Dr. GRPO, arXiv 2503.20783, section 3.2, up to its constant. Arguments and result as in `seq_mean_token_mean`.
     """
-    return response_mask.to(dtype) / max(denominators.num_sequences, 1)
+    return response_mask.to(dtype) / _episodes(denominators, episode_shares, dtype)
 
 
 @aggregations.register("token_sum")
@@ -249,14 +279,19 @@ def token_sum(response_mask: Tensor, denominators: Denominators, *, dtype: torch
 
 @aggregations.register("fixed_length")
 def fixed_length(
-    response_mask: Tensor, denominators: Denominators, *, max_tokens: int, dtype: torch.dtype = torch.float32
+    response_mask: Tensor,
+    denominators: Denominators,
+    episode_shares: Tensor | None = None,
+    *,
+    max_tokens: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Every token weighs 1 / (responses x max_tokens), however long its response is.
 
     Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over tokens over a constant, the largest
-    number of generated tokens). Arguments and result as in `token_mean`; max_tokens: that constant.
+    number of generated tokens). Arguments and result as in `seq_mean_token_mean`; max_tokens: that constant.
     """
-    return response_mask.to(dtype) / (max(denominators.num_sequences, 1) * max_tokens)
+    return response_mask.to(dtype) / (_episodes(denominators, episode_shares, dtype) * max_tokens)
 
 
 def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megaverl.algorithms import (
-    Correction,
     Denominators,
     Entry,
-    LossOutput,
     MetricSums,
     add_metrics,
     aggregations,
-    corrections,
+    episode_shares,
     finalize,
     of_counts,
 )
@@ -25,7 +23,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import EXPERTS_COLUMN as EXPERTS
 from megaverl.data.batch_fields import padded_experts
 from megaverl.data.batching import mini_batches, plan_micro_batches
-from megaverl.data.held_rows import of_all
+from megaverl.data.held_rows import of_all, of_held
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.distributed.grid import GridShape
@@ -326,13 +324,16 @@ def run_updates(
     reports: list[UpdateReport] = []
     sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
     num_tokens = of_all(batch, batch.response_mask.sum(dim=1))
+    of_episodes = shares_of_episodes(batch, num_tokens)
     with trainable.updating():
         for planned in plan_updates(role, outline, step):
             chosen = batch.held.places_of(planned.samples) if batch.held is not None else planned.samples
             mask = mini_batch_mask(batch.response_mask, chosen)
-            mini = MiniBatch(mask, of_counts(num_tokens[planned.samples]), planned.number)
+            parts = None if of_episodes is None else of_episodes[planned.samples]
+            mini = MiniBatch(mask, of_counts(num_tokens[planned.samples], parts), planned.number)
             extra = select(mini) if select else {}
-            given = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators)}
+            own = None if of_episodes is None else of_held(batch, of_episodes)
+            given = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators, own)}
             part = trainable.part[0]
             micro = micro_batches_of(
                 trainable.model, batch, outline, planned.micro_batches, given, part=part, replays=replays
@@ -399,31 +400,20 @@ class Weighting:
         self.aggregation: Entry[torch.Tensor] = aggregations.get(name)
         self.options = {key: value for key, value in options.items() if key in self.aggregation.options}
 
-    def weights(self, mask: torch.Tensor, denominators: Denominators) -> torch.Tensor:
+    def weights(
+        self, mask: torch.Tensor, denominators: Denominators, episode_shares: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[B, R] weights of every token under the `mask`, over the denominators of the whole mini-batch."""
-        inputs = {"response_mask": mask, "denominators": denominators}
+        inputs = {"response_mask": mask, "denominators": denominators, "episode_shares": episode_shares}
         return self.aggregation(inputs, **self.options)
 
 
-def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What the configuration sets of the loss's options; what it leaves out keeps the function's default."""
-    options: dict[str, Any] = dict(algorithm.preset_loss_options)
-    if algorithm.clip_range is not None:
-        options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
-    if algorithm.clip_range_high is not None:
-        options["clip_high"] = algorithm.clip_range_high
-    given = algorithm.policy_loss_options.items()
-    return options | {name: value for name, value in given if name in loss.options}
-
-
-def rollout_corrections(algorithm: AlgorithmConfig) -> list[tuple[Entry[Correction], dict[str, Any]]]:
-    """The corrections that the configuration names, with their options; none without one."""
-    found = []
-    for given in (algorithm.correction, *algorithm.correction.also):
-        limits = {name: limit for name, limit in (("low", given.low), ("high", given.high)) if limit is not None}
-        if given.kind != "none":
-            found.append((corrections.get(given.kind), {**given.options, **limits}))
-    return found
+def shares_of_episodes(batch: RolloutBatch, num_tokens: torch.Tensor) -> torch.Tensor | None:
+    """[B] of all samples of a step: `episode_shares`, of each agent's; None where none holds several conversations."""
+    if "episode_ids" not in batch:
+        return None
+    agents = batch.agent_ids if "agent_ids" in batch else torch.zeros_like(batch.episode_ids)
+    return episode_shares(num_tokens, of_all(batch, batch.episode_ids * (1 + int(agents.max())) + agents))
 
 
 def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Tensor:

@@ -11,16 +11,19 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megaverl.algorithms import (
     AdaptiveEntropy,
+    Correction,
+    Entry,
     LossOutput,
     combine,
     combined,
+    corrections,
     distillation_loss,
     entropy_sum,
     highest_entropies,
@@ -43,8 +46,6 @@ from megaverl.workers.micro_batches import (
     ModelWorker,
     Selection,
     Weighting,
-    policy_loss_options,
-    rollout_corrections,
     run_updates,
     share,
 )
@@ -376,3 +377,24 @@ def _said(found: DifferenceStats, config: Config, limit: str) -> str:
         "engine applies do this, and an architecture that both compute differently. If the difference is only "
         "rounding, set rollout.logprob_tolerance to the largest that you allow."
     )
+
+
+def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """What the configuration sets of the loss's options; what it leaves out keeps the function's default."""
+    options: dict[str, Any] = dict(algorithm.preset_loss_options)
+    if algorithm.clip_range is not None:
+        options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
+    if algorithm.clip_range_high is not None:
+        options["clip_high"] = algorithm.clip_range_high
+    given = algorithm.policy_loss_options.items()
+    return options | {name: value for name, value in given if name in loss.options}
+
+
+def rollout_corrections(algorithm: AlgorithmConfig) -> list[tuple[Entry[Correction], dict[str, Any]]]:
+    """The corrections that the configuration names, with their options; none without one."""
+    found = []
+    for given in (algorithm.correction, *algorithm.correction.also):
+        limits = {name: limit for name, limit in (("low", given.low), ("high", given.high)) if limit is not None}
+        if given.kind != "none":
+            found.append((corrections.get(given.kind), {**given.options, **limits}))
+    return found

@@ -13,7 +13,8 @@ from megaverl.algorithms import advantage_estimators, count_denominators, policy
 from megaverl.config import Config, load_config
 from megaverl.config.yaml_source import recipe
 from megaverl.trainer.step import RLStep
-from megaverl.workers.micro_batches import Weighting, policy_loss_options
+from megaverl.workers.micro_batches import Weighting
+from megaverl.workers.policy import policy_loss_options
 from megaverl.workers.reward import Scores
 from tests.algorithms.references import Inputs, inputs_of
 from tests.algorithms.strategies import Case, cases

@@ -17,10 +17,12 @@ from megaverl.algorithms import (
     combine,
     count_denominators,
     entropy_sum,
+    episode_shares,
     finalize,
     kl_estimators,
     kl_loss,
     likelihood_sum,
+    of_counts,
     policy_losses,
     ppo_clip,
     value_losses,
@@ -320,6 +322,39 @@ def test_weights_of_the_aggregations_by_hand():
     for mode, (first, second) in expected.items():
         weights = torch.tensor([[first] * 3, [second, 0, 0], [0, 0, 0]]).double()
         torch.testing.assert_close(weights_of(mask, mode), weights, atol=1e-7, rtol=0)
+
+
+@PROPERTY
+@given(cases(holes=True), st.sampled_from(aggregations.names()), st.data())
+def test_an_episode_weighs_as_one_sequence_however_its_rows_are_split(case: Case, mode: str, data: st.DataObject):
+    """In each mini-batch sum_i v_i / n_i over sum_i 1 / n_i, n_i the rows of row i's episode in all mini-batches, v_i
+    the row's mean or sum over tokens; what is counted by tokens stays."""
+    rows, count = len(case.mask), st.integers(0, 2)
+    episodes = data.draw(st.lists(count, min_size=rows, max_size=rows))
+    parts = data.draw(st.lists(count, min_size=rows, max_size=rows))
+    values, num_tokens = leaf(case.normal()), case.mask.sum(dim=1)
+    shares = episode_shares(num_tokens, torch.tensor(episodes))
+    entry, options = aggregations.get(mode), {"max_tokens": FIXED_LENGTH} if mode == "fixed_length" else {}
+    for part in set(parts):
+        mine = [row for row in range(rows) if parts[row] == part]
+        mask = case.mask * torch.tensor([[each == part] for each in parts])
+        inputs = {
+            "response_mask": mask,
+            "denominators": of_counts(num_tokens[mine], shares[mine]),
+            "episode_shares": shares,
+        }
+        weights = entry(inputs, dtype=torch.float64, **options)
+        tokens = token_by_token(mask, lambda i, t: values[i, t])
+        if mode in ("token_mean", "token_sum"):
+            reference = aggregate_reference(tokens, mode)
+        else:
+            each = {i: aggregate_reference([row], mode) for i, row in enumerate(tokens) if row}
+            whole = [
+                sum(other == episodes[i] and bool(num_tokens[n]) for n, other in enumerate(episodes)) for i in each
+            ]
+            total = sum(value / n for value, n in zip(each.values(), whole, strict=True))
+            reference = total / sum(1 / n for n in whole) if each else torch.zeros(()).double()
+        assert_same((weights * values).sum(), values, reference, values)
 
 
 def test_a_term_with_coefficient_zero_has_metrics_and_no_gradient():
