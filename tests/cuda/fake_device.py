@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +59,7 @@ def install(library: Path) -> None:
     torch.cuda.is_available = lambda: True
     for name, function in _functions(device).items():
         setattr(torch.cuda, name, function)
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its tensor on the host, and sends it from there
+    torch.tensor = partial(_from_host, torch.tensor)  # type: ignore[assignment]
     torch._C._cuda_getDevice = torch.cuda.current_device  # type: ignore[attr-defined]
     torch.cuda.default_generators = (torch.default_generator,) * NUM_DEVICES
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # nothing real is made there
@@ -72,6 +73,14 @@ def install(library: Path) -> None:
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
     fake_tensor.FakeTensor.record_stream = lambda self, stream: None
     fake_tensor.FakeTensor.tolist = lambda self: self.cpu().tolist()
+
+
+def _from_host(make: Callable[..., Any], data: Any, *, device: Any = None, **options: Any) -> Any:
+    """`torch.tensor`, which makes its tensor on the host and sends it from there; in threads of autograd too, where
+    torch's own option for that (`_set_only_lift_cpu_tensors`) is not set."""
+    requires_grad = options.pop("requires_grad", False)
+    made = make(data, **options)
+    return (made if device is None else made.to(device)).requires_grad_(requires_grad)
 
 
 def _apply(module: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:

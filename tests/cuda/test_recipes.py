@@ -60,7 +60,7 @@ CASES = [
     Case(CONTEXT_PARALLEL, 512, 511, BUILD),
     Case(SINKS, 8, 0, BUILD),
     Case(SINKS, 8, 3, BUILD),
-    Case(SINKS, 8, 7, BUILD),
+    Case(SINKS, 8, 7, STEP, [*NO_IPC, "actor.offload={optimizer: false, gradients: false}"]),  # 30 GB of the host
     Case(FSDP, 8, 0, [*STEP, "save"], NO_IPC),
     Case(FSDP, 8, 3, BUILD),
     Case(FSDP, 8, 7, BUILD),
@@ -79,7 +79,7 @@ NORM_OF_GRADIENTS = (
     else "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item"
 )
 # Where the host waits for the device, and how often at most in an operator of a step, or another stage (of one
-# micro-batch, or two on a middle rank; 12 layers with experts, computed twice in an update). docs/gpu.md says why.
+# micro-batch, or two on a middle rank; 24 layers with experts, computed twice in an update). docs/gpu.md says why.
 ALLOWED = {
     "megaverl/workers/offload.py:store: copy to the host, not waited for": 300,
     "megaverl/workers/offload.py:store: stream.synchronize": 3,  # where weights, gradients and optimizer all leave
@@ -92,8 +92,8 @@ ALLOWED = {
     "megaverl/models/router_replay.py:metrics: copy to the host": 1,  # of experts alone
     NORM_OF_GRADIENTS: 1,
     "megaverl/workers/optimizers.py:_gradient_norm: item": 1,
-    f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
-    f"{DISPATCHER}: event.synchronize": 12 * 2,
+    f"{DISPATCHER}: copy to the host, not waited for": 4 * 24 * 2,
+    f"{DISPATCHER}: event.synchronize": 24 * 2,
     "megaverl/platform/__init__.py:synchronize: torch.cuda.synchronize": 1,  # of a save
     "megaverl/checkpoint/parts.py:write_tensor: copy to the host": 8,  # of the few that are written here, in a thread
     "megaverl/checkpoint/parts.py:copy: copy to the host": 8,  # of those that were not written before an update
@@ -110,6 +110,8 @@ SENT = {
     "megaverl/data/held_rows.py:all_reduce: copy to the device": 1,
     "megaverl/weights/reshard.py:_agree: copy to the device": 1,
     "megaverl/algorithms/advantages.py:token_rewards: copy to the device": 2,  # of a rank's samples, in PPO
+    # gpt-oss's offset of one, which megatron-core (0.16 to 0.19) sends in each of 24 layers
+    "megatron/core/fusions/fused_bias_geglu.py:weighted_bias_quick_geglu_impl: copy to the device": 24 * 2,
 }
 
 OPERATORS = ("rollout", "reward", "old_log_probs", "ref_log_probs", "advantages", "actor_update", "reshard")
@@ -180,8 +182,8 @@ def test_all_that_the_host_waits_for_in_a_step_is_few(case: Case, ranks: dict[st
     """Whatever the sizes of model, batch and job; the dispatcher of experts alone waits in every layer."""
     stages = ranks[str(case)]
     of_step = {name: found for name, found in stages.items() if "step" in name}
-    missing = {f"step: {name}" for name in (*OPERATORS, *OF_PPO)} - of_step.keys()
-    assert missing == (set() if case.recipe == PPO else {f"step: {name}" for name in OF_PPO})
+    missing = {name for name in (*OPERATORS, *OF_PPO) if f"step: {name}" not in of_step}
+    assert missing == {PPO: set(), SINKS: {*OF_PPO, "ref_log_probs"}}.get(case.recipe, {*OF_PPO})
     waits = {
         read: sum(found["reads"].get(read, 0) for found in of_step.values())
         for read in ALLOWED
