@@ -24,6 +24,7 @@ from megaverl.rollout.environments import (
     Turns,
     Views,
     agents_of,
+    find_environment,
     make_game,
     play,
 )
@@ -93,13 +94,13 @@ class Player:
     def _play(
         self, starts: Sequence[Start], games: Mapping[int, Game], everyone: Mapping[int, Any], generate: Generate
     ) -> list[Views]:
-        def step(turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Turns]:
+        def step(turns: Mapping[int, Mapping[str, list[list[int]]]]) -> dict[int, Turns]:
             found: dict[int, Any] = {}
             with together(self.world):
                 own = {number: games[number] for number in turns if number in games}
                 found = self._side_by_side(own, lambda number: self._step(own[number], number, turns[number]))
             return {
-                number: Turns({agent: Outcome(*outcome) for agent, outcome in outcomes.items()}, acting)
+                number: Turns({agent: _outcome(row) for agent, row in outcomes.items()}, acting)
                 for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
             }
 
@@ -109,6 +110,7 @@ class Player:
             generate=generate,
             step=step,
             limits=self.limits,
+            by_content=getattr(find_environment(self.name), "by_content", False),
         )
 
     def _begin(self, game: Game, number: int, start: Start) -> list[Any]:
@@ -139,12 +141,9 @@ class Player:
                 return dict(zip(games, threads.map(call, games), strict=True))
         return {number: call(number) for number in games}
 
-    def _step(self, game: Game, number: int, turns: Mapping[str, list[int]]) -> list[Any]:
+    def _step(self, game: Game, number: int, turns: Mapping[str, list[list[int]]]) -> list[Any]:
         with self._environment(number, "step"):
-            outcomes = {
-                agent: [[*map(int, outcome.token_ids)], float(outcome.reward), bool(outcome.done), outcome.conversation]
-                for agent, outcome in game.step(turns).items()
-            }
+            outcomes = {agent: _row(outcome) for agent, outcome in game.step_each(turns).items()}
             done = any(outcome[2] for outcome in outcomes.values())
             acting = [] if done else list(game.acting())
         return [outcomes, acting]
@@ -161,6 +160,17 @@ class Player:
                 f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Fix "
                 "the environment or the row; what a model writes must never make it fail."
             ) from error
+
+
+def _row(outcome: Outcome) -> list[Any]:
+    """An outcome as JSON."""
+    also, tokens = [_row(each) for each in outcome.also], [*map(int, outcome.token_ids)]
+    return [tokens, float(outcome.reward), bool(outcome.done), outcome.conversation, also, outcome.overlaps]
+
+
+def _outcome(row: Sequence[Any]) -> Outcome:
+    token_ids, reward, done, conversation, also, overlaps = row
+    return Outcome(token_ids, reward, done, conversation, [_outcome(each) for each in also], overlaps)
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:

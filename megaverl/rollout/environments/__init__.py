@@ -1,5 +1,6 @@
 """Environments: episodes of several turns, tools, and games of several agents. Episodes go turn by turn: all that are
-still running write their next turns in one request to the engine. An agent may hold several conversations in one."""
+still running write their next turns in one request to the engine. An agent may hold several conversations in one, and
+write in several of them at the same time."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Request:
 
     Attributes:
         conversation: what tells it from the agent's others; empty: the first.
-        turn: of this conversation.
+        turn: of this conversation; 0 where its name follows from `token_ids`.
         token_ids: all that was seen and written in it so far.
     """
 
@@ -78,7 +79,8 @@ class View:
         finish_reason: `stop` (the episode came to its end), `length` (no room for another turn) or `turns`
             (`max_turns` were taken).
         others: prompts of the conversations that began after the first. places: which one each token is of, 0 the
-            first. current: the one that is written in.
+            first. writing: those whose turns come next.
+        rounds: of each turn, when it was asked for; the same for those that overlapped.
     """
 
     prompt: list[int]
@@ -90,38 +92,79 @@ class View:
     finish_reason: str = ""
     others: list[list[int]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    current: int = 0
+    writing: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=list)
+    asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # the round of the turns that come next
 
-    def write(self, generation: Generation) -> None:
-        """The model's next turn."""
-        self._add(generation.token_ids, True, generation.log_probs, len(self.rewards))
+    def write(self, generation: Generation, conversation: int) -> None:
+        """The model's next turn in a conversation."""
+        self._add(conversation, generation.token_ids, True, generation.log_probs, len(self.rewards))
         self.rewards.append(0.0)
+        self.rounds.append(self.asked[conversation])
 
-    def read(self, token_ids: Sequence[int], conversation: int = 0) -> None:
+    def read(self, outcome: Outcome) -> None:
         """What the environment put in: of a conversation that begins, its prompt.
 
         Raises:
             EpisodeError: a conversation that there is not, or one that begins with nothing.
         """
-        begins = conversation == len(self.others) + 1
-        if not 0 <= conversation <= len(self.others) + 1 or (begins and not token_ids):
-            raise EpisodeError(
-                f"an outcome of {len(token_ids)} tokens for conversation {conversation}; there are "
-                f"{len(self.others) + 1}, counted from 0, and the next begins with a prompt."
-            )
-        self.current = conversation
-        if begins:
-            self.others.append(list(token_ids))
-        else:
-            self._add(token_ids, False, [0.0] * len(token_ids), max(len(self.rewards) - 1, 0))
+        self.writing = []
+        for each in (outcome, *outcome.also):
+            number, count = each.conversation, len(each.token_ids)
+            begins = number == len(self.others) + 1
+            if not 0 <= number <= len(self.others) + 1 or (begins and not count) or number in self.writing:
+                raise EpisodeError(
+                    f"an outcome of {count} tokens for conversation {number}; there are {len(self.others) + 1}, "
+                    "counted from 0, the next begins with a prompt, and each is written in once at a time."
+                )
+            self.writing.append(number)
+            self.asked[number] = max(self.asked.values()) + (not each.overlaps)
+            if begins:
+                self.others.append(list(each.token_ids))
+            else:
+                self._add(number, each.token_ids, False, [0.0] * count, max(len(self.rewards) - 1, 0))
 
-    def _add(self, token_ids: Sequence[int], own: bool, log_probs: Sequence[float], turn: int) -> None:
+    def _add(
+        self, conversation: int, token_ids: Sequence[int], own: bool, log_probs: Sequence[float], turn: int
+    ) -> None:
         count = len(token_ids)
         self.tokens += token_ids
         self.own += [own] * count
         self.log_probs += log_probs
         self.turns += [turn] * count
-        self.places += [self.current] * count
+        self.places += [conversation] * count
+
+    def settle(self) -> None:
+        """Make it what it would be had turns that overlapped come in another order: among them one that goes on from
+        fewer turns is first, then follows what they read; and the first to go on from a turn stays in its conversation.
+        """
+        if len({*self.rounds}) == len(self.rounds):
+            return
+        found: dict[int, Drawn] = {}
+        for number, prompt in enumerate(self.prompts):
+            part, size = self.conversation(number), len(prompt)
+            for begin, end in part.spans:
+                ids = [*prompt, *part.tokens[:end]]
+                found[part.turns[begin]] = Drawn(ids, size + begin, part.log_probs[begin:end])
+        for turn in sorted(found.values(), key=lambda turn: turn.start):
+            before = [one for one in found.values() if one.is_before(turn)]
+            turn.after = max(before, key=lambda one: one.start, default=None)
+            turn.depth = 0 if turn.after is None else turn.after.depth + 1
+        order = sorted(found, key=lambda old: (self.rounds[old], found[old].depth, digest(found[old].read)))
+        new, ends, prompts = View([]), dict[int, int](), list[list[int]]()
+        for number, turn in enumerate(found[old] for old in order):
+            place = ends.pop(id(turn.after), len(prompts))
+            if turn.after is None or place == len(prompts):
+                prompts.append(turn.read)
+            else:
+                between = turn.read[len(turn.after.ids) :]
+                new._add(place, between, False, [0.0] * len(between), number - 1)
+            new._add(place, turn.ids[turn.start :], True, turn.log_probs, number)
+            ends[id(turn)] = place
+        self.prompt, *self.others = prompts
+        self.rewards = [self.rewards[old] for old in order]
+        self.tokens, self.own, self.log_probs = new.tokens, new.own, new.log_probs
+        self.turns, self.places = new.turns, new.places
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -165,7 +208,33 @@ class View:
         if not number:
             return ""
         same = [place for place, prompt in enumerate(self.prompts) if prompt == self.prompts[number] and place]
-        return f"{hashlib.blake2b(str(self.prompts[number]).encode(), digest_size=8).hexdigest()}/{same.index(number)}"
+        return f"{digest(self.prompts[number])}/{same.index(number)}"
+
+
+@dataclass
+class Drawn:
+    """A turn: all that was read before it and what was written from `start` on; the turn that it goes on from, and how
+    many those are."""
+
+    ids: list[int]
+    start: int
+    log_probs: list[float]
+    after: Drawn | None = None
+    depth: int = 0
+
+    @property
+    def read(self) -> list[int]:
+        return self.ids[: self.start]
+
+    def is_before(self, other: Drawn) -> bool:
+        """The other goes on from it."""
+        size = len(self.ids)
+        return size < other.start and other.ids[:size] == self.ids
+
+
+def digest(token_ids: Sequence[int]) -> str:
+    """Of any number of tokens, 16 characters."""
+    return hashlib.blake2b(str(token_ids).encode(), digest_size=8).hexdigest()
 
 
 Views = dict[str, View]
@@ -179,8 +248,8 @@ class Turns:
     acting: Sequence[str]
 
 
-# turns by agent, by episode -> what they led to, by episode
-Step = Callable[[Mapping[int, Mapping[str, list[int]]]], Mapping[int, Turns]]
+# turns by agent, one of each conversation that is written in, by episode -> what they led to, by episode
+Step = Callable[[Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns]]
 Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
 
 
@@ -191,11 +260,13 @@ def play(
     generate: Generate,
     step: Step,
     limits: Limits,
+    by_content: bool = False,
 ) -> list[Views]:
     """Play all episodes to their ends; returns the views of each.
 
     Args:
         prompts: of every agent, by episode. acting: who writes first.
+        by_content: see `Environment`.
 
     Raises:
         EpisodeError: an outcome for an agent that there is not; an episode in which nobody acts and that is not over.
@@ -204,15 +275,19 @@ def play(
     waiting = {number: list(agents) for number, agents in enumerate(acting)}
     while waiting:
         _end_those_without_room(episodes, waiting, limits)
-        requests = [
-            _request(number, agent, episodes[number][agent]) for number, agents in waiting.items() for agent in agents
+        places = [
+            (number, agent, conversation)
+            for number, agents in waiting.items()
+            for agent in agents
+            for conversation in episodes[number][agent].writing
         ]
-        if not requests:
+        if not places:
             break
-        written: dict[int, dict[str, list[int]]] = {}
-        for request, generation in zip(requests, generate(requests), strict=True):
-            episodes[request.episode][request.agent].write(generation)
-            written.setdefault(request.episode, {})[request.agent] = list(generation.token_ids)
+        requests = [_request(*place, episodes[place[0]][place[1]], by_content) for place in places]
+        written: dict[int, dict[str, list[list[int]]]] = {}
+        for (number, agent, conversation), generation in zip(places, generate(requests), strict=True):
+            episodes[number][agent].write(generation, conversation)
+            written.setdefault(number, {}).setdefault(agent, []).append(list(generation.token_ids))
         waiting = {}
         for number, led_to in step(written).items():
             if _take_in(episodes[number], led_to, number):
@@ -220,45 +295,53 @@ def play(
     return episodes
 
 
-def _request(episode: int, agent: str, view: View) -> Request:
-    now = view.conversation(view.current)
-    return Request(episode, agent, len(now.rewards), [*now.prompt, *now.tokens], view.name(view.current))
+def _request(episode: int, agent: str, conversation: int, view: View, by_content: bool) -> Request:
+    now = view.conversation(conversation)
+    token_ids = [*now.prompt, *now.tokens]
+    if by_content:
+        return Request(episode, agent, 0, token_ids, digest(token_ids))
+    return Request(episode, agent, len(now.rewards), token_ids, view.name(conversation))
 
 
 def _end_those_without_room(episodes: Sequence[Views], waiting: dict[int, list[str]], limits: Limits) -> None:
     """An episode ends for all as soon as one of its agents may not write any more."""
     for number, agents in list(waiting.items()):
         views = [episodes[number][agent] for agent in agents]
-        if any(len(view.rewards) >= limits.max_turns for view in views):
+        if any(len(view.rewards) + len(view.writing) > limits.max_turns for view in views):
             reason = "turns"
         elif any(_is_full(view, limits) for view in views):
             reason = "length"
         else:
             continue
         for view in episodes[number].values():
-            view.finish_reason = reason
-            _drop_unanswered(view)
+            _end(view, reason)
         del waiting[number]
 
 
 def _is_full(view: View, limits: Limits) -> bool:
-    if view.current and limits.prompt_tokens is not None and len(view.prompts[view.current]) > limits.prompt_tokens:
-        return True
-    return view.places.count(view.current) + limits.turn_tokens > limits.total_tokens
+    return any(
+        view.places.count(number) + limits.turn_tokens > limits.total_tokens
+        or (number and limits.prompt_tokens is not None and len(view.prompts[number]) > limits.prompt_tokens)
+        for number in view.writing
+    )
 
 
-def _drop_unanswered(view: View) -> None:
+def _end(view: View, reason: str) -> None:
     """What the environment said last in a conversation leads nowhere: nothing is predicted from it."""
+    view.finish_reason = reason
     ends = {each: place for place, (each, own) in enumerate(zip(view.places, view.own, strict=True)) if own}
     kept = [place for place, each in enumerate(view.places) if place <= ends.get(each, -1)]
     columns: tuple[list[Any], ...] = (view.tokens, view.own, view.log_probs, view.turns, view.places)
     for column in columns:
         column[:] = [column[place] for place in kept]
+    view.settle()
 
 
 def _take_in(views: Views, led_to: Turns, number: int) -> bool:
     """The outcomes of one episode; returns whether it goes on."""
     done = any(outcome.done for outcome in led_to.outcomes.values())
+    for view in views.values() if done else ():
+        _end(view, "stop")
     for agent, outcome in led_to.outcomes.items():
         if agent not in views:
             raise EpisodeError(f"episode {number}: an outcome for '{agent}'; its agents are {', '.join(views)}.")
@@ -268,11 +351,7 @@ def _take_in(views: Views, led_to: Turns, number: int) -> bool:
         elif outcome.reward:
             raise EpisodeError(f"episode {number}: a reward for '{agent}', who has not written a turn yet.")
         if not done:
-            view.read(outcome.token_ids, outcome.conversation)
-    if done:
-        for view in views.values():
-            view.finish_reason = "stop"
-            _drop_unanswered(view)
-    elif not led_to.acting:
+            view.read(outcome)
+    if not done and not led_to.acting:
         raise EpisodeError(f"episode {number}: it is not over, and nobody writes the next turn.")
     return not done

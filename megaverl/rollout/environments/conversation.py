@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaverl.errors import DataError
+from megaverl.rollout.environments import digest
 from megaverl.rollout.environments.environment import Codec, Limits
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,13 @@ class Call:
 
     Attributes:
         kind: CHAT or COMPLETIONS.
+        seen: how many calls its program had had an answer to.
         answer: the JSON that it is answered with; a CallRefused.
     """
 
     kind: str
     body: Mapping[str, Any]
+    seen: int = 0
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -111,7 +114,8 @@ class Conversation:
         token_ids: of all of it, as the policy reads it.
         turns: of each turn of the policy: messages (or characters) with it; its first token, and the one after it.
         prompt_size: tokens that it began with.
-        last: the answer that the program got for the last of them.
+        calls: those that went on with it, and how many messages (or characters) there were with each.
+        waits: the last of them has no answer yet.
     """
 
     def __init__(self, codec: Codec, kind: str) -> None:
@@ -119,7 +123,8 @@ class Conversation:
         self.said: list[dict[str, Any]] | str = [] if kind == CHAT else ""
         self.token_ids: list[int] = []
         self.turns: list[tuple[int, int, int]] = []
-        self.last: dict[str, Any] = {}
+        self.calls: list[tuple[int, Call]] = []
+        self.waits = False
         self.prompt_size = 0
 
     def begin(self, call: Call) -> None:
@@ -154,20 +159,22 @@ class Conversation:
         """The policy's last one."""
         return self.token_ids[self.turns[-1][1] : self.turns[-1][2]] if self.turns else []
 
-    def is_repeated(self, call: Call) -> bool:
-        """The call that the last turn has answered, sent again."""
-        size = 1 if self.kind == CHAT else len(self.codec.decode(self.turn))
-        return bool(self.last) and call.kind == self.kind and _said(call) == self.said[: len(self.said) - size]
+    def first(self, call: Call) -> Call | None:
+        """The call that this one repeats, answered or not."""
+        given = _said(call)
+        same = (one for size, one in self.calls if call.kind == self.kind and given == self.said[:size])
+        return next(same, None)
 
     def go_on(self, call: Call) -> list[int] | None:
-        """The tokens that come new after the policy's turn; None: the call does not go on from what was said.
+        """The tokens that come new after the policy's turn; None: the call does not go on from what was said, or
+        another does already.
 
         Raises:
             CallRefused: it does, with messages that the chat template refuses.
         """
         given, known = _said(call), len(self.said)
         new = given[known:]
-        if call.kind != self.kind or given[:known] != self.said or not (new and self.turns):
+        if self.waits or call.kind != self.kind or given[:known] != self.said or not (new and self.turns):
             return None
         if isinstance(new, str):
             tokens = self.codec.encode(new)
@@ -184,7 +191,7 @@ class Conversation:
 
     def branch(self, call: Call) -> Conversation | None:
         """Another conversation that goes on after an earlier turn of this one, with the same tokens up to there."""
-        for count in range(len(self.turns) - 1, 0, -1):
+        for count in range(len(self.turns), 0, -1):
             other = Conversation(self.codec, self.kind)
             other.turns = self.turns[:count]
             said, _, end = other.turns[-1]
@@ -193,6 +200,11 @@ class Conversation:
                 return other
         return None
 
+    def take(self, call: Call) -> None:
+        """It goes on with it, and waits for its answer."""
+        self.calls.append((len(self.said), call))
+        self.waits = True
+
     def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
         """What the program gets for the policy's turn."""
         text, ended = self.codec.decode(turn), bool(turn) and turn[-1] in self.codec.tokenizer.stop_token_ids
@@ -200,8 +212,9 @@ class Conversation:
         used = {"prompt_tokens": len(self.token_ids), "completion_tokens": len(turn)}
         choice: dict[str, Any] = {"index": 0, "logprobs": None}
         if isinstance(self.said, list):
+            name = digest(self.token_ids)  # a chat template may show it to the policy, so it is no random one
             message: dict[str, Any] = {"role": "assistant", "content": text}
-            if call.body.get("tools") and call.body.get("tool_choice") != "none" and (calls := _tool_calls(text)):
+            if call.body.get("tools") and call.body.get("tool_choice") != "none" and (calls := _tool_calls(text, name)):
                 content = re.sub(TOOL_CALL, "", text, flags=re.DOTALL).strip()
                 message |= {"content": content or None, "tool_calls": calls}
                 reason = "tool_calls"
@@ -212,7 +225,8 @@ class Conversation:
             choice["text"] = text
         self.turns.append((len(self.said), len(self.token_ids), len(self.token_ids) + len(turn)))
         self.token_ids += turn
-        self.last = {
+        self.waits = False
+        return {
             "id": f"cmpl-{secrets.token_hex(8)}",
             "object": "chat.completion" if self.kind == CHAT else "text_completion",
             "created": int(time.time()),
@@ -220,7 +234,6 @@ class Conversation:
             "choices": [{**choice, "finish_reason": reason}],
             "usage": {**used, "total_tokens": sum(used.values())},
         }
-        return self.last
 
 
 class Conversations:
@@ -229,26 +242,24 @@ class Conversations:
 
     Attributes:
         limits: a call that goes beyond is refused, so that its program may go on with less.
-        current: number of the one whose call waits for an answer.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.limits: Limits | None = None
         self.held: list[Conversation] = []
-        self.current = 0
 
-    def take(self, call: Call) -> list[int] | None:
-        """The tokens that come new in the conversation that a call goes on with, the longest that it can be; all of one
-        that it begins. None: a call that is sent again, and has its answer.
+    def take(self, call: Call) -> tuple[int, list[int]] | None:
+        """The number of the conversation that a call goes on with, the longest that it can be and none that waits for
+        an answer, and the tokens that come new in it; all of one that it begins. None: a call that is sent again, and
+        gets the same answer.
 
         Raises:
             CallRefused: it cannot be answered.
         """
-        for one in self.held:
-            if one.is_repeated(call):
-                call.answer.set_result(one.last)
-                return None
+        if repeated := next((first for one in self.held if (first := one.first(call))), None):
+            repeated.answer.add_done_callback(lambda done: _pass_on(done, call.answer))
+            return None
         longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))
         for number in longest:
             one = self.held[number]
@@ -257,8 +268,8 @@ class Conversations:
                 if problem := self._without_room(one):
                     one.said, one.token_ids = said, one.token_ids[:size]
                     raise CallRefused(problem, 413)
-                self.current = number
-                return tokens
+                one.take(call)
+                return number, tokens
         branches = (self.held[number].branch(call) for number in longest)
         found = max((each for each in branches if each is not None), key=lambda each: each.turns[-1], default=None)
         if found is None:
@@ -267,9 +278,9 @@ class Conversations:
         found.prompt_size = len(found.token_ids)
         if problem := self._without_room(found):
             raise CallRefused(problem, 413)
+        found.take(call)
         self.held.append(found)
-        self.current = len(self.held) - 1
-        return found.token_ids
+        return len(self.held) - 1, found.token_ids
 
     def _without_room(self, one: Conversation) -> str:
         """Why the policy cannot write in it; "" where it can."""
@@ -285,13 +296,16 @@ class Conversations:
             f"(rollout.sampling.max_tokens={limits.total_tokens}). Go on with a shorter one, or end the episode."
         )
 
-    def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
-        """What the program gets for the policy's turn in the current one."""
-        return self.held[self.current].answer(turn, call)
+
+def _pass_on(done: Future[dict[str, Any]], to: Future[dict[str, Any]]) -> None:
+    if (error := done.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())
 
 
-def _tool_calls(text: str) -> list[dict[str, Any]]:
-    """Those that a text is; what cannot be read stays text."""
+def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
+    """Those that a text is, with ids of this name; what cannot be read stays text."""
     found = []
     for place, written in enumerate(re.findall(TOOL_CALL, text, re.DOTALL)):
         try:
@@ -299,7 +313,7 @@ def _tool_calls(text: str) -> list[dict[str, Any]]:
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
         except (ValueError, KeyError, TypeError):
             return []
-        found.append({"id": f"call_{place}_{secrets.token_hex(4)}", "type": "function", "function": function})
+        found.append({"id": f"call_{place}_{name}", "type": "function", "function": function})
     return found
 
 

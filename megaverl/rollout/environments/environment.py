@@ -61,12 +61,16 @@ class Outcome:
         done: the episode is over.
         conversation: that the next turn is written in, by its number: 0 is the one that the episode began with, and one
             more than there are begins another, of which `token_ids` are the prompt. Each is a sample of its own.
+        also: further conversations whose next turns are written at the same time; `step_each` gets the turns of all.
+        overlaps: it was asked for before an earlier turn was answered: that it came later says nothing.
     """
 
     token_ids: Sequence[int] = ()
     reward: float = 0.0
     done: bool = False
     conversation: int = 0
+    also: Sequence[Outcome] = ()
+    overlaps: bool = False
 
 
 class Environment(ABC):
@@ -79,6 +83,8 @@ class Environment(ABC):
 
     # Steps wait for something outside this process: several episodes are taken side by side, in threads.
     waits: ClassVar[bool] = False
+    # A turn's draws follow from what it reads, not from its number: turns of several conversations come in any order.
+    by_content: ClassVar[bool] = False
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -90,6 +96,11 @@ class Environment(ABC):
     @abstractmethod
     def step(self, token_ids: Sequence[int]) -> Outcome:
         """The model wrote `token_ids` (with the stop token, if it came to one)."""
+
+    def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
+        """The same of as many turns as the last outcome has conversations: one, unless it has others `also`."""
+        [token_ids] = turns
+        return self.step(token_ids)
 
     def close(self) -> None:  # noqa: B027
         """The episode is over, whether it came to its end or not."""
@@ -124,6 +135,10 @@ class Game(ABC):
             agent's view, its reward to that agent's last turn. One `done` ends the episode for all.
         """
 
+    def step_each(self, turns: Mapping[str, Sequence[Sequence[int]]]) -> Mapping[str, Outcome]:
+        """The same of several turns of an agent, of as many conversations."""
+        return self.step({agent: one for agent, [one] in turns.items()})
+
     def close(self) -> None:  # noqa: B027
         """The episode is over, whether it came to its end or not."""
 
@@ -145,6 +160,9 @@ class Alone(Game):
 
     def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
         return {ALONE: self.environment.step(turns[ALONE])}
+
+    def step_each(self, turns: Mapping[str, Sequence[Sequence[int]]]) -> Mapping[str, Outcome]:
+        return {ALONE: self.environment.step_each(turns[ALONE])}
 
     def close(self) -> None:
         self.environment.close()

@@ -16,10 +16,11 @@ import re
 import secrets
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ from megaverl.rollout.environments.conversation import (
     MODEL,
     Call,
     CallRefused,
+    Conversation,
     Conversations,
     as_stream,
     checked,
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 NO_TOKEN = "none"  # clients want one even where none is asked for
 SHOWN = 400  # last characters of what a program said before it failed
 NEXT, END = "next", "end"  # how an agent that the run does not start gets an episode, and ends it
+TOGETHER_SECONDS = 0.05  # that a call waits for others which its program may be making at the same time
 OFFER_SECONDS = 20.0  # that such an agent waits for one before it asks again
 
 
@@ -52,11 +55,13 @@ class Session:
     """One episode's calls, in the order in which they come; None: its program has ended.
 
     Attributes:
+        answered: how many were.
         reward: what the program made of the episode. failure: why it did not come to its end.
     """
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     calls: queue.SimpleQueue[Call | None] = field(default_factory=queue.SimpleQueue)
+    answered: int = 0
     reward: float = 0.0
     failure: str = ""
 
@@ -165,7 +170,7 @@ class GatewayHandler(BaseHTTPRequestHandler):
             if path == END:
                 session.end(body)
                 return {}
-            call = Call(path, checked(body))
+            call = Call(path, checked(body), session.answered)
             self.streams = bool(body.get("stream"))
             session.calls.put(call)
             return call.answer.result()
@@ -226,6 +231,7 @@ class ProgramEpisode(Environment):
     """
 
     waits: ClassVar[bool] = True
+    by_content: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -247,8 +253,9 @@ class ProgramEpisode(Environment):
         own = port + int(os.environ.get("LOCAL_RANK", "0")) if port else 0
         self.server = GatewayServer.shared(host, own, self.token)
         self.session, self.conversations = Session(), Conversations(codec)
-        self._waiting: Call | None = None
-        self._without_room = 0  # calls that were refused for that
+        self._waiting: list[tuple[Conversation, Call]] = []
+        self._taken = 0  # calls that the policy answers
+        self._without_room = 0  # those that were refused for that
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -292,8 +299,8 @@ class ProgramEpisode(Environment):
         else:
             play = self._run_command if self.command is not None else self._run_function
             threading.Thread(target=self._played, args=(play, url, row), name="program", daemon=True).start()
-        if (prompt := self._next_turn()) is not None:
-            return prompt
+        if first := self._take_calls(most=1):
+            return first[0].token_ids
         raise EpisodeError(
             f"environment 'gateway': {self._name} has ended, or was silent for {self.seconds:g} s, without a call "
             "that could be answered. It gets the address as OPENAI_BASE_URL (a function as base_url). "
@@ -301,30 +308,47 @@ class ProgramEpisode(Environment):
         )
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        """Answer the program, and wait for its next call."""
-        assert self._waiting is not None, "an episode begins with a call"
-        self._waiting.answer.set_result(self.conversations.answer(token_ids, self._waiting))
-        self._waiting = None
-        if (tokens := self._next_turn()) is not None:
-            return Outcome(tokens, conversation=self.conversations.current)
+        return self.step_each([token_ids])
+
+    def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
+        """Answer the program's calls, and wait for its next."""
+        answered, self._waiting = self._waiting, []
+        for (conversation, call), turn in zip(answered, turns, strict=True):
+            answer = conversation.answer(turn, call)
+            self.session.answered += 1
+            call.answer.set_result(answer)
+        if found := self._take_calls([conversation for conversation, _ in answered]):
+            return replace(found[0], also=found[1:])
         return Outcome(reward=self.session.reward, done=True)
 
-    def _next_turn(self) -> list[int] | None:
-        """What the next call that can be answered brings; None: there is none."""
-        while (call := self._next()) is not None:
+    def _take_calls(self, answered: Sequence[Conversation] = (), most: int = sys.maxsize) -> list[Outcome]:
+        """What the next calls bring that can be answered, those of the same time together; empty: there is none.
+
+        Args:
+            answered: what its program has just heard of. It may go on with as many at once, and begin many others.
+        """
+        found: list[Outcome] = []
+        if (limits := self.conversations.limits) is not None:
+            most = min(most, max(1, limits.max_turns - self._taken))
+        while len(found) < most:
+            goes_on = len(found) >= len(answered) and all(one in answered for one, _ in self._waiting)
+            seconds = self.seconds if not found else 0.0 if goes_on else TOGETHER_SECONDS
+            if (call := self._next(seconds, fails=not found)) is None:
+                break
             try:
-                tokens = self.conversations.take(call)
+                taken = self.conversations.take(call)
             except CallRefused as error:
                 call.answer.set_exception(error)
                 self._without_room += error.status == 413
-                limits = self.conversations.limits
                 if limits is not None and self._without_room > limits.max_turns:
                     break  # it asks for the same again and again
                 continue
-            if tokens is not None:
-                self._waiting = call
-                return tokens
-        return None
+            if taken is not None:
+                number, tokens = taken
+                found.append(Outcome(tokens, conversation=number, overlaps=call.seen < self._taken))
+                self._waiting.append((self.conversations.held[number], call))
+                self._taken += 1
+        return found
 
     def close(self) -> None:
         """The episode is over, though the program may not be at its end."""
@@ -332,8 +356,8 @@ class ProgramEpisode(Environment):
             "the episode is over: no tokens or turns are left (rollout.sampling.max_tokens, environment).", 413
         )
         self.server.sessions.pop(self.session.key, None)
-        if self._waiting is not None:
-            self._waiting.answer.set_exception(over)
+        for _, waiting in self._waiting:
+            waiting.answer.set_exception(over)
         while not self.session.calls.empty():
             if (call := self.session.calls.get()) is not None:
                 call.answer.set_exception(over)
@@ -346,12 +370,17 @@ class ProgramEpisode(Environment):
             return f"an agent at {self.server.host}:{self.server.server_address[1]}/{NEXT}"
         return self.command[0] if self.command is not None else str(self.function)
 
-    def _next(self) -> Call | None:
+    def _next(self, seconds: float, *, fails: bool) -> Call | None:
+        """None: there is none, or its program has ended."""
         try:
-            return self.session.calls.get(timeout=self.seconds)
+            call = self.session.calls.get(timeout=seconds)
         except queue.Empty:
-            self._failed(f"it was silent for {self.seconds:g} s")
+            if fails:
+                self._failed(f"it was silent for {seconds:g} s")
             return None
+        if call is None and not fails:
+            self.session.calls.put(None)  # it is over when those that wait are answered
+        return call
 
     def _failed(self, why: str) -> None:
         self.session.reward, self.session.failure = self.error_reward, f"The last failure: {why}"

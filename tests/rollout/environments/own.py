@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megaverl.rollout.environments import Environment, Outcome, Start
@@ -96,6 +98,40 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     except openai.BadRequestError:  # no room
         return None
     return 0.5
+
+
+def parallel(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """Helpers beside the main agent, which goes on in two ways from its first answer; each call when it may."""
+
+    def say(name: str, *messages: Any) -> list[Any]:
+        extra["may"][name].wait()
+        answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages).choices[0].message
+        return [*messages, answer]
+
+    def user(text: str) -> Any:
+        return {"role": "user", "content": text}
+
+    with ThreadPoolExecutor() as pool:
+        helpers = [pool.submit(say, name, user(name[0])) for name in ("a1", "b1")]
+        main = say("main", {"role": "system", "content": "brief"}, user(prompt))
+        ways = [pool.submit(say, name, *main, user(name)) for name in ("left", "right")]
+        ways.append(pool.submit(say, "a2", *helpers[0].result(), user("and")))
+        left, *_ = [each.result() for each in (*ways, *helpers)]
+    say("main", *left, user("end"))
+    return 0.5
+
+
+def fans_out(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
+    """Three calls at once after the first."""
+    from openai import AsyncOpenAI
+
+    async def all_of_it() -> None:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as agent:
+            calls = agent.completions
+            first = (await calls.create(model="any", prompt=prompt)).choices[0].text
+            await asyncio.gather(*(calls.create(model="any", prompt=f"{way}{first}") for way in "abc"))
+
+    asyncio.run(all_of_it())
 
 
 def wrong(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:

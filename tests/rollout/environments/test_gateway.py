@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +22,7 @@ from megaverl.errors import ConfigError, EpisodeError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import ALONE, Codec, Limits, Request, Start, Turns, View, check_options, play
-from megaverl.rollout.environments.environment import make_game
+from megaverl.rollout.environments.environment import Alone, make_game
 from megaverl.rollout.environments.gateway import ProgramEpisode
 from megaverl.rollout.hf_engine import HFEngine
 from tests.rollout.environments.test_episodes import Letters
@@ -34,6 +37,38 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> HFEngine:
     return HFEngine(folder, dtype=torch.float32, max_model_len=200, stop_token_ids=Letters.stop_token_ids)
 
 
+class Arrivals(queue.SimpleQueue[Any]):
+    """Calls, and a word of each that has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        self.came.put(None)
+
+
+class Scheduled:
+    """An engine whose turns follow from what it reads, and which lets further calls come while it writes."""
+
+    def __init__(self, schedule: Sequence[Sequence[str]]) -> None:
+        self._schedule, self.calls, self.sizes = list(schedule), Arrivals(), list[int]()
+        self.may = {name: threading.Event() for name in ("main", "a1", "b1", "left", "right", "a2")}
+        self.may["main"].set()
+        self._schedule[0] = ["main", *self._schedule[0]]  # which came before anything is written
+
+    def generate(self, prompts: Sequence[Sequence[int]], *_: Any) -> list[Generation]:
+        self.sizes.append(len(prompts))
+        for name in self._schedule.pop(0) if self._schedule else ():
+            self.may[name].set()
+            self.calls.came.get(timeout=60)
+        turns = [zlib.crc32(bytes(ids)) for ids in prompts]
+        return [
+            Generation(written(f"{turn % 1000}$"), [-turn / 2**33] * len(f"{turn % 1000}$"), "stop") for turn in turns
+        ]
+
+
 class Says:
     """An engine that draws these texts, one after the other."""
 
@@ -46,7 +81,7 @@ class Says:
 
 
 def played(
-    engine: HFEngine | Says,
+    engine: HFEngine | Says | Scheduled,
     options: Mapping[str, Any],
     extra: Any = None,
     *,
@@ -54,10 +89,13 @@ def played(
     limits: Limits = LIMITS,
     name: str = "gateway",
     asked: list[Request] | None = None,
+    calls: queue.SimpleQueue[Any] | None = None,
 ) -> tuple[View, list[Generation]]:
     """The view of one episode, and what the engine drew for it; `asked` gets what it was asked."""
     check_options(name, options)
     game, drawn = make_game(name, Codec(Letters(), chat=chat), options), []
+    assert isinstance(game, Alone) and isinstance(game.environment, ProgramEpisode)
+    game.environment.session.calls = calls or game.environment.session.calls
 
     def generate(requests: Sequence[Request]) -> list[Generation]:
         way = SamplingOptions(max_tokens=limits.turn_tokens)
@@ -72,8 +110,9 @@ def played(
             [prompts],
             [[ALONE]],
             generate=generate,
-            step=lambda turns: {0: Turns(game.step(turns[0]), [ALONE])},
+            step=lambda turns: {0: Turns(game.step_each(turns[0]), [ALONE])},
             limits=limits,
+            by_content=game.environment.by_content,
         )
     finally:
         game.close()
@@ -115,8 +154,7 @@ def test_each_conversation_of_an_episode_is_a_sample_of_exactly_what_was_read_an
     )  # text that would be tokenised otherwise than it was drawn
     view, drawn = played(says, {"function": f"{OWN}:delegate"}, extra, limits=limits, asked=asked)
     assert view.finish_reason == "stop" and len(drawn) == len(asked) == 6
-    assert [request.turn for request in asked] == [0, 0, 1, 0, 1, 0]
-    assert len({request.conversation for request in asked}) == 4 and asked[0].conversation == ""
+    assert len({request.conversation for request in asked}) == 6 and {request.turn for request in asked} == {0}
     rows = view.conversations()
     assert [len(row.rewards) for row in rows].count(2) == 2 and len(rows) == 4
     assert rows[-1].rewards == [0.5] and sum(sum(row.rewards) for row in rows) == 0.5, (
@@ -133,6 +171,36 @@ def test_each_conversation_of_an_episode_is_a_sample_of_exactly_what_was_read_an
     assert short.prompt == written(f"<system>brief$\n<user>so far: {texts[4]}$\n<assistant>")
     assert branch.prompt == [*first.prompt, *written("one$$\n<user>or so$\n<assistant>")]
     assert extra["heard"] == texts and extra["again"] == [True]
+
+
+def test_calls_of_the_same_time_are_written_at_once_and_their_order_changes_nothing() -> None:
+    """Helpers and two ways on from one answer; each list comes while the calls of the one before are written."""
+    schedules = {
+        (1, 2, 2, 1, 1): [["a1", "b1"], ["left", "right"], ["a2"]],
+        (1, 1, 2, 1, 1, 1): [["b1"], ["right", "a1"], ["left"], ["a2"]],
+        (1, 1, 1, 1, 1, 1, 1): [["a1"], ["right"], ["b1"], ["left"], ["a2"]],
+    }
+    found = []
+    for sizes, schedule in schedules.items():
+        engine, asked, limits = Scheduled(schedule), list[Request](), Limits(7, 6, 90)
+        extra, options = {"may": engine.may}, {"function": f"{OWN}:parallel"}
+        view, _ = played(engine, options, extra, limits=limits, asked=asked, calls=engine.calls)
+        assert tuple(engine.sizes) == sizes and view.finish_reason == "stop" and view.rewards == [*[0.0] * 6, 0.5]
+        found.append((view.conversations(), {(each.turn, each.conversation) for each in asked}))
+    assert found[0] == found[1] == found[2] and len(found[0][1]) == 7
+    rows = found[0][0]
+    assert sorted(len(row.spans) for row in rows) == [1, 1, 2, 3] and rows[-1].rewards[-1] == 0.5
+    assert [turn for row in rows for turn in row.turns if turn == 6], "the last call is the last turn"
+    for row in rows:
+        for begin, end in row.spans:
+            assert row.tokens[begin:end] == written(f"{zlib.crc32(bytes([*row.prompt, *row.tokens[:begin]])) % 1000}$")
+
+
+def test_a_call_waits_for_others_that_its_program_makes_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaverl.rollout.environments.gateway.TOGETHER_SECONDS", 60.0)
+    engine, options = Scheduled([[]]), {"function": f"{OWN}:fans_out"}
+    view, _ = played(engine, options, chat=False, calls=engine.calls)
+    assert engine.sizes == [1, 3] and view.finish_reason == "stop" and len(view.conversations()) == LIMITS.max_turns
 
 
 def test_a_program_that_is_told_of_no_room_goes_on_with_less(engine: HFEngine) -> None:
