@@ -140,12 +140,12 @@ class View:
         """
         if len({*self.rounds}) == len(self.rounds):
             return
-        found: dict[int, Drawn] = {}
+        found: dict[int, DrawnTurn] = {}
         for number, prompt in enumerate(self.prompts):
             part, size = self.conversation(number), len(prompt)
             for begin, end in part.spans:
                 ids = [*prompt, *part.tokens[:end]]
-                found[part.turns[begin]] = Drawn(ids, size + begin, part.log_probs[begin:end])
+                found[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
         for turn in sorted(found.values(), key=lambda turn: turn.start):
             before = [one for one in found.values() if one.is_before(turn)]
             turn.after = max(before, key=lambda one: one.start, default=None)
@@ -212,21 +212,21 @@ class View:
 
 
 @dataclass
-class Drawn:
+class DrawnTurn:
     """A turn: all that was read before it and what was written from `start` on; the turn that it goes on from, and how
     many those are."""
 
     ids: list[int]
     start: int
     log_probs: list[float]
-    after: Drawn | None = None
+    after: DrawnTurn | None = None
     depth: int = 0
 
     @property
     def read(self) -> list[int]:
         return self.ids[: self.start]
 
-    def is_before(self, other: Drawn) -> bool:
+    def is_before(self, other: DrawnTurn) -> bool:
         """The other goes on from it."""
         size = len(self.ids)
         return size < other.start and other.ids[:size] == self.ids
