@@ -420,6 +420,8 @@ class EnvironmentConfig(Section):
     actor and a critic of its own (IPPO); they take turns on one engine."""
     max_turns: Positive = 8
     """Most turns of an agent in one episode."""
+    conversations: Annotated[float, Field(ge=1.0)] = 1.0
+    """Held in an episode on the mean (rollout/conversations_mean), each a row: what the planner counts on."""
     max_turn_tokens: Positive | None = None
     """Most tokens of one turn; rollout.sampling.max_tokens is for all turns and answers of an episode together. null:
     that over max_turns."""

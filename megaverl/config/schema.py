@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -231,6 +232,11 @@ class Config(Section):
     @property
     def samples_per_step(self) -> int:
         return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def rows_per_step(self) -> int:
+        """Of a step's batch, as far as it is known before: each conversation of an episode is one."""
+        return ceil(self.samples_per_step * self.environment.conversations)
 
     @property
     def samples_at_once(self) -> int:

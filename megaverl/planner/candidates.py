@@ -100,7 +100,7 @@ class Candidates:
     def _grids(self, ranks: int) -> Iterator[Settings]:
         """Grids that the rules of the model and of the ranks let through."""
         spec, config, node = self.spec, self.config, self.node
-        moe, samples = spec.moe, config.samples_per_step // config.algorithm.num_mini_batches
+        moe, samples = spec.moe, config.rows_per_step // config.algorithm.num_mini_batches
         cuts = [cp for cp in (1, 2, 4, 8) if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT]
         experts = divisors(moe.num_experts) if moe else [1]
         for tp in self._sizes("actor.tp", divisors(node)):

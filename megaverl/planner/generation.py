@@ -249,8 +249,9 @@ def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution
 def rollout_duration(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution) -> Duration:
     """Of generating an engine's equal share of a step's samples."""
     engine, config = engine_costs(job, model, lengths), job.config
-    sequences = config.samples_per_step / job.rollout.num_engines
+    sequences, episodes = (each / job.rollout.num_engines for each in (config.rows_per_step, config.samples_per_step))
     shared = config.rollout.engine != "hf" and config.rollout.vllm.get("enable_prefix_caching", True)
-    prompts = sequences / (min(config.algorithm.group_size, sequences) if shared else 1)
+    begun_alike = episodes / (min(config.algorithm.group_size, episodes) if shared else 1)
+    prompts = begun_alike + sequences - episodes
     prefill = engine.prefill(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
     return prefill + engine.decode(sequences, lengths)

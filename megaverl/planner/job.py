@@ -174,7 +174,7 @@ class PlannedJob:
         """At most, of what models say of a step's samples on this rank, and of what is made of that, until its updates
         are over: log-probs, values, advantages and returns, 4 bytes for each token of the longest response."""
         config, roles = self.config, [role for role in self.roles if role.place(rank) is not None]
-        names, samples = {role.name for role in roles}, config.samples_per_step
+        names, samples = {role.name for role in roles}, config.rows_per_step
         of_actor = 2 + config.uses_ref_log_probs + 2 * config.uses_critic
         fields = next((n for name, n in (("actor", of_actor), ("critic", 3), ("reference", 1)) if name in names), 0)
         signature = signature_of("advantage_estimators", config.algorithm.advantage_name)

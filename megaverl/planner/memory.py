@@ -333,7 +333,7 @@ class MemoryModel:
     def _samples(self, role: Role) -> int:
         """Of one update on a data-parallel rank."""
         config = self.job.config
-        return -(-config.samples_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
+        return -(-config.rows_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
 
     def _tokens(self, role: Role) -> int:
         """Of the largest micro-batch, where every sample is as long as it may be."""

@@ -71,7 +71,7 @@ class StepLoad:
         self, job: PlannedJob, hardware: Hardware, lengths: LengthDistribution, traffic: ReshardTraffic | None
     ) -> None:
         self.job, self.hardware, self.lengths, self.traffic = job, hardware, lengths, traffic
-        self.samples = job.config.samples_per_step
+        self.samples = job.config.rows_per_step
         dtype = job.config.model.dtype
         self.dtype = ("float32" if hardware.cores else "bfloat16") if dtype == "auto" else dtype
 

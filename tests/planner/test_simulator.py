@@ -399,3 +399,15 @@ def test_a_step_of_70b_is_predicted_in_milliseconds_of_arithmetic() -> None:
     found: Prediction = simulate(planned, H100, lengths=default_lengths(planned))
     assert 60 < found.step_seconds < 900 and 0.2 < found.update_mfu < 0.66
     assert found.tokens == pytest.approx(found.samples * default_lengths(planned).tokens)
+
+
+def test_conversations_of_an_episode_are_rows_of_a_step() -> None:
+    """Three of each are as many responses as three times the group, where no prompt is kept for the next."""
+    given = ["environment.name=guess", "rollout.vllm={enable_prefix_caching: false}", "actor.pack_samples=false"]
+    three = job(*given, "environment.conversations=3", "algorithm.group_size=4")
+    same = job(*given, "algorithm.group_size=12")
+    found, expected = (simulate(each, H100) for each in (three, same))
+    assert found.samples == expected.samples == 3 * three.config.samples_per_step
+    assert found.step_seconds == expected.step_seconds and three.field_bytes(0) == same.field_bytes(0)
+    one = simulate(job(*given, "algorithm.group_size=4"), H100)
+    assert found.seconds_of("rollout") > one.seconds_of("rollout") and found.tokens == 3 * one.tokens
