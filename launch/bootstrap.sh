@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv at the top of the repository from the lock files, once; later calls return at once.
+# Makes .venv at the top of the repository from the lock files, once; later calls return at once. Python 3.11 or 3.12.
 #
 #   source launch/bootstrap.sh            # what quickstart.sh and test.sh do; sets $MEGAVERL_ROOT and $PYTHON
 #   ./launch/bootstrap.sh gsm8k bench     # the same, with further locks from requirements/
@@ -15,14 +15,22 @@ set -euo pipefail # for the script that sources this one, too
 
 MEGAVERL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _venv="$MEGAVERL_ROOT/.venv"
-_log="$_venv/install.log"
-_cpu_lock="cpu-py311" _gpu_lock="cuda-py312"
-_base_lock="$_cpu_lock" # or what .venv was made of
-[[ ! -e "$_venv/stamps/$_gpu_lock" ]] || _base_lock="$_gpu_lock"
+_log="$_venv/install.log" _limit=()
+_cpu_lock="cpu-py311" _gpu_lock="cuda-py312" _base_lock="cpu-py311" # `_choose_locks` sets the first and the last
 _torch_cpu_index="https://download.pytorch.org/whl/cpu"
 _uv="uv==0.13.9"
 
 _say() { printf 'megaverl: %s\n' "$*" >&2; }
+
+# What .venv was made of; at first Python 3.11, or 3.12 where there is no other.
+_choose_locks() {
+    if [[ -e "$_venv/stamps/$_gpu_lock" ]]; then
+        _base_lock="$_gpu_lock"
+    elif [[ -e "$_venv/stamps/cpu-py312" ]] ||
+        { [[ ! -e "$_venv/stamps/$_cpu_lock" ]] && ! _find_python "$_cpu_lock" && _find_python cpu-py312; } >/dev/null; then
+        _cpu_lock="cpu-py312" _base_lock="cpu-py312"
+    fi
+}
 
 # The stamp of a lock: what was installed, from which files, at which place.
 _stamp_of() {
@@ -47,10 +55,15 @@ _find_python() {
             return 0
         fi
     done < <(type -a -p "python3.$minor" python3 python 2>/dev/null; compgen -G "$folder/3.$minor.*/bin/python" || true)
-    _say "needs Python 3.$minor with the venv module, and found none on PATH."
-    _say "Install it (Debian/Ubuntu: python3.$minor and python3.$minor-venv; pyenv or uv python install 3.$minor), or set"
-    _say "MEGAVERL_PYTHON to an interpreter that already has torch, megatron-core and vLLM."
     return 1
+}
+
+_explain_python() {
+    local wanted="3.11 or 3.12" package="python3-venv of Debian 12 or Ubuntu 24.04"
+    [[ "$1" != "$_gpu_lock" ]] || wanted="3.12" package="python3.12-venv of Ubuntu 24.04"
+    _say "needs Python $wanted with the venv module, and found none on PATH."
+    _say "Install it ($package; pyenv or uv python install 3.12), or set"
+    _say "MEGAVERL_PYTHON to an interpreter that already has torch, megatron-core and vLLM."
 }
 
 # Packages without a wheel are compiled against the torch that is installed, for this machine's GPUs alone.
@@ -85,10 +98,11 @@ _architectures() {
     echo "${found[*]}"
 }
 
+_has_gpu() { [[ -e /dev/nvidia0 || "$(nvidia-smi -L 2>/dev/null || true)" == "GPU "* ]]; }
+
 # A GPU is there, and .venv has CPU wheels: what follows would train on the processor.
 _warn_of_cpu_venv() {
-    [[ "$_base_lock" == "$_cpu_lock" && "${CUDA_VISIBLE_DEVICES-0}" != "" ]] || return 0
-    [[ -e /dev/nvidia0 || "$(nvidia-smi -L 2>/dev/null || true)" == "GPU "* ]] || return 0
+    [[ "$_base_lock" == "$_cpu_lock" && "${CUDA_VISIBLE_DEVICES-0}" != "" ]] && _has_gpu || return 0
     _say "this machine has a GPU, and .venv computes on the processor alone. For the GPU: ./launch/bootstrap.sh --gpu"
 }
 
@@ -118,9 +132,20 @@ _fetch() {
     shift
     if ((${#uv[@]})); then
         _logged "$what" "${uv[@]}" "$@" && return
-        _say "$what with uv failed (see .venv/install.log); pip is tried, and takes a few minutes"
+        _say "$what with uv failed (see ${_log#"$MEGAVERL_ROOT/"}); pip is tried, and takes a few minutes"
     fi
     _logged "$what" "${pip[@]}" "$@"
+}
+
+# Installs torch as a lock names it. Where its CPU wheel cannot be had, PyPI's build for CUDA, with all that it asks for,
+# computes on a processor too.
+_fetch_torch() {
+    local line="$1" options=()
+    mapfile -t options < <(_torch_options "$line" "$2")
+    _fetch "installing torch" "${options[@]}" "$line" && return
+    [[ "$line" == *+cpu && -z "${MEGAVERL_TORCH_INDEX:-}" ]] && ! _has_gpu || return 1
+    _say "torch's CPU wheel could not be fetched; PyPI's build for CUDA serves, and takes 9 GB"
+    _logged "installing torch for CUDA" "${pip[@]/--no-deps/--no-compile}" "${line%+cpu}"
 }
 
 # Options for torch's CPU wheel: none when one lies in a find-links folder.
@@ -129,7 +154,7 @@ _torch_options() {
     local version="${1#torch==}" index="${MEGAVERL_TORCH_INDEX:-}" folder wheels
     if [[ -z "$index" ]]; then
         for folder in "${wheel_folders[@]}"; do
-            wheels=("$folder"/torch-"${version%%+*}"*cpu*"cp${2:-311}"*.whl)
+            wheels=("$folder"/torch-"${version%%+*}"*cpu*"cp${2##*-py}"*.whl)
             [[ -e "${wheels[0]}" ]] && index="none"
         done
     fi
@@ -146,7 +171,7 @@ _logged() {
         ticker=$!
     fi
     local code=0
-    "$@" >>"$_log" 2>&1 </dev/null || code=$?
+    "${_limit[@]}" "$@" >>"$_log" 2>&1 </dev/null || code=$?
     if [[ -n "$ticker" ]]; then
         kill "$ticker" 2>/dev/null || true
         wait "$ticker" 2>/dev/null || true
@@ -182,7 +207,7 @@ _is_of_another() {
 
 # Installs one lock. Called with the install lock held.
 _install() {
-    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python options=() wheels=() built=()
+    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python wheels=() built=()
     local pip uv wheel_folders
     mapfile -t wheels < <(grep -v '# no wheel' "$lock" | sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p')
     mapfile -t built < <(sed -n 's/^\([^# ]*==[^# ]*\) *# no wheel.*/\1/p' "$lock")
@@ -190,7 +215,10 @@ _install() {
     # An interrupted install can leave half a package that is taken for whole: begin again.
     if [[ -e "$_venv/.installing" || ! -x "$_venv/bin/python" ]] || _is_of_another "$name" ||
         ! "$_venv/bin/python" -m pip --version >/dev/null 2>&1; then
-        base_python="$(_find_python "$_base_lock")" || return 1
+        if ! base_python="$(_find_python "$_base_lock")"; then
+            _explain_python "$_base_lock"
+            return 1
+        fi
         mkdir -p "$_venv"
         touch "$_venv/.installing"
         find "$_venv" -mindepth 1 -maxdepth 1 ! -name .installing -exec rm -rf {} +
@@ -202,15 +230,13 @@ _install() {
     touch "$_venv/.installing"
     : >"$_log"
     local begin=$SECONDS
-    _say "installing $((${#wheels[@]} + ${#built[@]})) pinned packages ($name) into .venv, once; log: .venv/install.log"
+    _say "installing $((${#wheels[@]} + ${#built[@]})) pinned packages ($name) into ${_venv#"$MEGAVERL_ROOT/"}, once;" \
+        "log: ${_log#"$MEGAVERL_ROOT/"}"
     _find_installers
     torch_line="$(grep -E '^torch==' "$lock" || true)"
-    if [[ -n "$torch_line" ]]; then
-        mapfile -t options < <(_torch_options "$torch_line")
-        if ! _fetch "installing torch" "${options[@]}" "$torch_line"; then
-            _explain_failure "installing $torch_line"
-            return 1
-        fi
+    if [[ -n "$torch_line" ]] && ! _fetch_torch "$torch_line" "$name"; then
+        _explain_failure "installing $torch_line"
+        return 1
     fi
     if ! _fetch "installing" "${wheels[@]}"; then
         _explain_failure "installing requirements/$name.lock"
@@ -255,29 +281,12 @@ _install_newer() {
     echo "${wanted[*]}" >"$_newer/stamp"
 }
 
-# Makes $_of_py312, for tests where a Python 3.12 is: what .venv has, but megatron-core as the GPUs' lock has it. Where
-# PyTorch's own index cannot be reached, torch is PyPI's build for CUDA, which computes on a processor too (9 GB).
+# Makes $_of_py312, for tests, where .venv is of Python 3.11 and there is a 3.12. No package may take over five minutes.
 _of_py312="$_venv/py312"
 _install_py312() {
-    local pins=() others=() options=() torch pip=() uv=() wheel_folders=() base_python _venv="$_of_py312"
-    base_python="$(_find_python cpu-py312 2>/dev/null)" || return 1
-    mapfile -t pins < <(
-        sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p' "$MEGAVERL_ROOT/requirements/$_cpu_lock.lock" | grep -v '^megatron-core=='
-        grep '^megatron-core==' "$MEGAVERL_ROOT/requirements/$_gpu_lock.lock"
-    )
-    [[ -r "$_venv/stamp" && "$(<"$_venv/stamp")" == "${pins[*]}" ]] && return
-    _say "installing ${#pins[@]} packages for Python 3.12 into .venv/py312, once"
-    rm -rf "$_venv"
-    _logged "making .venv/py312" "$base_python" -m venv "$_venv" || return 1
-    _find_installers
-    torch="$(printf '%s\n' "${pins[@]}" | grep '^torch==')"
-    mapfile -t others < <(printf '%s\n' "${pins[@]}" | grep -v '^torch==')
-    mapfile -t options < <(_torch_options "$torch" 312)
-    _fetch "installing" "${others[@]}" || return 1
-    ((${#uv[@]})) && _logged "installing torch" timeout 300 "${uv[@]}" "${options[@]}" "$torch" ||
-        _logged "installing torch for CUDA" timeout 300 "${pip[@]/--no-deps/--no-compile}" "${torch%+cpu}" || return 1
-    _fetch "installing megaverl" --no-build-isolation -e "$MEGAVERL_ROOT" || return 1
-    echo "${pins[*]}" >"$_venv/stamp"
+    local _venv="$_of_py312" _log="$_of_py312/install.log" _base_lock="cpu-py312" _limit=(timeout 300)
+    _is_installed "$_base_lock" && return
+    _find_python "$_base_lock" >/dev/null && _install "$_base_lock"
 }
 
 # Holds the install lock (on the launch folder itself, so that no file is left) while it installs what is missing.
@@ -313,6 +322,7 @@ if [[ -n "${MEGAVERL_PYTHON:-}" ]]; then
     export PYTHONPATH="$MEGAVERL_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 elif [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     PYTHON="$_venv/bin/python"
+    _choose_locks
     if [[ "${1:-}" == "--gpu" ]]; then
         _base_lock="$_gpu_lock"
         shift
@@ -320,6 +330,7 @@ elif [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     _bootstrap "$_base_lock" "$@"
 else
     PYTHON="$_venv/bin/python"
+    _choose_locks
     _bootstrap "$_base_lock"
 fi
 [[ -n "${MEGAVERL_PYTHON:-}" ]] || _warn_of_cpu_venv

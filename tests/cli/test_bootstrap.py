@@ -118,6 +118,22 @@ def test_pip_serves_where_uv_cannot_be_had(project: Path) -> None:
         assert done.returncode == 0 and ("into .venv/newer, once" in done.stderr) == installs, done.stderr
 
 
+def test_where_the_first_python_is_not_the_next_one_serves(project: Path) -> None:
+    """As 3.12 does where there is no 3.11; and it stays the choice."""
+    script = project / "launch" / "bootstrap.sh"
+    written = script.read_text().replace("cpu-py311", "cpu-py399")
+    script.write_text(written.replace("cpu-py312", "cpu-py399"))
+    (project / "requirements" / "cpu-py399.lock").write_text("tiny-thing==1.0\n")
+    refused = bootstrap(project)
+    assert refused.returncode == 1 and "needs Python 3.11 or 3.12 with the venv module" in refused.stderr
+    script.write_text(written.replace("cpu-py312", "cpu-py311"))
+    done = bootstrap(project)
+    assert done.returncode == 0 and "pinned packages (cpu-py311) into .venv, once; log: " in done.stderr, done.stderr
+    assert imports(project, "tiny_thing", "megaverl")
+    again = bootstrap(project)
+    assert again.returncode == 0 and "installing" not in again.stderr
+
+
 def test_for_a_gpu_what_has_no_wheel_is_built(project: Path, tmp_path: Path) -> None:
     """Without a toolkit, or with another's, nothing is touched; then everything is there, and stays the choice."""
     refused = bootstrap(project, "--gpu", PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", CUDA_HOME=str(tmp_path))
