@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import megaverl
@@ -324,6 +325,18 @@ def test_the_lock_serves_what_setup_declares(lock: str) -> None:
         wanted = Requirement(line)
         pin = pins.get(canonicalize_name(wanted.name))
         assert pin is not None and wanted.specifier.contains(pin), f"{line} is locked as {pin}: update_lock.py"
+
+
+def test_what_is_locked_runs_under_the_oldest_python() -> None:
+    """Debian 12's; pip would say so at an installation there."""
+    oldest = runpy.run_path(str(ROOT / "tools" / "update_lock.py"), run_name="update_lock")["OLDEST_PYTHON"]
+    locked = {line.split("==")[0] for line in lock_lines("cpu-py311")}
+    here = {
+        canonicalize_name(each.metadata["Name"]): each.metadata["Requires-Python"] for each in metadata.distributions()
+    }
+    assert {
+        name: said for name, said in here.items() if name in locked and oldest not in SpecifierSet(said or "")
+    } == {}
 
 
 def tracked_files() -> list[Path]:

