@@ -54,7 +54,7 @@ _find_python() {
             echo "$candidate"
             return 0
         fi
-    done < <(type -a -p "python3.$minor" python3 python 2>/dev/null; compgen -G "$folder/3.$minor.*/bin/python" || true)
+    done < <(type -a -p "python3.$minor" python3 python 2>/dev/null || true; compgen -G "$folder/3.$minor.*/bin/python")
     return 1
 }
 
