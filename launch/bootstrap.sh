@@ -209,7 +209,8 @@ _is_of_another() {
 _install() {
     local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python wheels=() built=()
     local pip uv wheel_folders
-    mapfile -t wheels < <(grep -v '# no wheel' "$lock" | sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p')
+    torch_line="$(grep -E '^torch==' "$lock" || true)"
+    mapfile -t wheels < <(grep -v '# no wheel' "$lock" | sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p' | grep -v '^torch==')
     mapfile -t built < <(sed -n 's/^\([^# ]*==[^# ]*\) *# no wheel.*/\1/p' "$lock")
     ((${#built[@]} == 0)) || _prepare_builds "$lock" || return 1
     # An interrupted install can leave half a package that is taken for whole: begin again.
@@ -230,10 +231,9 @@ _install() {
     touch "$_venv/.installing"
     : >"$_log"
     local begin=$SECONDS
-    _say "installing $((${#wheels[@]} + ${#built[@]})) pinned packages ($name) into ${_venv#"$MEGAVERL_ROOT/"}, once;" \
+    _say "installing $(((${#torch_line} > 0) + ${#wheels[@]} + ${#built[@]})) pinned packages ($name) into ${_venv#"$MEGAVERL_ROOT/"}, once;" \
         "log: ${_log#"$MEGAVERL_ROOT/"}"
     _find_installers
-    torch_line="$(grep -E '^torch==' "$lock" || true)"
     if [[ -n "$torch_line" ]] && ! _fetch_torch "$torch_line" "$name"; then
         _explain_failure "installing $torch_line"
         return 1
