@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,16 @@ from megaverl.data.batch_fields import FIELDS, field_of
 from megaverl.data.batching import groups_of_ranks
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.distributed.collectives import device_of, gather_host_rows
-from megaverl.distributed.ragged import RaggedBatch, beside, merge, num_bytes_on_device
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends, default_group
+from megaverl.distributed.ragged import (
+    RaggedBatch,
+    beside,
+    merge,
+    num_bytes,
+    num_bytes_on_device,
+    pack_tensors,
+    unpack_tensors,
+)
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends, default_group, send_json
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move, Rows, join_rows, plan_moves
 
@@ -161,6 +169,39 @@ def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
     if fabric.rows is not None:
         channel.receive(fabric.rows, into.device)
     return _merged(fabric, moving, None, headers, into)
+
+
+def send_whole(
+    fabric: Fabric, name: str, dest: Sequence[int], head: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> PendingSends:
+    """The same tensors to each of these ranks, after a header of JSON: from host to host, and what lies on a device
+    there as rows would."""
+    sent, channel, by_device = PendingSends(), Channel(fabric, name), dict[torch.device | None, list[int]]()
+    for rank in dest:
+        by_device.setdefault(fabric.device_between(fabric.rank, rank), []).append(rank)
+    for device, ranks in by_device.items():
+        stays = {key: tensor for key, tensor in tensors.items() if tensor.device == device}
+        parts, payload = pack_tensors({key: each.cpu() for key, each in tensors.items() if key not in stays})
+        on_device, there = pack_tensors(stays)
+        for rank in ranks:
+            sent.add(send_json(fabric, name, rank, {**head, "parts": parts, "on_device": on_device}))
+        sent.add(channel.send(fabric.control, dict.fromkeys(ranks, payload)))
+        if fabric.rows is not None:
+            sent.add(channel.send(fabric.rows, dict.fromkeys(ranks, there)))
+    return sent
+
+
+def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What `send_whole` has sent from there with this header, each where it lay."""
+    found, channel = dict[str, Tensor](), Channel(fabric, name)
+    on_host, on_device = (fabric.control, None), (fabric.rows, fabric.device_between(source, fabric.rank))
+    for entries, (group, device) in ((head["parts"], on_host), (head["on_device"], on_device)):
+        if entries and group is not None:
+            data = torch.empty(num_bytes(entries), dtype=torch.uint8, device=device)
+            channel.receive(group, {source: data})
+            fabric.traffic.received += data.numel()
+            found |= unpack_tensors(entries, data)
+    return found
 
 
 def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from megaverl.dataflow.plan import GIVEN, CompiledFlow, Edge, Operator, Places, make_plan
+from megaverl.dataflow.plan import CompiledFlow, Edge, Operator, Places, make_plan
 from megaverl.errors import ConfigError
 
 __all__ = [
     "DataFlow",
     "Operator",
+    "in_one_order",
+    "receipts",
 ]
 
 
@@ -49,7 +51,8 @@ class Result(dict[str, Any]):
 class DataFlow:
     """Operators joined by the names of what they take and give.
 
-    Add operators in any order, `compile`, then `run` as often as wanted.
+    Add operators in any order, `compile`, then `run` as often as wanted. Ranks of a job that meet in several flows run
+    these in the same order, each from one thread: what lies on devices has no name on its way (`in_one_order`).
     """
 
     def __init__(self, operators: Iterable[Operator] = ()) -> None:
@@ -148,7 +151,7 @@ class DataFlow:
         if carrier is None and self._places is not None:
             from megaverl.dataflow.carrier import carrier_for  # torch, which a flow of one process may not need
 
-            carrier = own = carrier_for(self._places)
+            carrier = own = carrier_for(self._places, in_one_order(plan, edges, leave_out))
         result = _Run(plan, edges, given, dict(done or {}), carrier).run(span, after, leave_out, before_wait)
         if own is not None:
             own.settle()
@@ -156,10 +159,7 @@ class DataFlow:
 
 
 class _Run:
-    """One run on one rank.
-
-    `_have` says by whom each value here was made; what was done before is as its last maker gave it.
-    """
+    """One run on one rank."""
 
     def __init__(
         self,
@@ -171,9 +171,7 @@ class _Run:
     ) -> None:
         self.plan, self.edges, self.carrier, self.done = plan, edges, carrier, done
         self.values: dict[str, Any] = {**given, **done}
-        self._have = dict.fromkeys(given, GIVEN)
         self._sizes: dict[str, tuple[int, str]] = {}
-        self._received: set[Edge] = set()
 
     def run(
         self,
@@ -183,51 +181,33 @@ class _Run:
         before_wait: Callable[[Edge], None],
     ) -> Result:
         timeline = []
+        takes = {} if self.carrier is None else receipts(self.plan, self.carrier.rank, leave_out)
         for operator in self.plan.operators:
             ranks = self.plan.ranks[operator.name]
             is_mine = ranks is None or self.carrier is None or self.carrier.rank in ranks
             if operator.name in leave_out or not is_mine:
                 continue
+            for edge in takes.get(operator.name, ()):
+                if edge.value not in self.done:  # which is as its last maker gave it
+                    before_wait(edge)
+                    with span("wait"):
+                        self._receive(edge)
             if operator.gives and all(name in self.done for name in operator.gives):
                 self._send(operator.name)
                 continue
-            late = self._missing(operator)
-            for edge in late:
-                before_wait(edge)
-                with span("wait"):
-                    self._receive(edge)
             start = time.perf_counter()
             with span(operator.name):
                 self._check_shapes(operator, operator.takes)
                 self.values.update(operator(self.values))
                 self._check_shapes(operator, operator.gives)
             timeline.append(Span(operator.name, start, time.perf_counter()))
-            self._have.update(dict.fromkeys(operator.gives, operator.name))
             self._send(operator.name)
             after(operator.name, self.values)
         return Result(self.values, timeline)
 
-    def _missing(self, operator: Operator) -> list[Edge]:
-        """Edges that bring what it takes, and before them those from the same ranks that were sent before."""
-        if self.carrier is None:
-            return []
-        mine = [edge for edge in self.edges if self.carrier.rank in edge.dest and edge.value not in self.done]
-        needed = []
-        for value, maker in self.plan.makers[operator.name].items():
-            if value not in self.done and self._have.get(value) != maker:
-                needed += [edge for edge in mine if (edge.value, edge.maker) == (value, maker)]
-        bases = {base for edge in needed for base in edge.bases}
-        needed += [edge for edge in mine if edge.value in bases and edge.value not in self.values]
-        last = max((mine.index(edge) for edge in needed), default=-1)
-        sources = {edge.source for edge in needed}
-        early = [edge for edge in mine[: last + 1] if edge in needed or edge.source in sources]
-        return [edge for edge in early if edge not in self._received]
-
     def _receive(self, edge: Edge) -> None:
         assert self.carrier is not None
-        self._received.add(edge)
         self.values[edge.value] = self.carrier.receive(edge, self.values)
-        self._have[edge.value] = edge.maker
 
     def _send(self, name: str) -> None:
         if self.carrier is not None:
@@ -251,3 +231,76 @@ class _Run:
                     f"operator '{operator.name}': '{name}' has the shape {list(shape)}; declared is {list(declared)}"
                     + (f", with {sizes}" if sizes else "")
                 )
+
+
+def receipts(plan: CompiledFlow, rank: int, leave_out: Container[str] = ()) -> dict[str, list[Edge]]:
+    """By each operator of a rank, what comes to it before: edges that bring what the operator takes, and their bases;
+    and before them those from the same ranks that were sent before."""
+    mine = [edge for edge in moving(plan, leave_out) if rank in edge.dest]
+    have: dict[str, str] = {}  # by whom each value here was made
+    found: dict[str, list[Edge]] = {}
+    for operator in plan.operators:
+        ranks = plan.ranks[operator.name]
+        if operator.name in leave_out or not (ranks is None or rank in ranks):
+            continue
+        makers = plan.makers[operator.name]
+        needed = [edge for edge in mine if makers.get(edge.value) == edge.maker and have.get(edge.value) != edge.maker]
+        last = max((mine.index(edge) for edge in needed), default=-1)
+        bases = {base for edge in needed for base in edge.bases}
+        needed += [edge for edge in mine[: last + 1] if edge.value in bases and edge.value not in have]
+        sources = {edge.source for edge in needed}
+        early = [edge for edge in mine[: last + 1] if edge in needed or edge.source in sources]
+        before = {edge for edges in found.values() for edge in edges}
+        found[operator.name] = [edge for edge in early if edge not in before]
+        have |= {edge.value: edge.maker for edge in found[operator.name]} | dict.fromkeys(operator.gives, operator.name)
+    return found
+
+
+def moving(plan: CompiledFlow, leave_out: Container[str] = ()) -> list[Edge]:
+    """The edges of a run that leaves out some operators."""
+    return [edge for edge in plan.edges if not all(name in leave_out for name in edge.takers)]
+
+
+def in_one_order(plan: CompiledFlow, edges: Iterable[Edge], leave_out: Container[str] = ()) -> frozenset[Edge]:
+    """Those of a flow's edges that all ranks can go through in one order, though each edge holds all of its ranks until
+    all are at it: so a message needs no name, and may wait for those before it.
+
+    A run is played, in which whoever gives or takes one of them, and all ranks of an operator, go on together; from any
+    other edge who takes it waits for who gives it. Where nobody can go on, the first edge that holds one who gives it
+    is none of them (there is one: without any, operators run as they are ordered, and wait for earlier ones alone). The
+    order in which the rest is played is that of all ranks, and a program that makes the same runs one after the other
+    on each rank goes through them in one order too. Every rank comes to the same result, by itself.
+    """
+    some = {rank for ranks in plan.ranks.values() for rank in ranks or ()}
+    sets = {name: some if ranks is None else {*ranks} for name, ranks in plan.ranks.items()}
+    # Ranks that run the same operators have the same edges: one of them stands for all.
+    ranks = {frozenset(name for name, on in sets.items() if rank in on): rank for rank in some}.values()
+    events = {rank: _events(plan, rank, leave_out) for rank in ranks}
+    kept, at = {*edges} & {*moving(plan, leave_out)}, dict.fromkeys(ranks, 0)
+    while now := {rank: mine[at[rank]] for rank, mine in events.items() if at[rank] < len(mine)}:
+        for rank, (kind, what) in now.items():
+            together = {rank: (kind, what)}
+            if kind == "run":
+                together = {one: (kind, what) for one in ranks if one in sets[what]}
+            elif what in kept:
+                together = {one: ("give", what) for one in ranks if one in what.source}
+                together |= {one: ("take", what) for one in ranks if one in what.dest}
+            elif kind == "take" and any(
+                ("give", what) in events[one][at[one] :] for one in ranks if one in what.source
+            ):
+                continue
+            if all(now.get(one) == event for one, event in together.items()):
+                at |= {one: at[one] + 1 for one in together}
+                break
+        else:
+            kept.remove(min((what for kind, what in now.values() if kind == "give"), key=plan.edges.index))
+    return frozenset(kept)
+
+
+def _events(plan: CompiledFlow, rank: int, leave_out: Container[str]) -> list[tuple[str, Any]]:
+    """What a rank does in a run: it takes edges, runs an operator, gives edges, and so on."""
+    found: list[tuple[str, Any]] = []
+    for name, taken in receipts(plan, rank, leave_out).items():
+        given = [edge for edge in moving(plan, leave_out) if edge.maker == name and rank in edge.source]
+        found += [("take", edge) for edge in taken] + [("run", name)] + [("give", edge) for edge in given]
+    return found

@@ -9,7 +9,6 @@ knows how long the others will be: who works on which follows from the lengths o
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,15 +23,24 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.held_rows import Moving, as_ragged, move_batch, move_tensors, receive_rows, send_rows
+from megaverl.data.held_rows import (
+    Moving,
+    as_ragged,
+    move_batch,
+    move_tensors,
+    receive_rows,
+    receive_whole,
+    send_rows,
+    send_whole,
+)
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.dataflow.plan import Edge, Places
 from megaverl.distributed.collectives import barrier
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
-from megaverl.distributed.ragged import beside, pack_tensors, unpack_tensors
+from megaverl.distributed.ragged import beside, flattened, put_together
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends, join, receive_json, send_json
+from megaverl.distributed.worlds import Fabric, PendingSends, join, receive_json, send_json
 from megaverl.errors import ConfigError, DataError
 from megaverl.platform import platform
 from megaverl.sharding.rows import Rows, join_rows
@@ -65,8 +73,8 @@ class TensorChannel:
     """One rank's end of all edges between roles. All ranks of an edge call with the same names, in the same order.
 
     Batches go row by row: all to every rank, or each to those that read it; fields of a batch that the receivers have
-    go as rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole, from host to host.
-    Rows that lie on a device come to one, where the fabric says so (`Fabric.rows`). Nothing is pickled.
+    go as rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole. What lies on a device
+    comes to one, where the fabric says so (`Fabric.rows`), and else goes from host to host. Nothing is pickled.
 
     Args:
         known: dataclasses that may travel.
@@ -97,7 +105,7 @@ class TensorChannel:
         """
         self._sent.forget_done()
         receivers, head, tensors = self._my_receivers(source, dest), dict[str, Any](), dict[str, Tensor]()
-        ragged, payload = None, None
+        ragged = None
         if isinstance(value, RolloutBatch):
             over = base if base is not None and value.tensors["input_ids"] is base.tensors["input_ids"] else None
             known = over.tensors if over is not None else {}
@@ -109,15 +117,12 @@ class TensorChannel:
         elif isinstance(value, Tensor) and base is not None and value.shape == _shape_of(name, base):
             head, ragged = {"kind": "field", "count": len(base)}, as_ragged({name: value}, base)
         else:
-            head = {"kind": "plain", "value": _flat(value, tensors, self.known)}
-            head["parts"], payload = pack_tensors({key: tensor.cpu() for key, tensor in tensors.items()})
-            head["bytes"] = payload.numel()
+            head = {"kind": "plain", "value": flattened(value, tensors, self.known)}
+            self._sent.add(send_whole(self.fabric, name, receivers, head, tensors))
+            return
         for rank in receivers:
             self._sent.add(send_json(self.fabric, name, rank, head))
-        if payload is not None:
-            self._sent.add(Channel(self.fabric, name).send(self.fabric.control, dict.fromkeys(receivers, payload)))
-        if ragged is not None:
-            self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), ragged))
+        self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), ragged))
 
     def receive(
         self,
@@ -141,10 +146,7 @@ class TensorChannel:
         sender = sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
         head = receive_json(self.fabric, name, sender)
         if head["kind"] == "plain":
-            data = torch.empty(head["bytes"], dtype=torch.uint8)
-            Channel(self.fabric, name).receive(self.fabric.control, {sender: data})
-            self.fabric.traffic.received += data.numel()
-            return _whole(head["value"], unpack_tensors(head["parts"], data), self.known)
+            return put_together(head["value"], receive_whole(self.fabric, name, sender, head), self.known)
         moving = self._moving(name, head, source, dest)
         ragged = receive_rows(self.fabric, moving)
         assert ragged is not None
@@ -200,39 +202,6 @@ def _shape_of(name: str, base: RolloutBatch) -> tuple[int, ...] | None:
     if name not in FIELDS:
         return None
     return tuple({"S": base.input_ids.shape, "R": base.generated_ids.shape}.get(FIELDS[name].axes, (len(base),)))
-
-
-def _flat(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
-    """`value` as JSON, with its tensors taken out under names of their own."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        tensors[key := f"tensor {len(tensors)}"] = value
-        return {"tensor": key}
-    if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [_flat(each, tensors, known) for each in value]}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _flat(each, tensors, known) for key, each in value.items()}}
-    name = type(value).__name__
-    if known.get(name) is type(value) and dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {"of": name, "dict": {key: _flat(each, tensors, known) for key, each in fields.items()}}
-    raise DataError(
-        f"a {name} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
-    )
-
-
-def _whole(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
-    """Undo `_flat`."""
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    if "list" in value or "tuple" in value:
-        parts = [_whole(each, tensors, known) for each in value["list" if "list" in value else "tuple"]]
-        return parts if "list" in value else tuple(parts)
-    found = {key: _whole(each, tensors, known) for key, each in value["dict"].items()}
-    return known[value["of"]](**found) if "of" in value else found
 
 
 def scatter_rows(count: int, dest: Sequence[int]) -> dict[int, range]:
@@ -336,30 +305,58 @@ class Carrier:
 
     Attributes:
         reads: of those of them that this rank runs, which samples; asked when a batch is here.
+        in_order: edges that all ranks go through in one order (`in_one_order`): what lies on devices may go from device
+            to device; on any other edge all goes from host to host.
+        step: whose values are sent.
     """
 
-    def __init__(self, fabric: Fabric, known: Sequence[type] = (), selective: Collection[str] = ()) -> None:
-        self.fabric, self._selective = fabric, frozenset(selective)
+    def __init__(
+        self,
+        fabric: Fabric,
+        known: Sequence[type] = (),
+        selective: Collection[str] = (),
+        in_order: Collection[Edge] = (),
+    ) -> None:
+        self.fabric, self._selective = replace(fabric, rows=None), frozenset(selective)
         self.reads: Mapping[str, Reads] = {}
-        self._channel = TensorChannel(fabric, known)
+        self.in_order, self.step = frozenset(in_order), 0
+        self._channel, self._of_devices = TensorChannel(self.fabric, known), TensorChannel(fabric, known)
+        self._held: list[tuple[int, Edge, Mapping[str, Any]]] = []
+        self._reached = 0
 
     @property
     def rank(self) -> int:
         return self.fabric.rank
 
     def send(self, edge: Edge, values: Mapping[str, Any]) -> None:
-        """Begin to send `edge.value`."""
-        base, scattered = _base(edge, values), self._is_scattered(edge)
-        self._channel.send(edge.value, values[edge.value], edge.source, edge.dest, base=base, scattered=scattered)
+        """Begin to send `edge.value`; what goes through devices only when all ranks have come as far (`reach`)."""
+        if edge in self.in_order and self.step > self._reached:
+            self._held.append((self.step, edge, {name: values.get(name) for name in (edge.value, *edge.bases)}))
+            return
+        channel, base, scattered = self._channel_of(edge), _base(edge, values), self._is_scattered(edge)
+        channel.send(edge.value, values[edge.value], edge.source, edge.dest, base=base, scattered=scattered)
 
     def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
         """`edge.value`, when it is here."""
         reads = self._reads_of(edge) if self._is_scattered(edge) else None
-        return self._channel.receive(edge.value, edge.source, edge.dest, base=_base(edge, values), reads=reads)
+        base = _base(edge, values)
+        return self._channel_of(edge).receive(edge.value, edge.source, edge.dest, base=base, reads=reads)
+
+    def reach(self, step: int) -> None:
+        """All ranks may begin this step: what was held of it goes."""
+        self._reached, own, held = step, self.step, self._held
+        self._held = []
+        for self.step, edge, values in held:
+            self.send(edge, values)
+        self.step = own
+
+    def _channel_of(self, edge: Edge) -> TensorChannel:
+        return self._of_devices if edge in self.in_order else self._channel
 
     def settle(self) -> None:
         """Until all that was sent has been taken."""
         self._channel.settle()
+        self._of_devices.settle()
 
     def _is_scattered(self, edge: Edge) -> bool:
         """Whether every rank that an edge leads to reads some samples alone."""
@@ -385,8 +382,8 @@ def use_fabric(fabric: Fabric) -> None:
     _Here.fabric = fabric
 
 
-def carrier_for(places: Places) -> Carrier | None:
-    """What carries values between these ranks; None where this process is the only one.
+def carrier_for(places: Places, in_order: Collection[Edge]) -> Carrier | None:
+    """What carries values between these ranks, for `Carrier.in_order`; None where this process is the only one.
 
     Raises:
         ConfigError: a role has a rank that there is not.
@@ -406,7 +403,7 @@ def carrier_for(places: Places) -> Carrier | None:
         raise ConfigError("\n".join(outside))
     if fabric is None:
         fabric = _Here.fabric = _join(places)
-    return Carrier(fabric)
+    return Carrier(fabric, in_order=in_order)
 
 
 def _join(places: Places) -> Fabric:
@@ -423,7 +420,6 @@ def _join(places: Places) -> Fabric:
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))
     world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
     fabric = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)
-    fabric = replace(fabric, rows=None)  # any operators' edges, in any order: from host to host
     atexit.register(_leave)
     return fabric
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,39 @@ def put_back(columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]
     return {name: [entry_of(entry) for entry in column] for name, column in columns.items()}
 
 
+def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
+    """`value` as JSON, with its tensors taken out under names of their own."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[key := f"tensor {len(tensors)}"] = value
+        return {"tensor": key}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [flattened(each, tensors, known) for each in value]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: flattened(each, tensors, known) for key, each in value.items()}}
+    name = type(value).__name__
+    if known.get(name) is type(value) and is_dataclass(value):
+        given = {each.name: getattr(value, each.name) for each in fields(value)}
+        return {"of": name, "dict": {key: flattened(each, tensors, known) for key, each in given.items()}}
+    raise DataError(
+        f"a {name} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
+    )
+
+
+def put_together(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
+    """Undo `flattened`."""
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "list" in value or "tuple" in value:
+        parts = [put_together(each, tensors, known) for each in value["list" if "list" in value else "tuple"]]
+        return parts if "list" in value else tuple(parts)
+    found = {key: put_together(each, tensors, known) for key, each in value["dict"].items()}
+    return known[value["of"]](**found) if "of" in value else found
+
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -132,7 +165,12 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor
 def num_bytes_on_device(header: bytes) -> int | None:
     """Of what `RaggedBatch.pack` has left on a device; None: nothing was there."""
     entries = json.loads(header).get("on_device")
-    return None if entries is None else sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in entries)
+    return None if entries is None else num_bytes(entries)
+
+
+def num_bytes(entries: Sequence[Sequence[Any]]) -> int:
+    """Of the tensors that entries of `pack_tensors` are of."""
+    return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in entries)
 
 
 def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[str, Tensor]:

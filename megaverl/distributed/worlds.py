@@ -5,8 +5,8 @@ What goes through NCCL goes in batches (`batch_isend_irecv`). torch gives every 
 message a communicator of its own, with its buffers and a rendezvous that blocks both; those of a batch share the
 group's (`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). One communicator has one stream, on which
 messages wait for those before them whomever they go to. So what may be taken late, such as samples that are sent
-while they are written, goes through the control group; rows that lie on devices go through NCCL only between ranks
-that are at the same step (`Fabric.rows`).
+while they are written, goes through the control group; rows that lie on devices go through NCCL only where all ranks
+give and take them in one order (`dataflow.in_one_order`).
 """
 
 from __future__ import annotations

@@ -172,11 +172,15 @@ class PlannedJob:
 
     def field_bytes(self, rank: int) -> float:
         """At most, of what models say of a step's samples on this rank, and of what is made of that, until its updates
-        are over: log-probs, values, advantages and returns, 4 bytes for each token of the longest response."""
+        are over: log-probs, values, advantages and returns, 4 bytes for each token of the longest response. Critic and
+        reference also hold theirs of the steps that they are ahead of the actor (`trainer/schedule.py`)."""
         config, roles = self.config, [role for role in self.roles if role.place(rank) is not None]
         names, samples = {role.name for role in roles}, config.rows_per_step
         of_actor = 2 + config.uses_ref_log_probs + 2 * config.uses_critic
         fields = next((n for name, n in (("actor", of_actor), ("critic", 3), ("reference", 1)) if name in names), 0)
+        if config.rollout.async_rollout and "actor" not in names:
+            ahead = config.rollout.max_staleness - (rank not in self.rollout.ranks)
+            fields += max(0, min(ahead, 1) if "critic" in names else ahead) * len(names & {"critic", "reference"})
         signature = signature_of("advantage_estimators", config.algorithm.advantage_name)
         made_together = config.environment.name is not None or config.rollout.function is not None
         in_rounds = config.algorithm.dynamic_sampling.metric is not None

@@ -16,16 +16,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megaverl.config import Config
 from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
+from megaverl.dataflow import in_one_order
 from megaverl.dataflow.carrier import TensorChannel
-from megaverl.dataflow.plan import Edge
+from megaverl.dataflow.plan import CompiledFlow, Edge
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.collectives import barrier, broadcast_json, reduce_json, together
-from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
@@ -83,12 +82,12 @@ class Disaggregated(Executor):
                 "trains in turn. Leave it out, or use RLTrainer(...).train()."
             )
         self.config, self.placement = config, job.fabric.placement
-        self.fabric = job.fabric if in_one_order(config, self.placement) else replace(job.fabric, rows=None)
+        self.fabric = replace(job.fabric, rows=None)  # but for the flow's edges that can bear it
         self.control, self.stages = self.fabric.control, stages
         self._liveness, self._agree_until, self._is_given = job.liveness, agree_until, is_given
         self.reporter = reporter(self.placement)
         self.carrier = StreamingCarrier(
-            self.fabric,
+            job.fabric,
             known=(Scores,),
             selective=SELECTIVE,
             speakers=speakers_of(config, self.placement),
@@ -111,6 +110,7 @@ class Disaggregated(Executor):
         self.carrier.reads, self.carrier.share_reads = self.routing.of_operators(), self.routing.of_shares()
         self.schedule = Schedule.of(config, self.placement)
         self.lag = self.schedule.lag(self.fabric.rank)
+        self.carrier.in_order = between_devices(self.flow.plan, self.schedule)
         self.waiting = WaitingSamples(config, self.fabric)
         self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.fabric.rank in ranks), 0)
         self._decides_alone = config.coordinator.islands_every > 1  # islands that take steps of their own
@@ -176,7 +176,7 @@ class Disaggregated(Executor):
         return self.schedule.begins_after(step, self.lag)
 
     def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
-        self.routing.step = step
+        self.routing.step = self.carrier.step = step
         self.step.metrics = {}
         if isinstance(groups := self.step.in_progress, InFlightUpdates):
             updates = max(0, step - max(self._done, self.config.algorithm.critic_warmup_steps))
@@ -287,6 +287,9 @@ class Disaggregated(Executor):
             elif HIDDEN in found:  # and behind which work it went, where it comes from
                 measured[HIDDEN] = found[HIDDEN]
 
+    def agreed(self, done: int) -> None:
+        self.carrier.reach(done)
+
     def measured(self, done: int) -> Measured | None:
         """Every world's first rank tells the reporter what it measured."""
         metrics = self.reports.of_all(self._measured.pop(done - 1))
@@ -369,8 +372,22 @@ class Disaggregated(Executor):
         records.aside(lambda: self.reports.join_timelines(run_dir))
 
 
-def in_one_order(config: Config, placement: ResolvedPlacement) -> bool:
-    """Whether rows on devices may go through NCCL, where a message waits for those before it, and may hold its sender
-    until the receiver is there: nobody is ahead of the others, and what goes between them is given and taken in the
-    same order, that of a step's own operators."""
-    return not (config.rollout.async_rollout or config.trainer.operators or len(placement.islands) > 1)
+def between_devices(plan: CompiledFlow, schedule: Schedule) -> frozenset[Edge]:
+    """The edges of a step's flow whose values may go through NCCL, where a message waits for those before it, and may
+    hold its sender until the receiver is there.
+
+    All ranks go through those of one step in one order (`in_one_order`), also with operators of one's own, and islands
+    join their gradients inside of operators. Of two steps the agreement between them, in which every rank takes part,
+    keeps those of the later one apart: who is ahead holds what it sends until it has taken part (`Carrier.reach`), and
+    who receives has, before it waits (`_before_wait`), if it or a sender is not ahead. Nobody comes to an agreement
+    before it is through the steps before, and what is ahead of it waits for nothing but agreements that are behind.
+    Engines and rules give what lies on hosts: their edges hold nobody.
+    """
+    own, worlds = {"rollout", "reward", "greedy", "greedy_rewards"}, schedule.placement.worlds
+    lags = {rank: lag for world in worlds for lag in [schedule.lag(world.ranks[0])] for rank in world.ranks}
+
+    def meets(edge: Edge) -> bool:
+        return not min(lags[rank] for rank in edge.source) or not max(lags[rank] for rank in edge.dest)
+
+    edges = [edge for edge in plan.edges if edge.maker not in own and meets(edge)]
+    return in_one_order(plan, edges, ("reshard",))

@@ -255,6 +255,10 @@ class Executor(Protocol):
             starts: they are where the run begins, or goes on.
         """
 
+    def agreed(self, done: int) -> None:
+        """All ranks are after `done` steps, and have done what follows these."""
+        return
+
     def measured(self, done: int) -> Measured | None:
         """What the last of `done` steps has left; None on ranks that do not have it."""
 

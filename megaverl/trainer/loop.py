@@ -254,6 +254,7 @@ class Trainer:
         self.saving.look()
         if not last and (signal := self.leave.agreed(self.executor.control)):
             self._leave(signal, None)
+        self.executor.agreed(done)
         return result
 
     def _report(self, done: int) -> dict[str, float]:

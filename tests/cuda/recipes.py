@@ -24,9 +24,11 @@ from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
 from megaverl.coordinator import Progress
+from megaverl.data import held_rows
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import carrier
-from megaverl.dataflow.carrier import TensorChannel
+from megaverl.dataflow.carrier import Carrier
+from megaverl.dataflow.plan import Edge
 from megaverl.distributed.worlds import Fabric, PendingSends
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
@@ -207,13 +209,18 @@ class RecipeRank:
         }
 
     def edge(self) -> dict[str, Any]:
-        """Results of a step from this rank to another, and from there to this one, as between roles on ranks of their
-        own: a field of a batch, and what is added to one."""
+        """Results of a step from this rank to another that is not there yet, and from there to this one, as between
+        roles on ranks of their own: a field of a batch, what is added to one, and a tensor of an operator's own."""
         fabric, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
         batch = RolloutBatch.from_generations([[1, 2]] * 4, [response(number) for number in range(4)])
         values = torch.zeros(batch.response_shape, device="cuda")
         more = batch.with_(advantages=values, returns=values + 1, rewards=torch.ones(4))
-        channel, heads = TensorChannel(fabric), dict[str, Any]()
+        given: dict[str, Any] = {"rollouts": batch, "values": values, "experience": more, "sums": {"of": values.sum(1)}}
+        there, back = (
+            [Edge(name, "maker", ("taker",), (source,), (dest,), ("rollouts",)) for name in [*given][1:]]
+            for source, dest in ((self.rank, other), (other, self.rank))
+        )
+        way, heads = Carrier(fabric, in_order=[*there, *back]), dict[str, Any]()
 
         def kept(fabric: Fabric, name: str, rank: int, head: Any) -> PendingSends:
             heads[name] = head
@@ -221,13 +228,16 @@ class RecipeRank:
 
         with (
             patch.object(carrier, "send_json", kept),
+            patch.object(held_rows, "send_json", kept),
             patch.object(carrier, "receive_json", lambda fabric, name, rank: heads[name]),
         ):
-            for name, value in (("values", values), ("experience", more)):
-                channel.send(name, value, (self.rank,), (other,), base=batch)
-            field = channel.receive("values", (other,), (self.rank,), base=batch)
-            added = channel.receive("experience", (other,), (self.rank,), base=batch)
-        found = {"values": field, **{name: added[name] for name in ("advantages", "returns", "rewards")}}
+            way.step = 1
+            for edge in there:
+                way.send(edge, given)
+            assert not heads, "the other is at step 0"
+            way.reach(1)
+            field, added, own = (way.receive(edge, given) for edge in back)
+        found = {"values": field, **{name: added[name] for name in ("advantages", "returns", "rewards")}, **own}
         return {
             "devices": {name: str(tensor.device) for name, tensor in found.items()},
             "tokens": int(batch.response_lengths.sum()),

@@ -214,9 +214,10 @@ def test_rows_between_two_devices_are_on_no_host(ranks: dict[str, dict[str, Any]
     edge = ranks[f"{GRPO_8} rank 0 of 64"]["edge"]
     said = edge["says"]
     assert not edge["reads"]
-    assert said["devices"] == {"values": "cuda:0", "advantages": "cuda:0", "returns": "cuda:0", "rewards": "cpu"}
-    assert edge["collectives"]["send (device)"] == [2, 3 * 4 * said["tokens"]]
-    assert edge["collectives"]["recv_ (device)"] == [2, 3 * 4 * said["tokens"]]
+    on_device = dict.fromkeys(("values", "advantages", "returns", "of"), "cuda:0")
+    assert said["devices"] == on_device | {"rewards": "cpu"}
+    moved = [3, 3 * 4 * said["tokens"] + 4 * said["samples"]]
+    assert (edge["collectives"]["send (device)"], edge["collectives"]["recv_ (device)"]) == (moved, moved)
 
 
 def test_what_is_offloaded_leaves_the_device_and_is_not_looked_at_there(ranks: dict[str, dict[str, Any]]) -> None:

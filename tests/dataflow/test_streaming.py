@@ -13,7 +13,7 @@ from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.dataflow.carrier import Reads
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import Shares, StreamingCarrier, lengths_from
-from megaverl.distributed.worlds import receive_json, send_json
+from megaverl.distributed.worlds import Fabric, receive_json, send_json
 from megaverl.errors import DataError
 from megaverl.monitoring.timeline import Timeline
 from tests.distributed.ranks import full_batch, same, start
@@ -109,7 +109,8 @@ def test_shares_come_in_one_order(launch: Launcher, shares: int) -> None:
 
 def test_what_an_operator_changes_goes_whole() -> None:
     """`trainer.operators` may take the samples and give others: these are sent, when they are there."""
-    carrier = StreamingCarrier(cast(Any, None), (), (), (0,), NUM, shares=Shares.of_groups(2, NUM, 1, {"values"}))
+    fabric = Fabric(*[cast(Any, None)] * 7)
+    carrier = StreamingCarrier(fabric, (), (), (0,), NUM, shares=Shares.of_groups(2, NUM, 1, {"values"}))
     first, changed = (Edge("rollouts", maker, ("values",), (0,), (1,), ()) for maker in ("rollout", "mine"))
     assert (carrier.in_shares(first), carrier.in_shares(changed)) == (("values",), ())
     assert carrier.streams(first) and not carrier.streams(changed)

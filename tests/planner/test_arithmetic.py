@@ -259,6 +259,15 @@ def test_what_models_say_of_samples_lies_on_the_device_until_the_updates_are_ove
     }  # fmt: skip
 
 
+def test_who_is_ahead_of_the_actor_holds_what_it_has_for_it() -> None:
+    places = ["placement={rollout: 0, actor: 1, critic: 2, reference: 3}"]
+    places.append("algorithm={name: ppo, kl: {in: reward, coef: 0.1}}")
+    ahead = "rollout={async_rollout: true, max_staleness: 3}"
+    jobs = [make(make_spec(), 4, *places, *given, "rollout.engine=hf") for given in ([], [ahead])]
+    field = 4.0 * jobs[0].config.samples_per_step * int(jobs[0].config.rollout.sampling["max_tokens"])
+    assert [[job.field_bytes(rank) / field for rank in range(4)] for job in jobs] == [[0, 5, 3, 1], [0, 5, 4, 3]]
+
+
 def test_advice_is_the_nearest_setting_that_fits() -> None:
     job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.9")
     missing = shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
