@@ -164,13 +164,13 @@ class Player:
 
 def _row(outcome: Outcome) -> list[Any]:
     """An outcome as JSON."""
-    also, tokens = [_row(each) for each in outcome.also], [*map(int, outcome.token_ids)]
-    return [tokens, float(outcome.reward), bool(outcome.done), outcome.conversation, also, outcome.overlaps]
+    said = [float(outcome.reward), bool(outcome.done), outcome.conversation, [_row(each) for each in outcome.also]]
+    return [[*map(int, outcome.token_ids)], *said, outcome.overlaps, [*outcome.untrained]]
 
 
 def _outcome(row: Sequence[Any]) -> Outcome:
-    token_ids, reward, done, conversation, also, overlaps = row
-    return Outcome(token_ids, reward, done, conversation, [_outcome(each) for each in also], overlaps)
+    token_ids, reward, done, conversation, also, *rest = row
+    return Outcome(token_ids, reward, done, conversation, [_outcome(each) for each in also], *rest)
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:

@@ -212,7 +212,7 @@ def episode_batch(
     prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int], first_episode: int = 0
 ) -> RolloutBatch:
     """One agent's views of episodes, a row for each conversation: its own tokens train, what the environment wrote does
-    not.
+    not, nor do turns that it says do not.
 
     Args:
         first_episode: number of the first of them in the step.
@@ -234,10 +234,11 @@ def episode_batch(
     rewards = torch.zeros_like(batch.rollout_log_probs)
     for row, part in enumerate(parts):
         length = len(part.tokens)
-        own[row, :length] = torch.tensor(part.own, dtype=torch.bool)
+        own[row, :length] = trained = torch.tensor(part.trained, dtype=torch.bool)
         turns[row, :length] = torch.tensor(part.turns, dtype=torch.int64)
         for (_, end), reward in zip(part.spans, part.rewards, strict=True):
-            rewards[row, end - 1] = reward
+            places = trained[:end].nonzero()  # of a turn that does not train: it is the one before it that is paid
+            rewards[row, int(places[-1]) if len(places) else end - 1] += reward
     episodes = torch.tensor(numbers) + first_episode
     return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards, episode_ids=episodes)
 

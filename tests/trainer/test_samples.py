@@ -10,7 +10,7 @@ from megaverl.data.batch_io import from_json, to_json
 from megaverl.data.datasets import PromptRecord
 from megaverl.rewards import Reward
 from megaverl.rollout.engine import Generation
-from megaverl.rollout.environments import View
+from megaverl.rollout.environments import Outcome, View
 from megaverl.trainer.saving import append_samples, forget_samples
 from megaverl.workers.responses import episodes_batch
 from megaverl.workers.reward import RewardRole
@@ -42,7 +42,7 @@ def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
     view = View([7, 8])
     view.write(Generation([1, 2], [-0.1, -0.2], "stop"))
     view.rewards[-1] = 0.5
-    view.read([9])
+    view.read(Outcome([9]))
     view.write(Generation([3], [-0.3], "stop"))
     view.finish_reason = "stop"
     record = PromptRecord(0, "p", "p", [7, 8], "r", {}, "row 1", [])

@@ -80,7 +80,8 @@ class View:
             (`max_turns` were taken).
         others: prompts of the conversations that began after the first. places: which one each token is of, 0 the
             first. writing: those whose turns come next.
-        rounds: of each turn, when it was asked for; the same for those that overlapped.
+        rounds: of each turn, when it was asked for; the same for those that overlapped. untrained: turns that do not
+            train.
     """
 
     prompt: list[int]
@@ -94,9 +95,10 @@ class View:
     places: list[int] = field(default_factory=list)
     writing: list[int] = field(default_factory=lambda: [0])
     rounds: list[int] = field(default_factory=list)
+    untrained: set[int] = field(default_factory=set)
     asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # the round of the turns that come next
 
-    def write(self, generation: Generation, conversation: int) -> None:
+    def write(self, generation: Generation, conversation: int = 0) -> None:
         """The model's next turn in a conversation."""
         self._add(conversation, generation.token_ids, True, generation.log_probs, len(self.rewards))
         self.rewards.append(0.0)
@@ -163,6 +165,7 @@ class View:
             ends[id(turn)] = place
         self.prompt, *self.others = prompts
         self.rewards = [self.rewards[old] for old in order]
+        self.untrained = {number for number, old in enumerate(order) if old in self.untrained}
         self.tokens, self.own, self.log_probs = new.tokens, new.own, new.log_probs
         self.turns, self.places = new.turns, new.places
 
@@ -192,16 +195,24 @@ class View:
             [self.log_probs[place] for place in at],
             [self.turns[place] for place in at],
             finish_reason=self.finish_reason,
+            untrained=self.untrained,
         )
         part.rewards = [self.rewards[part.turns[begin]] for begin, _ in part.spans]
         return part
 
     def conversations(self) -> list[View]:
-        """Each that has a turn, by itself: the one with the last turn at the end, and before it the others in the order
-        of their names, whichever began first."""
+        """Each that has a turn which trains or is paid, by itself: the one with the last turn at the end, whatever that
+        is, and before it the others in the order of their names, whichever began first."""
         wrote = {each: turn for each, turn, own in zip(self.places, self.turns, self.own, strict=True) if own}
         last = max(wrote, key=lambda number: wrote[number], default=0)
-        return [self.conversation(number) for number in (*sorted(wrote.keys() - {last}, key=self.name), last)]
+        columns = zip(self.places, self.turns, self.trained, strict=True)
+        kept = {each for each, turn, trains in columns if trains or (self.rewards and self.rewards[turn])}
+        return [self.conversation(number) for number in (*sorted(kept & wrote.keys() - {last}, key=self.name), last)]
+
+    @property
+    def trained(self) -> list[bool]:
+        """Which of `tokens` the model wrote in turns that train."""
+        return [own and turn not in self.untrained for own, turn in zip(self.own, self.turns, strict=True)]
 
     def name(self, number: int) -> str:
         """What a conversation is called, whichever began before it: by its prompt; the first has none."""
@@ -340,6 +351,10 @@ def _end(view: View, reason: str) -> None:
 def _take_in(views: Views, led_to: Turns, number: int) -> bool:
     """The outcomes of one episode; returns whether it goes on."""
     done = any(outcome.done for outcome in led_to.outcomes.values())
+    for agent in views.keys() & led_to.outcomes.keys():
+        view = views[agent]
+        wrote = len(view.rewards) - len(view.writing)
+        view.untrained.update(wrote + place for place in led_to.outcomes[agent].untrained)
     for view in views.values() if done else ():
         _end(view, "stop")
     for agent, outcome in led_to.outcomes.items():

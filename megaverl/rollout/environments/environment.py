@@ -63,6 +63,7 @@ class Outcome:
             more than there are begins another, of which `token_ids` are the prompt. Each is a sample of its own.
         also: further conversations whose next turns are written at the same time; `step_each` gets the turns of all.
         overlaps: it was asked for before an earlier turn was answered: that it came later says nothing.
+        untrained: which of the turns that led to it do not train, by their places; [0] where there was one.
     """
 
     token_ids: Sequence[int] = ()
@@ -71,6 +72,7 @@ class Outcome:
     conversation: int = 0
     also: Sequence[Outcome] = ()
     overlaps: bool = False
+    untrained: Sequence[int] = ()
 
 
 class Environment(ABC):

@@ -225,6 +225,7 @@ class ProgramEpisode(Environment):
         outside: True instead of either: agents that somebody else has started ask for episodes at `port`.
         seconds: how long a program may take from one call to the next; an agent from outside also to the first.
         error_reward: of a program that fails or takes longer, which ends its episode.
+        train_models: the names of `model` whose calls train; the policy answers others too. None: all train.
         host: of the interface that calls come to. port: there; each rank of a node has one more than the last. 0: any,
             which programs that the run starts are told. token_env: variable with the token that they must have, needed
             beyond the loopback.
@@ -245,8 +246,10 @@ class ProgramEpisode(Environment):
         host: str = "127.0.0.1",
         port: int = 0,
         token_env: str | None = None,
+        train_models: Sequence[str] | None = None,
     ) -> None:
         super().__init__(codec)
+        self.train_models = train_models
         self.command, self.function, self.outside = command, function, outside
         self.seconds, self.error_reward = seconds, error_reward
         self.token = os.environ.get(token_env) if token_env else None
@@ -254,6 +257,7 @@ class ProgramEpisode(Environment):
         self.server = GatewayServer.shared(host, own, self.token)
         self.session, self.conversations = Session(), Conversations(codec)
         self._waiting: list[tuple[Conversation, Call]] = []
+        self._models: set[str] = set()  # that were named
         self._taken = 0  # calls that the policy answers
         self._without_room = 0  # those that were refused for that
         self._process: subprocess.Popen[str] | None = None
@@ -276,6 +280,12 @@ class ProgramEpisode(Environment):
             raise ConfigError("environment 'gateway': command is a list: the program and its arguments")
         if function is not None and ":" not in str(function):
             raise ConfigError(f"environment 'gateway': function={function!r}; write it as module:function")
+        models = options.get("train_models")
+        if models is not None and not (isinstance(models, list) and {*map(type, models)} == {str}):
+            raise ConfigError(
+                f"environment 'gateway': train_models={models!r}; list the names of `model` whose calls train, or "
+                "leave it out: all do"
+            )
         host, token_env = options.get("host", "127.0.0.1"), options.get("token_env")
         if token_env is not None and not os.environ.get(token_env):
             raise ConfigError(f"environment 'gateway': token_env: no variable {token_env} is set")
@@ -313,13 +323,24 @@ class ProgramEpisode(Environment):
     def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
         """Answer the program's calls, and wait for its next."""
         answered, self._waiting = self._waiting, []
+        untrained = [place for place, (_, call) in enumerate(answered) if not self._trains(call)]
         for (conversation, call), turn in zip(answered, turns, strict=True):
             answer = conversation.answer(turn, call)
             self.session.answered += 1
             call.answer.set_result(answer)
         if found := self._take_calls([conversation for conversation, _ in answered]):
-            return replace(found[0], also=found[1:])
-        return Outcome(reward=self.session.reward, done=True)
+            return replace(found[0], also=found[1:], untrained=untrained)
+        if self.train_models is not None and not self._models & {*self.train_models}:
+            logger.warning(
+                "environment 'gateway': nothing of %s trains: its calls name the models %s, and train_models %s.",
+                self._name, sorted(self._models), self.train_models,
+            )  # fmt: skip
+        return Outcome(reward=self.session.reward, done=True, untrained=untrained)
+
+    def _trains(self, call: Call) -> bool:
+        name = str(call.body.get("model") or MODEL)
+        self._models.add(name)
+        return self.train_models is None or name in self.train_models
 
     def _take_calls(self, answered: Sequence[Conversation] = (), most: int = sys.maxsize) -> list[Outcome]:
         """What the next calls bring that can be answered, those of the same time together; empty: there is none.

@@ -121,6 +121,15 @@ def parallel(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return 0.5
 
 
+def judged(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """Asks under the names of two models, one after the other."""
+    calls = client(base_url, api_key).completions
+    text = prompt + calls.create(model="writer", prompt=prompt).choices[0].text
+    calls.create(model="judge", prompt=f"good? {text}")
+    calls.create(model=extra.get("last", "judge"), prompt=f"{text} so")
+    return 0.5
+
+
 def fans_out(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
     """Three calls at once after the first."""
     from openai import AsyncOpenAI

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaverl.data.datasets import PromptRecord
 from megaverl.errors import ConfigError, EpisodeError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation, SamplingOptions
@@ -25,6 +26,7 @@ from megaverl.rollout.environments import ALONE, Codec, Limits, Request, Start, 
 from megaverl.rollout.environments.environment import Alone, make_game
 from megaverl.rollout.environments.gateway import ProgramEpisode
 from megaverl.rollout.hf_engine import HFEngine
+from megaverl.workers.responses import episode_batch
 from tests.rollout.environments.test_episodes import Letters
 
 OWN = "tests.rollout.environments.own"
@@ -203,6 +205,21 @@ def test_a_call_waits_for_others_that_its_program_makes_at_the_same_time(monkeyp
     assert engine.sizes == [1, 3] and view.finish_reason == "stop" and len(view.conversations()) == LIMITS.max_turns
 
 
+def test_calls_that_name_other_models_are_answered_and_do_not_train(caplog: pytest.LogCaptureFixture) -> None:
+    """Their conversations are no rows, but the one with the last answer; whose reward is paid to what trains."""
+    options = {"function": f"{OWN}:judged", "train_models": ["writer"]}
+    view, _ = played(Says("one", "no", "two"), options, chat=False)
+    [row] = view.conversations()
+    assert row.prompt == written("say") and row.tokens == written("one sotwo")
+    record = PromptRecord(0, "say", "say", row.prompt, None, {}, "", [])
+    batch = episode_batch([record], [view], [0])
+    assert batch.response_mask.tolist() == [[True] * 3 + [False] * 6]
+    assert batch.turn_rewards.tolist() == [[0.0, 0.0, 0.5, *[0.0] * 6]] and not caplog.text
+    view, _ = played(Says("one", "no", "two"), {**options, "train_models": ["author"]}, chat=False)
+    assert not any(view.trained) and len(view.conversations()) == 1
+    assert "its calls name the models ['judge', 'writer'], and train_models ['author']" in caplog.text
+
+
 def test_a_program_that_is_told_of_no_room_goes_on_with_less(engine: HFEngine) -> None:
     extra: dict[str, Any] = {"refused": []}
     limits = Limits(max_turns=6, turn_tokens=6, total_tokens=60, prompt_tokens=30)
@@ -336,6 +353,7 @@ def test_a_command_finds_address_and_row(engine: HFEngine, tmp_path: Path) -> No
         ({"outside": True, "function": "a:b", "port": 1}, "name a program"),
         ({"outside": True, "port": 70000}, "is no port"),
         ({"function": "agent"}, "write it as module:function"),
+        ({"command": ["agent"], "train_models": "writer"}, "list the names of `model`"),
         ({"command": ["agent"], "host": "0.0.0.0"}, "is not the loopback"),
         ({"command": ["agent"], "host": "everywhere"}, "no address of an interface"),
         ({"command": ["agent"], "token_env": "NO_SUCH_TOKEN"}, "no variable NO_SUCH_TOKEN"),
