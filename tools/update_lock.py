@@ -143,7 +143,7 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
         if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit("pip found no versions that fit together (see above); try --upgrade")
         items = json.loads(report.read_text(encoding="utf-8"))["install"]
-    found = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items}
+    found: dict[str, dict[str, Any]] = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items}
     wanted = {name: each.get("requires_python") or "" for name, each in found.items()}
     newer = [f"{name} (Python {said})" for name, said in wanted.items() if OLDEST_PYTHON not in SpecifierSet(said)]
     if newer:
