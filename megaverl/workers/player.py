@@ -100,7 +100,7 @@ class Player:
                 own = {number: games[number] for number in turns if number in games}
                 found = self._side_by_side(own, lambda number: self._step(own[number], number, turns[number]))
             return {
-                number: Turns({agent: _outcome(row) for agent, row in outcomes.items()}, acting)
+                number: Turns({agent: outcome_of(row) for agent, row in outcomes.items()}, acting)
                 for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
             }
 
@@ -143,7 +143,7 @@ class Player:
 
     def _step(self, game: Game, number: int, turns: Mapping[str, list[list[int]]]) -> list[Any]:
         with self._environment(number, "step"):
-            outcomes = {agent: _row(outcome) for agent, outcome in game.step_each(turns).items()}
+            outcomes = {agent: outcome_row(outcome) for agent, outcome in game.step_each(turns).items()}
             done = any(outcome[2] for outcome in outcomes.values())
             acting = [] if done else list(game.acting())
         return [outcomes, acting]
@@ -162,15 +162,21 @@ class Player:
             ) from error
 
 
-def _row(outcome: Outcome) -> list[Any]:
+def outcome_row(outcome: Outcome) -> list[Any]:
     """An outcome as JSON."""
-    said = [float(outcome.reward), bool(outcome.done), outcome.conversation, [_row(each) for each in outcome.also]]
+    said = [
+        float(outcome.reward),
+        bool(outcome.done),
+        outcome.conversation,
+        [outcome_row(each) for each in outcome.also],
+    ]
     return [[*map(int, outcome.token_ids)], *said, outcome.overlaps, [*outcome.untrained]]
 
 
-def _outcome(row: Sequence[Any]) -> Outcome:
+def outcome_of(row: Sequence[Any]) -> Outcome:
+    """The outcome of such a row."""
     token_ids, reward, done, conversation, also, *rest = row
-    return Outcome(token_ids, reward, done, conversation, [_outcome(each) for each in also], *rest)
+    return Outcome(token_ids, reward, done, conversation, [outcome_of(each) for each in also], *rest)
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:

@@ -5,6 +5,7 @@ write in several of them at the same time."""
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -148,9 +149,9 @@ class View:
             for begin, end in part.spans:
                 ids = [*prompt, *part.tokens[:end]]
                 found[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
+        longest = sorted(found.values(), key=lambda turn: -len(turn.ids))
         for turn in sorted(found.values(), key=lambda turn: turn.start):
-            before = [one for one in found.values() if one.is_before(turn)]
-            turn.after = max(before, key=lambda one: one.start, default=None)
+            turn.after = next((one for one in longest if one.is_before(turn)), None)
             turn.depth = 0 if turn.after is None else turn.after.depth + 1
         order = sorted(found, key=lambda old: (self.rounds[old], found[old].depth, digest(found[old].read)))
         new, ends, prompts = View([]), dict[int, int](), list[list[int]]()
@@ -240,12 +241,12 @@ class DrawnTurn:
     def is_before(self, other: DrawnTurn) -> bool:
         """The other goes on from it."""
         size = len(self.ids)
-        return size < other.start and other.ids[:size] == self.ids
+        return size < other.start and other.ids[size - 1] == self.ids[-1] and other.ids[:size] == self.ids
 
 
 def digest(token_ids: Sequence[int]) -> str:
     """Of any number of tokens, 16 characters."""
-    return hashlib.blake2b(str(token_ids).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
 Views = dict[str, View]
