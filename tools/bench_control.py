@@ -13,7 +13,8 @@ the tree of `distributed/collectives.py`: every rank's 20 sums to every rank, in
 share a few cores here, so there are processor times and no others.
 
 "sockets": what a rank has open for the groups that a run makes (`distributed/worlds.py`), after agreements in all of
-them; the store's connections are not counted. A group over NCCL is there as one that carries nothing.
+them and a message to each of two ranks; the store's connections are not counted. A group over NCCL is there as one that
+carries nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +52,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from megaverl.distributed import worlds  # noqa: E402
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
+from megaverl.distributed.messages import HostMessages  # noqa: E402
 from megaverl.distributed.placement import Node, ResolvedPlacement, World  # noqa: E402
 from megaverl.distributed.store import keep_store  # noqa: E402
 from megaverl.processes import raise_open_files  # noqa: E402
@@ -184,13 +187,20 @@ def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
         before = num_sockets()
         placement = placement_of(size, apart=apart)
         groups = groups_over_nccl if nccl else groups_over_gloo
-        every = groups(placement, dist.PrefixStore(kind, store), rank)
+        every, messages = groups(placement, dist.PrefixStore(kind, store), rank)
         for group in every:
             barrier(group)
+        beside = [(rank + 1) % size, (rank - 1) % size]
+        sent = [messages.send(other, "rows", [b"1"]) for other in beside]
+        for other in beside:
+            messages.receive(other, "rows", PATIENCE)
+        for taken in sent:
+            taken.result()
         found[kind] = {"sockets": num_sockets() - before}
         store.add(kind, 1)
         while store.add(kind, 0) < size:  # nobody leaves before all have counted
             time.sleep(0.05)
+        messages.close()
         del every, group
         dist.destroy_process_group()
         gc.collect()
@@ -207,29 +217,33 @@ def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
     return ResolvedPlacement(size, ranks, worlds_of, (ranks["actor"],), (Node("node", size),), (0,) * size)
 
 
-def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int) -> list[dist.ProcessGroup]:
+Groups = tuple[list[dist.ProcessGroup], HostMessages]
+
+
+def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
     """The job's, this rank's world, and where roles are apart that of the weights."""
     fabric = worlds.join(placement, store, rank, PATIENCE)
     weights = [] if placement.is_colocated else [worlds.join_some(fabric, "weights", range(placement.size))]
-    return [fabric.control, fabric.group, worlds.default_group(), *weights]
+    return [fabric.control, fabric.group, worlds.default_group(), *weights], fabric.messages
 
 
-def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> list[dist.ProcessGroup]:
-    """The same, as `join` makes them where the backend is NCCL. Where one world holds everything, samples and reports
-    take a socket more for each pair of ranks that speak."""
+def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
+    """The same, as `join` makes them where the backend is NCCL."""
     world = placement.world_of(rank)
     own, size = world.ranks.index(rank), placement.size
     of_world = dist.PrefixStore(f"world/{world.name}", store)
     dist.init_process_group("fake", store=of_world, rank=own, world_size=world.size, timeout=PATIENCE)
+    messages = HostMessages(store, rank, size)
     if placement.is_colocated:
         worlds._hosts_of_all(PATIENCE)
-        return [worlds.default_group()]
-    control = worlds._joined("gloo", "control", store, (rank, size, own), PATIENCE)
+        return [worlds.default_group()], messages
+    with connects_lazily():
+        control = worlds._joined("gloo", "control", store, (rank, size, own), PATIENCE)
     name: Any = "weights"
     weights, _ = distributed_c10d._new_process_group_helper(
         size, rank, [], "fake", dist.PrefixStore("weights", store), group_name=name, timeout=PATIENCE
     )
-    return [control, worlds.default_group(), weights]
+    return [control, worlds.default_group(), weights], messages
 
 
 def do_side(side: str, store: dist.Store, rank: int, size: int) -> dict[str, float]:
@@ -338,6 +352,23 @@ class CountedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:  # type: ignore[override]
         self._traffic.add(0, tensors[0].nbytes)
         return self._gloo.recv(tensors, source, tag)
+
+
+class CountedMessages(HostMessages):
+    """From host to host."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, traffic: Traffic) -> None:
+        self._traffic = traffic
+        super().__init__(store, rank, size)
+
+    def send(self, dest: int, name: str, parts: Sequence[torch.Tensor | bytes]) -> Future[None]:
+        self._traffic.add(1, sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts))
+        return super().send(dest, name, parts)
+
+    def receive(self, source: int, name: str, timeout: timedelta) -> list[torch.Tensor]:
+        parts = super().receive(source, name, timeout)
+        self._traffic.add(0, sum(part.nbytes for part in parts))
+        return parts
 
 
 def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:

@@ -65,7 +65,7 @@ from megaverl.sharding.layout import Layout, Piece  # noqa: E402
 from megaverl.sharding.plan import Plan, make_plans  # noqa: E402
 from megaverl.sharding.proof import check_plan  # noqa: E402
 from megaverl.weights.transports import agree_on_dtypes  # noqa: E402
-from tools.bench_control import SUMS, CountedGroup, CountedStore, Traffic  # noqa: E402
+from tools.bench_control import SUMS, CountedGroup, CountedMessages, CountedStore, Traffic  # noqa: E402
 
 HOST, PATIENCE = "127.0.0.1", timedelta(minutes=5)
 PER_NODE, PER_PROCESS = 8, 64
@@ -159,7 +159,8 @@ class Rank:
         placement = resolve(wanted, size, dict.fromkeys([*said, "reward"]), nodes)
         self.group = CountedGroup(dist.PrefixStore("control", self.store), rank, size, self.traffic)
         world = placement.world_of(rank)
-        self.fabric = Fabric(placement, rank, world, self.group, self.group, self.store, PATIENCE)
+        messages = CountedMessages(self.store, rank, size, self.traffic)
+        self.fabric = Fabric(placement, rank, world, self.group, self.group, self.store, PATIENCE, messages)
         self.role = next((role for role in ("actor", "critic") if role in placement.roles_of(rank)), "")
         participants = (Participant("actor", 0), Participant("critic", half))
         barrier(self.group)  # the coordinator's threads wait for reports, and no other connection opens meanwhile

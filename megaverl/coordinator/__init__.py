@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 from megaverl.coordinator.decide import (
-    DECISION_SIZE,
-    REPORT_SIZE,
     STATISTICS,
     Decision,
     Flag,
@@ -151,14 +149,13 @@ class Coordinator:
         """Begin to send numbers to one rank."""
         data = torch.tensor(numbers, dtype=torch.float64)
         self.bytes_sent += data.nbytes
-        return Channel(self.fabric, name).send(self.fabric.control, {peer: data})
+        return Channel(self.fabric, name).send_to([peer], data)
 
-    def receive(self, peer: int, name: str, count: int, patience: timedelta) -> list[float]:
+    def receive(self, peer: int, name: str, patience: timedelta) -> list[float]:
         """Numbers from one rank, when they are here."""
-        data = torch.empty(count, dtype=torch.float64)
-        Channel(self.fabric, name, patience).receive(self.fabric.control, {peer: data})
+        (data,) = Channel(self.fabric, name, patience).receive_from(peer)
         self.bytes_received += data.nbytes
-        return data.tolist()
+        return data.view(torch.float64).tolist()
 
     def last_heard(self, rank: int) -> str:
         """What is known of a rank, to be added to what it has failed to do."""
@@ -186,7 +183,7 @@ class Coordinator:
 
     def _hear(self, source: int, name: str) -> Decision:
         try:
-            return Decision.of(self.receive(source, name, DECISION_SIZE, GRACE))
+            return Decision.of(self.receive(source, name, GRACE))
         except TrainingStopped as error:
             raise self._stopped(f"{error}{self.last_heard(source)}") from error
 
@@ -266,7 +263,7 @@ class Server:
         reporter = self._end.participants[number]
         while True:
             try:
-                numbers = self._end.receive(reporter.rank, f"{_REPORT} {reporter}", REPORT_SIZE, _FOREVER)
+                numbers = self._end.receive(reporter.rank, f"{_REPORT} {reporter}", _FOREVER)
                 report = GradientReport.of(numbers)
             except TrainingStopped as error:
                 with self._lock:

@@ -36,7 +36,6 @@ from megaverl.distributed.worlds import Channel, Fabric, PendingSends, default_g
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move, Rows, join_rows, plan_moves
 
-_MAGIC = 0x6D6F7665
 _LENGTHS = {"S": "prompt_lengths", "R": "response_lengths"}
 
 
@@ -126,49 +125,39 @@ def _fills() -> dict[str, float | bool]:
     return {name: field.fill for name, field in FIELDS.items()}
 
 
-class Payloads(NamedTuple):
-    """Bytes of rows, by the rank that they go to or come from.
+class Heard(NamedTuple):
+    """What has come from a rank to this one's host."""
 
-    Attributes:
-        device: of what stays on devices on its way, there.
-    """
-
-    host: dict[int, Tensor]
-    device: dict[int, Tensor]
+    header: bytes
+    payload: Tensor
 
 
 def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
     """As `move_batch`, of any rows."""
     _check_held(moving, ragged)
-    sent, out = _announce(fabric, moving, ragged)
-    headers, into = _hear(fabric, moving)
-    channel = Channel(fabric, moving.name)
-    channel.exchange(fabric.control, out.host, into.host)
+    sent, out = _send_from_host(fabric, moving, ragged)
+    heard, into = _hear(fabric, moving)
     if fabric.rows is not None:
-        channel.exchange(fabric.rows, out.device, into.device)
+        Channel(fabric, moving.name).exchange(fabric.rows, out, into)
     sent.wait()
-    return _merged(fabric, moving, ragged, headers, into)
+    return _merged(fabric, moving, ragged, heard, into)
 
 
 def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> PendingSends:
     """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
     _check_held(moving, ragged)
-    sent, out = _announce(fabric, moving, ragged)
-    channel = Channel(fabric, moving.name)
-    sent.add(channel.send(fabric.control, out.host))
+    sent, out = _send_from_host(fabric, moving, ragged)
     if fabric.rows is not None:
-        sent.add(channel.send(fabric.rows, out.device))
+        sent.add(Channel(fabric, moving.name).send(fabric.rows, out))
     return sent
 
 
 def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
     """The half of a move that a rank has which sends nothing: its rows, when they are here."""
-    headers, into = _hear(fabric, moving)
-    channel = Channel(fabric, moving.name)
-    channel.receive(fabric.control, into.host)
+    heard, into = _hear(fabric, moving)
     if fabric.rows is not None:
-        channel.receive(fabric.rows, into.device)
-    return _merged(fabric, moving, None, headers, into)
+        Channel(fabric, moving.name).receive(fabric.rows, into)
+    return _merged(fabric, moving, None, heard, into)
 
 
 def send_whole(
@@ -185,7 +174,7 @@ def send_whole(
         on_device, there = pack_tensors(stays)
         for rank in ranks:
             sent.add(send_json(fabric, name, rank, {**head, "parts": parts, "on_device": on_device}))
-        sent.add(channel.send(fabric.control, dict.fromkeys(ranks, payload)))
+        sent.add(channel.send_to(ranks, payload))
         if fabric.rows is not None:
             sent.add(channel.send(fabric.rows, dict.fromkeys(ranks, there)))
     return sent
@@ -193,14 +182,16 @@ def send_whole(
 
 def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
     """What `send_whole` has sent from there with this header, each where it lay."""
-    found, channel = dict[str, Tensor](), Channel(fabric, name)
-    on_host, on_device = (fabric.control, None), (fabric.rows, fabric.device_between(source, fabric.rank))
-    for entries, (group, device) in ((head["parts"], on_host), (head["on_device"], on_device)):
-        if entries and group is not None:
-            data = torch.empty(num_bytes(entries), dtype=torch.uint8, device=device)
-            channel.receive(group, {source: data})
-            fabric.traffic.received += data.numel()
-            found |= unpack_tensors(entries, data)
+    channel, entries = Channel(fabric, name), head["on_device"]
+    (data,) = channel.receive_from(source)
+    fabric.traffic.received += data.numel()
+    found = unpack_tensors(head["parts"], data)
+    if entries and fabric.rows is not None:
+        device = fabric.device_between(source, fabric.rank)
+        data = torch.empty(num_bytes(entries), dtype=torch.uint8, device=device)
+        channel.receive(fabric.rows, {source: data})
+        fabric.traffic.received += data.numel()
+        found |= unpack_tensors(entries, data)
     return found
 
 
@@ -217,8 +208,8 @@ def _merged(
     fabric: Fabric,
     moving: Moving,
     ragged: RaggedBatch | None,
-    headers: Mapping[int, bytes],
-    payloads: Payloads,
+    heard: Mapping[int, Heard],
+    on_device: Mapping[int, Tensor],
 ) -> RaggedBatch | None:
     place = {row: number for number, row in enumerate(moving.held)}
     to = {row: number for number, row in enumerate(moving.wanted)}
@@ -230,18 +221,20 @@ def _merged(
         parts.append(([to[row] for row in kept], ragged, [place[row] for row in kept]))
     for move in moving.moves:
         if move.dest == fabric.rank:
-            host, device = payloads.host[move.source], payloads.device.get(move.source)
-            one = RaggedBatch.unpack(headers[move.source], host, _fills(), device)
+            one = RaggedBatch.unpack(*heard[move.source], _fills(), on_device.get(move.source))
             parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
     if parts and any(here for here, _, _ in parts):  # what brings no rows must not widen those that do
         parts = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts) if parts else None
 
 
-def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tuple[PendingSends, Payloads]:
-    """Sizes and headers, to every receiver; and the bytes that are to follow."""
+def _send_from_host(
+    fabric: Fabric, moving: Moving, ragged: RaggedBatch | None
+) -> tuple[PendingSends, dict[int, Tensor]]:
+    """A header to every receiver, and the bytes that lie on the host; and by receiver those that are to follow, which
+    stay on devices."""
     place = {row: number for number, row in enumerate(moving.held)}
-    call, sent, out = Channel(fabric, moving.name), PendingSends(), Payloads({}, {})
+    channel, sent, on_device = Channel(fabric, moving.name), PendingSends(), dict[int, Tensor]()
     on_host: RaggedBatch | None = None
     for move in moving.moves:
         if move.source == fabric.rank and ragged is not None:
@@ -249,34 +242,25 @@ def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tup
             if device is None and on_host is None:
                 on_host = ragged.on_host()  # read from a device once, not by message
             rows = ragged if on_host is None or device is not None else on_host
-            header, payload, on_device = rows.pack([place[row] for row in move.rows], device)
-            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            sent.add(call.send(fabric.control, {move.dest: torch.tensor([_MAGIC, data.numel(), payload.numel()])}))
-            sent.add(call.send(fabric.control, {move.dest: data}))
-            out.host[move.dest], out.device[move.dest] = payload, on_device
-    return sent, out
+            header, payload, on_device[move.dest] = rows.pack([place[row] for row in move.rows], device)
+            sent.add(channel.send_to([move.dest], header, payload))
+    return sent, on_device
 
 
-def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], Payloads]:
-    """Every sender's header, and room for its bytes; the header says which of them come to a device."""
-    sources = [move.source for move in moving.moves if move.dest == fabric.rank]
-    call = Channel(fabric, moving.name)
-    sizes = {source: torch.zeros(3, dtype=torch.int64) for source in sources}
-    call.receive(fabric.control, sizes)
-    for source, found in sizes.items():
-        if int(found[0]) != _MAGIC or int(found.min()) < 0:
+def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
+    """What every sender has sent from its host, and room for what comes to a device, as the headers say."""
+    channel, heard, on_device = Channel(fabric, moving.name), dict[int, Heard](), dict[int, Tensor]()
+    for source in (move.source for move in moving.moves if move.dest == fabric.rank):
+        parts = channel.receive_from(source)
+        if len(parts) != 2:
             raise DataError(f"{moving.name}: {fabric.describe(source)} sent something else than rows")
-    data = {source: torch.empty(int(found[1]), dtype=torch.uint8) for source, found in sizes.items()}
-    call.receive(fabric.control, data)
-    headers = {source: bytes(header.numpy()) for source, header in data.items()}
-    host = {source: torch.empty(int(found[2]), dtype=torch.uint8) for source, found in sizes.items()}
-    device = {
-        source: torch.empty(size, dtype=torch.uint8, device=fabric.device_between(source, fabric.rank))
-        for source, header in headers.items()
-        if (size := num_bytes_on_device(header)) is not None
-    }
-    fabric.traffic.received += sum(payload.numel() for payload in (*host.values(), *device.values()))
-    return headers, Payloads(host, device)
+        heard[source] = Heard(parts[0].numpy().tobytes(), parts[1])
+        if (size := num_bytes_on_device(heard[source].header)) is not None:
+            device = fabric.device_between(source, fabric.rank)
+            on_device[source] = torch.empty(size, dtype=torch.uint8, device=device)
+    fabric.traffic.received += sum(each.payload.numel() for each in heard.values())
+    fabric.traffic.received += sum(each.numel() for each in on_device.values())
+    return heard, on_device
 
 
 @dataclass(frozen=True)

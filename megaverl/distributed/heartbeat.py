@@ -17,7 +17,12 @@ Wait = Literal["", "device", "ranks"]
 
 # Frames up from the innermost in which a wait for other ranks may show.
 _DEPTH = 6
-_WAITS = ("torch/distributed/", "megaverl/distributed/collectives.py", "megaverl/coordinator/__init__.py")
+_WAITS = (
+    "torch/distributed/",
+    "megaverl/distributed/collectives.py",
+    "megaverl/distributed/messages.py",
+    "megaverl/coordinator/__init__.py",
+)
 _CALLS = (".wait(", "barrier(", "batch_isend_irecv(")
 # Where Python waits until a device has computed, and with it for the collectives that were launched before.
 _READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", ".copy_(", "synchronize(", "float(", "int(", "bool(")

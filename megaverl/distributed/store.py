@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Literal
 
 import psutil
 import torch.distributed as dist
@@ -70,8 +71,8 @@ def _listening(host: str, port: int) -> socket.socket:
     if host not in ("localhost", *(address[0] for _, address in found)):
         found = [(family, address) for family, address in found if not ip_address(address[0]).is_loopback]
     if found:
-        interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
-        found += [(each.family, (each.address, port)) for each in interface if each.family == socket.AF_INET]
+        for each in _named_interface():
+            found.append((family_of(each), (each, port)))
     for family, address in found:
         try:
             return socket.create_server(address, family=family)
@@ -86,6 +87,35 @@ def _listening(host: str, port: int) -> socket.socket:
     )
     both = socket.has_dualstack_ipv6()
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+
+
+def own_address() -> str:
+    """Where other ranks reach this one: at the first interface in GLOO_SOCKET_IFNAME, as in a gloo group. Where none is
+    named: on the way to MASTER_ADDR, or by this machine's name; at the loopback if that leads nowhere else."""
+    found = _named_interface()
+    with suppress(OSError):
+        if host := os.environ.get("MASTER_ADDR"):
+            for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+                with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)  # sends nothing
+                    own = str(probe.getsockname()[0])
+                    found += [own] if host in ("localhost", own) or not ip_address(own).is_loopback else []
+        named = {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), 9)}
+        found += sorted(each for each in named if not ip_address(each).is_loopback)
+    return [*found, LOOPBACK][0]
+
+
+def family_of(address: str) -> Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]:
+    """Of an address in digits."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _named_interface() -> list[str]:
+    """The addresses of the first interface in GLOO_SOCKET_IFNAME, which leads to the job's other nodes."""
+    interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [each.address for family in families for each in interface if each.family == family]
+    return [each for each in addresses if not ip_address(each).is_link_local]
 
 
 def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store:

@@ -5,8 +5,8 @@ What goes through NCCL goes in batches (`batch_isend_irecv`). torch gives every 
 message a communicator of its own, with its buffers and a rendezvous that blocks both; those of a batch share the
 group's (`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). One communicator has one stream, on which
 messages wait for those before them whomever they go to. So what may be taken late, such as samples that are sent
-while they are written, goes through the control group; rows that lie on devices go through NCCL only where all ranks
-give and take them in one order (`dataflow.in_one_order`).
+while they are written, goes from host to host (`HostMessages`); rows that lie on devices go through NCCL only where all
+ranks give and take them in one order (`dataflow.in_one_order`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megaverl.distributed.collectives import connects_lazily, device_of
+from megaverl.distributed.collectives import barrier, connects_lazily, device_of, reduce_json
 from megaverl.distributed.failures import cause_of
+from megaverl.distributed.messages import HostMessages
 from megaverl.distributed.placement import Node, ResolvedPlacement, World
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
@@ -52,13 +54,14 @@ class Fabric:
         world: that this rank belongs to.
         group: all ranks, on the platform's backend: what lies on devices, such as weights. A coordinator without a GPU
             beside ranks that have one (`has_device`) is not in it, and has `control` in its place.
-        control: all ranks, gloo on CPU tensors: reports, decisions and samples, which must not wait for a device or
-            keep one waiting.
+        control: all ranks, gloo on CPU tensors: agreements, which must not wait for a device or keep one waiting, and
+            alone go through it: beside the default group it connects two ranks when both speak, as in a tree.
         store: the job's.
         timeout: of everything in these groups.
+        messages: of hosts, point to point: reports, decisions and samples.
         traffic: what the samples cost; weights are not in it.
         rows: what rows of batches that lie on devices go through, from device to device: `group`, or None where they
-            go from host to host, through `control`. All ranks with devices have the same.
+            go from host to host. All ranks with devices have the same.
     """
 
     placement: ResolvedPlacement
@@ -68,6 +71,7 @@ class Fabric:
     control: dist.ProcessGroup
     store: dist.Store
     timeout: timedelta
+    messages: HostMessages
     traffic: ReceivedBytes = field(default_factory=ReceivedBytes)
     rows: dist.ProcessGroup | None = None
 
@@ -115,6 +119,7 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     """
     world = placement.world_of(rank)
     own = world.ranks.index(rank)
+    messages = HostMessages(store, rank, placement.size)
     here = placement.node_of(rank)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(world.size)
     os.environ["LOCAL_WORLD_SIZE"] = str(sum(placement.node_of(other) == here for other in world.ranks))
@@ -132,12 +137,17 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
 
     group = control = default_group()
     if not placement.is_colocated:
-        group = control = joined("gloo", "control", placement.size)
+        with connects_lazily():
+            group = control = joined("gloo", "control", placement.size)
+        with _deadline("the coordinator's tree", timeout):  # opened here, where all are: who is lost later breaks it
+            reduce_json(None, lambda every: None, control, placement.coordinator)
         if rank < (count := placement.num_with_device):
             group = joined(platform.backend, "fabric", count)
     elif platform.backend != "gloo":  # one world that speaks gloo needs no second group
         control = _hosts_of_all(timeout)
-    return Fabric(placement, rank, world, group, control, store, timeout, rows=_for_rows(group))
+    if rank != placement.coordinator:
+        messages.find(placement.coordinator)  # who ends last may have to tell it, when nobody keeps the store any more
+    return Fabric(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
 
 
 def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
@@ -148,8 +158,9 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
     nodes = (Node("this job", size),)
     placement = ResolvedPlacement(size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size)
     control = group if platform.backend == "gloo" else _hosts_of_all(timeout)
-    store, rows = distributed_c10d._get_default_store(), _for_rows(group)
-    return Fabric(placement, rank, world, group, control, store, timeout, rows=rows)
+    store = distributed_c10d._get_default_store()
+    messages = HostMessages(store, rank, size)
+    return Fabric(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
 
 
 def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -163,8 +174,7 @@ def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
     """gloo beside the default group: two ranks connect when they first speak.
 
-    The sender waits for the receiver then. In one world that ends: agreements go along a tree, and what operators send
-    each other comes in the order of one flow.
+    The sender waits for the receiver then, which both come to in an agreement along a tree.
     """
     with connects_lazily():
         return dist.new_group(backend="gloo", timeout=timeout)
@@ -194,7 +204,7 @@ def _deadline(what: str, timeout: timedelta) -> Iterator[None]:
     """What torch says of a rank that did not come becomes one of this project's errors."""
     try:
         yield
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, TrainingStopped) as error:
         raise TrainingStopped(
             f"{what} did not come together within {timeout.total_seconds():g} s (run.timeout_minutes): "
             f"{cause_of(error)}"
@@ -224,18 +234,27 @@ def _joined(
             names[own] = rank
         names[rank] = own
         distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
-        # The first use needs all ranks (NCCL), and shows that they reach each other.
-        total = torch.ones(1, device=device_of(group))
-        dist.all_reduce(total, group=group)
-        assert int(total) == size
+        # The first use needs all ranks (NCCL), and shows that they reach each other: all of them, or along a tree.
+        if backend == "gloo":
+            barrier(group)
+        else:
+            dist.all_reduce(torch.ones(1, device=device_of(group)), group=group)
     return group
+
+
+class Sending(Protocol):
+    """Something on its way."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> None: ...
 
 
 @dataclass
 class PendingSends:
     """Messages being sent; their tensors are kept until they have left."""
 
-    _under_way: list[Batch] = field(default_factory=list)
+    _under_way: list[Sending] = field(default_factory=list)
 
     def add(self, other: PendingSends) -> None:
         self._under_way += other._under_way
@@ -257,7 +276,7 @@ class PendingSends:
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages that were begun together, and their tensors, by peer."""
+    """Messages through a group that were begun together, and their tensors, by peer."""
 
     channel: Channel
     works: Sequence[dist.Work]  # one for each message (gloo), or one for all (NCCL)
@@ -273,8 +292,24 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class ToHost:
+    """A message from host to host."""
+
+    channel: Channel
+    dest: int
+    taken: Future[None]
+
+    def is_completed(self) -> bool:
+        return self.taken.done()
+
+    def wait(self) -> None:
+        with self.channel.waiting_for(self.dest):
+            self.taken.result(self.channel.deadline.total_seconds())
+
+
+@dataclass(frozen=True)
 class Channel:
-    """Sends and receives under one name, with a deadline; under different names they do not mix (gloo).
+    """Sends and receives under one name, with a deadline; under different names they do not mix (hosts, gloo).
 
     Attributes:
         patience: how much longer than the fabric's timeout a message may take.
@@ -285,11 +320,28 @@ class Channel:
     patience: timedelta = timedelta(0)
 
     @property
+    def deadline(self) -> timedelta:
+        return self.fabric.timeout + self.patience
+
+    @property
     def _tag(self) -> int:
         return zlib.crc32(self.name.encode()) & 0x7FFFFFFF
 
+    def send_to(self, dest: Sequence[int], *parts: Tensor | bytes) -> PendingSends:
+        """One message from host to hosts, of what lies here; on its way when this returns."""
+        sent = PendingSends()
+        for rank in dest:
+            with self.waiting_for(rank):
+                sent.add(PendingSends([ToHost(self, rank, self.fabric.messages.send(rank, self.name, parts))]))
+        return sent
+
+    def receive_from(self, source: int) -> list[Tensor]:
+        """The bytes of each part of what was sent so, [n] uint8, when it comes."""
+        with self.waiting_for(source):
+            return self.fabric.messages.receive(source, self.name, self.deadline)
+
     def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
-        """By receiver; what is empty does not travel."""
+        """Through a group, by receiver; what is empty does not travel."""
         return PendingSends([self._begin(group, out, {})])
 
     def receive(self, group: dist.ProcessGroup, into: Mapping[int, Tensor]) -> None:
@@ -307,45 +359,39 @@ class Channel:
         if not moving:
             return Batch(self, (), ())
         operations = [dist.P2POp(move, tensor, None, group, self._tag, peer) for move, peer, tensor in moving]
-        try:
+        with self.waiting_for(moving[0][1]):
             works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self._lost(moving[0][1], error) from error
         return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
 
     def wait(self, work: dist.Work, peer: int, tensor: Tensor, *, host: bool = True) -> None:
         """Until a message from or to a peer has come or left; see `Batch.wait`."""
-        try:
+        with self.waiting_for(peer):
             if tensor.is_cuda:
                 work.wait()
                 if host:
                     torch.cuda.current_stream().synchronize()
             else:
-                work.wait(self.fabric.timeout + self.patience)
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
+                work.wait(self.deadline)
 
-    def _lost(self, peer: int, error: Exception) -> TrainingStopped:
-        return TrainingStopped(
-            f"{self.name}: {self.fabric.describe(peer)} died or stalled: nothing went between it and rank "
-            f"{self.fabric.rank} within {(self.fabric.timeout + self.patience).total_seconds():g} s "
-            f"({cause_of(error)})"
-        )
+    @contextmanager
+    def waiting_for(self, peer: int) -> Iterator[None]:
+        """What is said of a peer that is gone, or does not come in time, becomes one of this project's errors."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            raise TrainingStopped(
+                f"{self.name}: {self.fabric.describe(peer)} died or stalled: nothing went between it and rank "
+                f"{self.fabric.rank} within {self.deadline.total_seconds():g} s "
+                f"({cause_of(error) if str(error) else 'timed out'})"
+            ) from error
 
 
 def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> PendingSends:
     """A small message to one rank."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    channel = Channel(fabric, name)
-    sent = channel.send(fabric.control, {dest: torch.tensor([data.numel()])})
-    sent.add(channel.send(fabric.control, {dest: data}))
-    return sent
+    return Channel(fabric, name).send_to([dest], json.dumps(value).encode())
 
 
 def receive_json(fabric: Fabric, name: str, source: int) -> Any:
     """What `send_json` of that name has sent from there, when it comes."""
-    channel, length = Channel(fabric, name), torch.zeros(1, dtype=torch.int64)
-    channel.receive(fabric.control, {source: length})
-    data = torch.empty(int(length), dtype=torch.uint8)
-    channel.receive(fabric.control, {source: data})
+    (data,) = Channel(fabric, name).receive_from(source)
     return json.loads(data.numpy().tobytes())

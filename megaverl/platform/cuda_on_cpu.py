@@ -4,14 +4,18 @@
 libraries (vLLM among them) notice nothing. A CPU executes in program order, so streams and events are
 empty; the only device is `cpu`, and its random generator is torch's default one. Whatever is not
 redefined here is `torch.cuda`'s own.
+
+At the end: how changes that megatron-core and vLLM need on such a machine are named and made.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -138,3 +142,39 @@ def _lazy_call(function: Callable[[], None], **kwargs: Any) -> None:
 def uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Stands for `torch.compile`: the function as it is; given options alone, what decorates one so."""
     return uncompiled if function is None else function
+
+
+class Adaptation(NamedTuple):
+    """A named change to megatron-core or vLLM, made once and only where no CUDA device is.
+
+    `apply` is safe to call before the library is imported and touches nothing but that library.
+    """
+
+    name: str
+    reason: str
+    apply: Callable[[], None]
+
+
+def adaptation(every: list[Adaptation], name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """What decorates a function that makes such a change, its docstring being the reason, and adds it to `every`."""
+
+    def add(change: Callable[[], None]) -> Callable[[], None]:
+        once = functools.cache(change)
+        every.append(Adaptation(name, inspect.cleandoc(change.__doc__ or ""), once))
+        return once
+
+    return add
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """What decorates a function that takes the place of `owner.name`, which it gets as its first argument."""
+    original = getattr(owner, name)
+
+    def put(function: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, call)
+
+    return put

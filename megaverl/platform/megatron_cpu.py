@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megaverl.platform.adaptation import Adaptation, adaptation, replaces
+from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
 
 PACKAGE = "megatron.core"
 SHIM = "megaverl.platform.cuda_on_cpu"

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.errors import RolloutError
-from megaverl.platform.adaptation import Adaptation, adaptation, replaces
+from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
 
 FROM_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 WITH_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"

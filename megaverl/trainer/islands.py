@@ -29,7 +29,7 @@ from megaverl.config.roles import CoordinatorConfig
 from megaverl.coordinator import Participant, Progress
 from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.worlds import Channel, Fabric, receive_json, send_json
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -138,8 +138,8 @@ class IslandMember:
         fabric, channel, coordinator = self._fabric, Channel(self._fabric, _NAME), self._fabric.placement.coordinator
         count = sum(tensor.numel() for tensor in gradients.values())
         numbers = torch.tensor([count, tokens, self._bucket, self._compressor is not None], dtype=torch.float64)
-        channel.send(fabric.control, {coordinator: numbers}).wait()
-        channel.receive(fabric.control, {coordinator: numbers})
+        channel.send_to([coordinator], numbers).wait()
+        numbers = channel.receive_from(coordinator)[0].view(torch.float64)
         if numbers[0] != count:
             raise TrainingStopped(
                 f"the actor's islands differ: {fabric.describe(fabric.rank)} has {count} elements of gradient, and the "
@@ -148,14 +148,16 @@ class IslandMember:
         total = float(numbers[1])
         if total <= 0:
             raise TrainingStopped("no island has a token to train on.")
-        group = fabric.group if fabric.has_device(coordinator) else fabric.control
-        device = platform.device if fabric.has_device(coordinator) else torch.device("cpu")
         for number, views in enumerate(_buckets(gradients, self._bucket)):
             flat = torch.cat([view.float() for view in views]) * (divided_by / total)
             wire = self._compressor.compress(str(number), flat) if self._compressor else flat
-            channel.send(group, {coordinator: wire.to(device)}).wait()
-            answer = torch.empty(flat.shape, dtype=flat.dtype, device=device)
-            channel.receive(group, {coordinator: answer})
+            if fabric.has_device(coordinator):
+                channel.send(fabric.group, {coordinator: wire}).wait()
+                answer = torch.empty_like(flat)
+                channel.receive(fabric.group, {coordinator: answer})
+            else:
+                channel.send_to([coordinator], wire.cpu()).wait()
+                answer = channel.receive_from(coordinator)[0].view(flat.dtype)
             for view, part in zip(views, answer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part)
         return total
@@ -170,18 +172,17 @@ def serve_join(fabric: Fabric) -> None:
         TrainingStopped: islands that do not fit together (their ranks raise as well), or one that is lost.
     """
     channel, islands = Channel(fabric, _NAME), fabric.placement.islands
-    numbers = {rank: torch.zeros(4, dtype=torch.float64) for ranks in islands for rank in ranks}
-    channel.receive(fabric.control, numbers)
+    numbers = {rank: channel.receive_from(rank)[0].view(torch.float64) for ranks in islands for rank in ranks}
     places = list(zip(*islands, strict=True))
+    answers = PendingSends()
     shapes = {rank: found[[0, 2, 3]].tolist() for rank, found in numbers.items()}  # count, bucket, compressed
     differ = [ranks for ranks in places if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)]
     tokens = sum(float(numbers[ranks[0]][1]) for ranks in islands)
-    answers: dict[int, Tensor] = {}
     for ranks in places:
         answer = numbers[ranks[0]].clone()
         answer[0], answer[1] = -1.0 if differ else answer[0], tokens
-        answers |= dict.fromkeys(ranks, answer)
-    channel.send(fabric.control, answers).wait()
+        answers.add(channel.send_to(ranks, answer))
+    answers.wait()
     if differ:
         raise TrainingStopped(f"the actor's islands differ at the ranks {differ}: all islands need one grid.")
     if tokens <= 0:
@@ -196,12 +197,18 @@ def serve_join(fabric: Fabric) -> None:
 
 def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
     channel = Channel(fabric, _NAME)
-    parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
+    on_device = fabric.has_device(fabric.rank)
     joined = torch.zeros(size, dtype=torch.float64, device=platform.device)
-    channel.receive(fabric.group, parts)
+    if on_device:
+        parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
+        channel.receive(fabric.group, parts)
+    else:
+        parts = {rank: channel.receive_from(rank)[0].view(dtype) for rank in ranks}
     for part in parts.values():
         joined += part
-    channel.send(fabric.group, dict.fromkeys(ranks, joined.float())).wait()
+    answer = joined.float()
+    sent = channel.send(fabric.group, dict.fromkeys(ranks, answer)) if on_device else channel.send_to(ranks, answer)
+    sent.wait()
 
 
 def _buckets(gradients: Mapping[str, Tensor], bucket: int) -> Iterator[list[Tensor]]:

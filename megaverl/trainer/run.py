@@ -54,6 +54,7 @@ def main(
     barrier(job.fabric.control)
     job.liveness.leave()
     if code == 0:
+        job.fabric.messages.close()
         dist.destroy_process_group()
     return code
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules
+from megaverl.distributed.collectives import barrier
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
@@ -80,7 +81,7 @@ def rounds(num: int) -> dict[str, Any]:
     except TrainingStopped as error:
         stopped = str(error)
     progress = coordinator.progress.to_dict() if fabric.rank == 3 else None
-    dist.barrier(fabric.control)
+    barrier(fabric.control)
     liveness.leave()
     return {
         "seen": seen,
@@ -141,12 +142,12 @@ def unheard() -> str:
     try:
         if role_of(fabric) == "actor":
             coordinator.decide("actor", good(0), ["critic"])
-        dist.barrier(fabric.control)
+        barrier(fabric.control)
         coordinator.close()
     except TrainingStopped as error:
         told = str(error)
         if role_of(fabric) == "actor":
-            dist.barrier(fabric.control)
+            barrier(fabric.control)
             coordinator.close()
     return told
 
@@ -162,7 +163,7 @@ def waits_on_the_device(stage: str) -> str:
         if fabric.rank == 0 and begun == stage:
             NotComputed().item()
     try:
-        dist.barrier(fabric.control)
+        barrier(fabric.control)
     except RuntimeError as error:  # a rank that has heard the verdict may end before this one has
         return str(liveness.explain(error))
     return "nothing happened"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megaverl.data import held_rows
-from megaverl.data.held_rows import Moving, Payloads
+from megaverl.data.held_rows import Heard, Moving
 from megaverl.distributed.ragged import RaggedBatch, num_bytes_on_device
 from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import Generation
@@ -48,14 +48,14 @@ class Others:
 
     def install(self) -> None:
         """Before anything of megaverl takes the names that are replaced here, but `row_transfer`."""
-        announce: Any = held_rows._announce
+        send: Any = held_rows._send_from_host
 
         def remember(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Any:
             assert ragged is not None, "every rank of one world has the tensors, be it of no rows"
             self._sent[moving.name] = ragged
-            return announce(fabric, moving, ragged)
+            return send(fabric, moving, ragged)
 
-        held_rows._announce = remember
+        held_rows._send_from_host = remember
         held_rows._hear = self._hear
 
     def gather_host_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -67,17 +67,17 @@ class Others:
         shape = (len(numbers), *[1] * (rows.dim() - 1))
         return numbers.to(rows.dtype).reshape(shape).expand(len(numbers), *rows.shape[1:]).clone()
 
-    def _hear(self, fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], Payloads]:
-        headers, payloads = {}, Payloads({}, {})
+    def _hear(self, fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, torch.Tensor]]:
+        heard, received = {}, {}
         for move in moving.moves:
             if move.dest == fabric.rank:
                 places, device = range(len(move.rows)), fabric.device_between(move.source, move.dest)
                 header, host, on_device = self._rows(moving.name, move.rows).pack(places, device)
-                headers[move.source], payloads.host[move.source] = header, host
+                heard[move.source] = Heard(header, host)
                 if num_bytes_on_device(header) is not None:
-                    payloads.device[move.source] = on_device
+                    received[move.source] = on_device
                 self.received += host.numel() + on_device.numel()
-        return headers, payloads
+        return heard, received
 
     def _rows(self, name: str, rows: Sequence[int]) -> RaggedBatch:
         """What another rank holds of these samples, of the same kind as what this rank holds of others."""

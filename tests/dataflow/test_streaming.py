@@ -109,7 +109,7 @@ def test_shares_come_in_one_order(launch: Launcher, shares: int) -> None:
 
 def test_what_an_operator_changes_goes_whole() -> None:
     """`trainer.operators` may take the samples and give others: these are sent, when they are there."""
-    fabric = Fabric(*[cast(Any, None)] * 7)
+    fabric = Fabric(*[cast(Any, None)] * 8)
     carrier = StreamingCarrier(fabric, (), (), (0,), NUM, shares=Shares.of_groups(2, NUM, 1, {"values"}))
     first, changed = (Edge("rollouts", maker, ("values",), (0,), (1,), ()) for maker in ("rollout", "mine"))
     assert (carrier.in_shares(first), carrier.in_shares(changed)) == (("values",), ())

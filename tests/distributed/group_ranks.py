@@ -190,7 +190,8 @@ def agree_without_a_device() -> dict[str, Any]:
 
 
 def control_beside_a_device() -> dict[str, Any]:
-    """Where the default group is not gloo: the sockets that agreements open, and each rank's message to the next."""
+    """Where the default group is not gloo: the sockets that agreements open; and each rank's message to the next, which
+    none waits for before it sends its own."""
     with patch.object(worlds, "platform", SimpleNamespace(backend="nccl")):
         fabric = worlds.of_default_group(("actor",), timedelta(seconds=60))
     rank, size = fabric.rank, dist.get_world_size()
@@ -200,12 +201,9 @@ def control_beside_a_device() -> dict[str, Any]:
     agreed = gather_json(rank, fabric.control)
     opened = _num_sockets() - before
     barrier()  # until all have counted
-    heard = torch.zeros(1)
-    for sender in range(size):  # in one order on all ranks, as operators of a flow are
-        if rank == sender:
-            Channel(fabric, "next").send(fabric.control, {(rank + 1) % size: torch.tensor([float(rank)])}).wait()
-        if rank == (sender + 1) % size:
-            Channel(fabric, "next").receive(fabric.control, {sender: heard})
+    sent = Channel(fabric, "next").send_to([(rank + 1) % size], bytes([rank]))
+    (heard,) = Channel(fabric, "next").receive_from((rank - 1) % size)
+    sent.wait()
     return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": fabric.control is not dist.group.WORLD}
 
 

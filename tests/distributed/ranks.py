@@ -6,18 +6,24 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import Moving, _announce, as_ragged, move_batch, move_tensors
+from megaverl.data.held_rows import Moving, _send_from_host, as_ragged, move_batch, move_tensors
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.dataflow.carrier import Reads, TensorChannel
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed import worlds
+from megaverl.distributed.collectives import barrier, gather_json
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, introduce
@@ -35,6 +41,23 @@ def start(said: dict[str, Any]) -> Fabric:
     wanted = {role: parse_wanted(value) for role, value in said.items()}
     grids: dict[str, Any] = dict.fromkeys([*said, "actor", "rollout", "reward"])
     return join(resolve(wanted, size, grids, nodes), store, rank, deadline)
+
+
+def sockets_of_roles_apart() -> int:
+    """That joining a job connects where devices speak by something else than gloo; then each hears from all others."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (the backend "fake")
+
+    with patch.object(worlds, "platform", SimpleNamespace(backend="fake")):
+        fabric = start({"rollout": "2-3"})
+    port = int(os.environ["MASTER_PORT"])
+    ports = [(each.laddr[1], each.raddr[1]) for each in psutil.Process().net_connections() if each.raddr]
+    barrier(fabric.control)  # until all have counted
+    others = [rank for rank in range(4) if rank != fabric.rank]
+    sent = Channel(fabric, "counted").send_to(others, b"")
+    for other in others:
+        Channel(fabric, "counted").receive_from(other)
+    sent.wait()
+    return sum(port not in both for both in ports)  # the store's apart
 
 
 def full_batch(rng: random.Random, num_rows: int) -> RolloutBatch:
@@ -83,12 +106,17 @@ def by_way_of(fabric: Fabric, through: str) -> tuple[Fabric, Counter[str]]:
     sent, real = Counter[str](), dist.batch_isend_irecv
 
     def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
-        for each in operations:
-            group = "devices" if each.group is fabric.group else "hosts"
-            sent[group] += each.tensor.nbytes if each.op is dist.isend else 0
+        assert all(each.group is fabric.group for each in operations)
+        sent["devices"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
         return real(operations)
 
+    def counted_too(dest: int, name: str, parts: Sequence[torch.Tensor | bytes]) -> Future[None]:
+        sent["hosts"] += sum(map(len, parts))
+        return send(dest, name, parts)
+
     dist.batch_isend_irecv = counted
+    messages: Any = fabric.messages
+    send, messages.send = messages.send, counted_too
     return fabric, sent
 
 
@@ -136,9 +164,7 @@ def sender_dies(how: str, after: str) -> str:
     if fabric.rank == 0:
         if after == "headers":
             batch = full_batch(random.Random(3), 2)
-            sent, out = _announce(fabric, moving, as_ragged(batch.tensors, batch, batch.columns))
-            sent.add(Channel(fabric, moving.name).send(fabric.control, out.host))
-            sent.wait()
+            _send_from_host(fabric, moving, as_ragged(batch.tensors, batch, batch.columns))[0].wait()
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         signal.sigwait({signal.SIGUSR1})  # until the test ends it

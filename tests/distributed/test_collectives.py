@@ -104,6 +104,11 @@ def test_beside_a_device_ranks_join_those_they_speak_with(launch: Launcher) -> N
     assert all(each["agreed"] == [0, 1, 2, 3] and each["own"] for each in found)
 
 
+def test_ranks_of_other_roles_join_those_they_speak_with(launch: Launcher) -> None:
+    """At first along the tree: 0 with 1 and 2, 3 with 2."""
+    assert launch.ranks(4, "tests.distributed.ranks:sockets_of_roles_apart").check() == [2, 1, 2, 1]
+
+
 def test_an_error_in_what_one_rank_makes_of_all_values_is_raised_on_all(launch: Launcher) -> None:
     found = launch.world(4, RANKS + "reduce_that_fails")
     assert [each[0] for each in found] == ["IndexError: list index out of range"] * 4

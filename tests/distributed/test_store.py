@@ -9,7 +9,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from megaverl.distributed.store import keep_store
+from megaverl.distributed.store import keep_store, own_address
 from megaverl.errors import TrainingStopped
 
 TIMEOUT = timedelta(seconds=10)
@@ -52,6 +52,23 @@ def test_a_host_that_is_no_address_of_this_machine(
         store = keep_store(host, 0, TIMEOUT)
         assert addresses(store.port) in (["::"], ["0.0.0.0"])
         assert f"warning: {host} (MASTER_ADDR) is no address of this node" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("interface", "host", "expected"),
+    [
+        ("lo", "10.255.255.1", "127.0.0.1"),
+        ("", "127.0.0.1", "127.0.0.1"),
+        ("", "localhost", "127.0.0.1"),
+        *(("nosuch0", host, host) for host in others()[:1]),
+    ],
+)
+def test_where_other_ranks_reach_this_one(
+    interface: str, host: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setenv("MASTER_ADDR", host)
+    assert own_address() == expected
 
 
 def test_a_host_that_nobody_knows() -> None:

@@ -40,8 +40,6 @@ def add_operators(flow: DataFlow) -> None:
 def nameless(
     channel: Channel, group: dist.ProcessGroup, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]
 ) -> Batch:
-    if group is channel.fabric.control:
-        return begin(channel, group, out, into)
     if out:
         print(f"between devices: {channel.name}", flush=True)
     begin(replace(channel, name=""), group, out, into).wait()

@@ -137,6 +137,7 @@ def _leave() -> None:
         print(f"error: {job.liveness.explain(broken) or broken}", file=sys.stderr, flush=True)
         os._exit(1)
     job.liveness.leave()
+    job.fabric.messages.close()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,280 @@
+"""Messages from host to host between any two ranks of a job, over connections that are opened when two ranks speak.
+
+Who sends waits for nobody: a thread of the receiver's reads what comes, keeps it until it is asked for, and then tells
+the sender, for whom a message has left when it was taken. In a gloo group that connects lazily the first send to a rank
+would wait until that rank receives.
+
+A connection has messages one way, and what was taken of them the other way. A rank that waits for another opens one as
+well, though it has nothing to say: it breaks at once when the other's process ends. Those that nobody uses are closed
+beyond a number (`MOST_IDLE`), so the sockets of a rank do not grow with those that it has ever spoken with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaverl.distributed.store import family_of, own_address
+
+MOST_IDLE = 64  # connections of a rank that are kept though nobody uses them: those used last
+_TOKEN = 16  # bytes that a connection begins with, known from the store
+_HELLO = struct.Struct(f"<{_TOKEN}sI")  # the receiver's token, the sender's rank
+_HEAD = struct.Struct("<QI")  # a message's number, the bytes of its name and sizes
+_NUMBER = struct.Struct("<Q")
+_SMALL = 65536  # bytes of a message that goes in one piece
+_LAST_WORDS = 5.0  # seconds in which what a rank sent before it ended is still read
+
+_Outbox = asyncio.Queue[Sequence[bytes | memoryview]]
+
+
+class _Message(NamedTuple):
+    """One that came, and on which connection."""
+
+    parts: list[Tensor]
+    number: int
+    link: socket.socket
+    one: threading.Lock  # speaks on it
+
+    def say_taken(self) -> None:
+        """At once: this process may end next."""
+        data, ready = _NUMBER.pack(self.number), select.poll()
+        with suppress(OSError, ValueError), self.one:  # whoever is gone need not know
+            ready.register(self.link, select.POLLOUT)
+            while data:
+                ready.poll()
+                data = data[self.link.send(data) :]
+
+
+@dataclass(eq=False)
+class _Connection:
+    """To another rank.
+
+    Attributes:
+        under_way: by number, what was sent and is not known to be taken.
+        waiting: threads that wait for a message from there.
+    """
+
+    outbox: _Outbox = field(default_factory=asyncio.Queue)
+    under_way: dict[int, Future[None]] = field(default_factory=dict)
+    waiting: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class HostMessages:
+    """This rank's messages with the others of its job; every rank makes one, and each at once.
+
+    Args:
+        store: the job's; in it each rank says where it is reached, and what a connection to it must begin with.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank = rank
+        self._changed = threading.Condition()  # of all that follows, but what the loop's thread alone has
+        self._arrived: defaultdict[tuple[int, str], deque[_Message]] = defaultdict(deque)
+        self._connections: dict[int, _Connection] = {}  # by rank; the last one used is the last
+        self._gone: dict[int, str] = {}
+        self._addresses: dict[int, list[str]] = {}
+        self._number = 0
+        self._reading: defaultdict[int, set[asyncio.Task[Any]]] = defaultdict(set)
+        self._token = secrets.token_bytes(_TOKEN)
+        self._thread: threading.Thread | None = None
+        if size > 1:
+            times = store.add(f"messages/{rank}", 1)  # ranks that meet again in one store do not take old addresses
+            self._store = dist.PrefixStore(f"messages/{times}", store)
+            self._open()
+
+    def find(self, rank: int) -> list[str]:
+        """Where a rank is reached. The store is asked once: before its keeper may be gone.
+
+        Raises:
+            RuntimeError: it did not come within the store's timeout.
+        """
+        if rank not in self._addresses:
+            self._addresses[rank] = self._store.get(str(rank)).decode().split()
+        return self._addresses[rank]
+
+    def send(self, dest: int, name: str, parts: Sequence[Tensor | bytes]) -> Future[None]:
+        """Begin to send bytes, or tensors of the host, as one message; done when the receiver has taken it.
+
+        Raises:
+            RuntimeError: the store does not say where that rank is.
+        """
+        self.find(dest)
+        sent: Future[None] = Future()
+        data = [part if isinstance(part, bytes) else _bytes_of(part) for part in parts]
+        head = json.dumps([name, [len(each) for each in data]]).encode()
+        with self._changed:
+            if dest in self._gone:
+                sent.set_exception(ConnectionError(self._gone[dest]))
+                return sent
+            self._number += 1
+            chunks: list[bytes | memoryview] = [_HEAD.pack(self._number, len(head)) + head, *data]
+            if sum(map(len, chunks)) <= _SMALL:
+                chunks = [b"".join(chunks)]
+            connection = self._to(dest)
+            connection.under_way[self._number] = sent
+            self._loop.call_soon_threadsafe(connection.outbox.put_nowait, chunks)
+        return sent
+
+    def receive(self, source: int, name: str, timeout: timedelta) -> list[Tensor]:
+        """The parts of the next message of this name from there, [n] uint8, when it is here.
+
+        Raises:
+            OSError: that rank's process has ended, or did not send in time.
+            RuntimeError: the store does not say where that rank is.
+        """
+        self.find(source)
+        with self._changed:
+            arrived = self._arrived[source, name]
+            if not arrived and source not in self._gone:
+                connection = self._to(source)
+                connection.waiting += 1
+                self._changed.wait_for(lambda: arrived or source in self._gone, timeout.total_seconds())
+                connection.waiting -= 1
+            if not arrived:
+                raise ConnectionError(self._gone[source]) if source in self._gone else TimeoutError("timed out")
+            message = arrived.popleft()
+            if not arrived:
+                del self._arrived[source, name]
+        message.say_taken()
+        return message.parts
+
+    def close(self) -> None:
+        """End all connections; other ranks that wait for this one hear of it."""
+        if self._thread is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
+
+    def _open(self) -> None:
+        address = own_address()
+        listening = socket.create_server((address, 0), family=family_of(address), backlog=4096)
+        listening.setblocking(False)
+        self._loop = asyncio.SelectorEventLoop()
+        self._serving = self._loop.create_task(self._serve(listening))
+        self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
+        self._thread.start()
+        self._store.set(str(self.rank), f"{address} {listening.getsockname()[1]} {self._token.hex()}")
+
+    def _to(self, rank: int) -> _Connection:
+        """The connection there; one more is opened where there is none, and idle ones are closed."""
+        connection = self._connections.pop(rank, None)
+        if connection is None:
+            connection = _Connection()
+            self._loop.call_soon_threadsafe(self._begin, rank, connection)
+        self._connections[rank] = connection
+        for other, idle in list(self._connections.items())[:-MOST_IDLE]:
+            if not idle.under_way and not idle.waiting:
+                del self._connections[other]
+                self._loop.call_soon_threadsafe(self._end, idle)
+        return connection
+
+    # From here on everything is the loop's.
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+        self._loop.close()
+
+    async def _serve(self, listening: socket.socket) -> None:
+        with listening:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    link, _ = await self._loop.sock_accept(listening)
+                    self._tasks.create_task(self._read(link))
+
+    def _begin(self, rank: int, connection: _Connection) -> None:
+        connection.task = self._tasks.create_task(self._speak(rank, connection))
+
+    def _end(self, connection: _Connection) -> None:
+        if connection.task is not None:
+            connection.task.cancel()
+
+    async def _speak(self, rank: int, connection: _Connection) -> None:
+        """Pass on what is sent to a rank, until the connection is closed; if it breaks, that rank has ended."""
+        host, port, token = self._addresses[rank]
+        try:
+            with socket.socket(family_of(host)) as link:
+                link.setblocking(False)
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await self._loop.sock_connect(link, (host, int(port)))
+                await self._loop.sock_sendall(link, _HELLO.pack(bytes.fromhex(token), self.rank))
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(self._write(link, connection.outbox))
+                    both.create_task(self._note_taken(link, connection))
+        except* OSError as errors:
+            why = f"Connection closed by peer {host}:{port} ({errors.exceptions[0]})".removesuffix(" ()")
+            if reading := self._reading.get(rank):
+                await asyncio.wait(reading, timeout=_LAST_WORDS)
+            with self._changed:
+                self._gone[rank] = why
+                self._connections.pop(rank, None)
+                self._changed.notify_all()
+            for sent in connection.under_way.values():
+                sent.set_exception(ConnectionError(why))
+
+    async def _note_taken(self, link: socket.socket, connection: _Connection) -> None:
+        while True:
+            (number,) = _NUMBER.unpack(await self._exactly(link, _NUMBER.size))
+            with self._changed:
+                sent = connection.under_way.pop(number)
+            sent.set_result(None)
+
+    async def _read(self, link: socket.socket) -> None:
+        """Take in what a rank sends here, until it closes the connection."""
+        with suppress(OSError), link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            token, source = _HELLO.unpack(await self._exactly(link, _HELLO.size))
+            if not secrets.compare_digest(token, self._token):
+                return
+            task, one = asyncio.current_task(), threading.Lock()
+            assert task is not None
+            self._reading[source].add(task)
+            try:
+                while True:
+                    number, size = _HEAD.unpack(await self._exactly(link, _HEAD.size))
+                    name, sizes = json.loads(await self._exactly(link, size))
+                    parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+                    for part in parts:
+                        await self._fill(link, part.numpy().data)
+                    with self._changed:
+                        self._arrived[source, name].append(_Message(parts, number, link, one))
+                        self._changed.notify_all()
+            finally:
+                self._reading[source].discard(task)
+
+    async def _exactly(self, link: socket.socket, count: int) -> bytearray:
+        data = bytearray(count)
+        await self._fill(link, memoryview(data))
+        return data
+
+    async def _fill(self, link: socket.socket, data: memoryview) -> None:
+        while data:
+            if not (count := await self._loop.sock_recv_into(link, data)):
+                raise ConnectionError
+            if data := data[count:]:
+                await asyncio.sleep(0)  # what is large leaves others their turn
+
+    async def _write(self, link: socket.socket, outbox: _Outbox) -> None:
+        while True:
+            for data in await outbox.get():
+                await self._loop.sock_sendall(link, data)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
