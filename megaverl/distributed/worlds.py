@@ -141,12 +141,11 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
             group = control = joined("gloo", "control", placement.size)
         with _deadline("the coordinator's tree", timeout):  # opened here, where all are: who is lost later breaks it
             reduce_json(None, lambda every: None, control, placement.coordinator)
+            messages.find(placement.coordinator)  # which is told who has ended when nobody may keep the store any more
         if rank < (count := placement.num_with_device):
             group = joined(platform.backend, "fabric", count)
     elif platform.backend != "gloo":  # one world that speaks gloo needs no second group
         control = _hosts_of_all(timeout)
-    if rank != placement.coordinator:
-        messages.find(placement.coordinator)  # who ends last may have to tell it, when nobody keeps the store any more
     return Fabric(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
 
 
