@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megaverl.config import load_config
 from megaverl.trainer.quickstart import prepare
 from tests.faults.injector import Fault
-from tests.faults.runs import metrics
+from tests.faults.runs import differences, metrics, remains
 from tests.launcher import Launcher
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "games"
@@ -118,20 +118,34 @@ def test_two_players_on_one_backbone_with_a_value_head_each(launch: Launcher, tm
 
 
 def test_environments_of_ones_own(launch: Launcher, tmp_path: Path) -> None:
-    """Named module:object; where one fails, every rank says which and why."""
+    """Named module:object; where one fails, every rank says which and why. And a program with several conversations, in
+    a run whose engines work ahead: the same after it was killed and started again."""
     more = ["environment={options: {}, max_turns: 5}", "checkpoint.export_hf=false"]
     name = "environment.name=tests.rollout.environments.own:Countdown"
     run = train(launch, "guessing_game", tmp_path / "well", *more, name)
     assert metrics(run)[-2]["rollout/turns_mean"] == 3.0
     options = "environment.options={function: 'tests.rollout.environments.own:aside'}"
-    more_still = [*more, "environment.name=gateway", options, "actor.tp=1"]
+    more_still = [
+        *(*more, "environment.name=gateway", options, "actor.tp=1", "trainer={steps: 3, validate_every: 0}"),
+        "rollout={async_rollout: true, max_staleness: 1}",
+        "checkpoint={save_interval: 2, resume: auto, async_save: false}",
+    ]
     apart = "{rollout: 0, reward: 1-2, actor: 3, critic: actor}"  # no rank scores all
     run = train(launch, "guessing_game", tmp_path / "program", *more_still, ranks=4, placement=apart)
+    shutil.copytree(run / "inputs", tmp_path / "hit" / "run" / "inputs")
+    overrides = [*SHORT, *more_still, f"run.dir={tmp_path / 'hit'}", "run.nproc=4", f"placement={apart}"]
+    command = ["train", f"--config={CONFIGS / 'guessing_game'}.yaml", *overrides]
+    environment = Fault("kill", 3, "actor_update", 3, mark=str(tmp_path / "mark")).environment()
+    launch.command(command, ranks=4, logs=tmp_path / "output", environment=environment)
+    ended = launch.command(command, ranks=4, logs=tmp_path / "output")
+    assert (tmp_path / "mark").exists() and ended.codes == [0] * 4 and "2 of 3 steps are done" in ended.text
+    assert differences(remains(tmp_path / "hit" / "run"), remains(run)) == []
     records = [record for record in metrics(run) if "rollout/turns_mean" in record]
     for found in records:
         assert 2 < found["rollout/turns_mean"] < 3 and found["rollout/environment_tokens_mean"] > 0
         assert found["rollout/conversations_mean"] == found["rollout/turns_mean"] - 1, "not the same in every episode"
-        assert found["reward/environment"] > 0 and 0 < found["rollout/logprob_diff_max"] < 1e-3
+        assert found["reward/environment"] > 0 and found["rollout/logprob_diff_max"] > 0
+        assert found["rollout/logprob_diff_max"] < 1e-3 or found["rollout/staleness"] > 0
     told = [record for record in samples(run) if record["step"] == 1]
     rewards = {record["episode"]: record["reward"] for record in told}
     assert sum(rewards.values()) / len(rewards) == pytest.approx(records[0]["reward/mean"], abs=1e-5)
