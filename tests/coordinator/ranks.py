@@ -164,7 +164,7 @@ def waits_on_the_device(stage: str) -> str:
             NotComputed().item()
     try:
         barrier(fabric.control)
-    except RuntimeError as error:  # a rank that has heard the verdict may end before this one has
+    except TrainingStopped as error:  # a rank that has heard the verdict may end before this one has
         return str(liveness.explain(error))
     return "nothing happened"
 
