@@ -301,13 +301,14 @@ def _until_ended(
     target: str, kwargs: list[dict[str, Any]], environments: list[dict[str, str]], folder: Path, deadline: float
 ) -> Ended:
     """Run `target` with these arguments and variables, by rank, until all ranks have ended; logs go to `folder`."""
-    port, num_ranks, begun = free_port(), len(kwargs), time.monotonic()
+    port, num_ranks = free_port(), len(kwargs)
     logs, found = ([folder / f"rank_{rank}.{end}" for rank in range(num_ranks)] for end in ("out", "json"))
     processes = []
     for rank, log in enumerate(logs):
         found[rank].unlink(missing_ok=True)
         environment = rank_environment(rank, num_ranks, port) | environments[rank]
         processes.append(start(rank_program.do_once, log, environment, target, kwargs[rank], found[rank]))
+    begun = time.monotonic()  # what the first ranks are copied from imports everything before
     running, seconds = dict(enumerate(processes)), [0.0] * num_ranks
     while running:
         wait([process.sentinel for process in running.values()], 0.1)

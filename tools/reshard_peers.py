@@ -205,7 +205,10 @@ class CoreResharding:
 
     @property
     def _plan(self) -> Any:
-        return self._dest._cached_reshard_plan
+        from megatron.core.resharding import refit
+
+        kept = vars(refit).get("_plan_cache")  # since 0.19
+        return self._dest._cached_reshard_plan if kept is None else [*kept.values()][-1]
 
     @property
     def bytes_received(self) -> int:

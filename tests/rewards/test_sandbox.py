@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_hostile_programs_are_contained(
 def test_a_script_computes(sandbox: Sandbox, source: str, given: str, output: str) -> None:
     outcome = sandbox.run(ConfinedProgram(source, given))
     assert (outcome.code, outcome.output, outcome.passed) == (0, output, True), outcome.errors
+
+
+def test_a_python_whose_folder_is_a_link(mechanism: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As uv's and Homebrew's are."""
+    (tmp_path / "python").symlink_to(sys.base_prefix)
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/python/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+    box = Sandbox(size=1, mechanism=mechanism)
+    outcome = box.run(ConfinedProgram("import asyncio, json.tool\nprint(asyncio.__file__)"))
+    box.close()
+    assert outcome.output.startswith(f"{tmp_path}/python/lib"), outcome
 
 
 def test_threads_where_the_kernel_counts_them(sandbox: Sandbox) -> None:

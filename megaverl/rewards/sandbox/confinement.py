@@ -151,10 +151,15 @@ class Boundary:
     counts_threads: bool
 
 
+def _places(packages: Sequence[str]) -> list[str]:
+    """Python's library, these folders and the libraries that both load."""
+    own = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
+    return [path for path in (*own, *packages, *LIBRARIES) if os.path.exists(path)]
+
+
 def readable_paths(packages: Sequence[str]) -> list[str]:
-    """Python's library, these folders and the libraries that both load: without links, none inside another."""
-    places = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
-    found = {os.path.realpath(path) for path in (*places, *packages, *LIBRARIES) if os.path.exists(path)}
+    """Those places, without links, none inside another."""
+    found = {os.path.realpath(path) for path in _places(packages)}
     return sorted(path for path in found if not any(Path(path).is_relative_to(other) for other in found - {path}))
 
 
@@ -187,6 +192,8 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
         end_with_parent(starter)  # a change of user or namespace forgets it
         _wait_for(child)
     links = {path: os.readlink(path) for path in LIBRARIES if os.path.islink(path)}
+    for place in _places(packages):  # a Python whose folder is a link has it in the names of all that it imports
+        links.setdefault(place, os.path.realpath(place))
     _private_root(paths, links)
     if as_root:
         _become_ordinary(number)
@@ -265,8 +272,9 @@ def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
         _mount(source, str(target), None, MS_BIND | MS_REC)
         _read_only(str(target))
     for path, to in links.items():
-        Path(f"/new{path}").parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(to, f"/new{path}")
+        if not os.path.lexists(f"/new{path}"):
+            Path(f"/new{path}").parent.mkdir(parents=True, exist_ok=True)
+            os.symlink(to, f"/new{path}")
     os.chdir("/new")
     _checked("umount", _libc.umount2(b"/old", MNT_DETACH))
     _checked("pivot_root", _libc.syscall(pivot, b".", b"."))

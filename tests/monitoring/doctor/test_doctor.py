@@ -101,8 +101,9 @@ def test_what_is_absent_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_cuda_build_beside_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     real = examine.metadata.version
-    monkeypatch.setattr(examine.torch, "__version__", "2.13.0+cpu")
-    monkeypatch.setattr(examine.metadata, "version", lambda name: "0.28.0" if name == "torchvision" else real(name))
+    there = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(examine.torch, "__version__", there["torch"])
+    monkeypatch.setattr(examine.metadata, "version", lambda name: there.get(name) or real(name))
     finding = named(versions(), "torchvision")
     assert finding.status == "fail" and "pip uninstall -y torchvision" in finding.fix
 
