@@ -41,6 +41,7 @@ from megaverl.distributed.worlds import of_default_group
 from megaverl.models.packing import pack
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.executor import SampleRouting
+from megaverl.trainer.job import kept_objects
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.micro_batches import ModelWorker, Weighting, micro_batches_of, of_counts, plan_for, plan_updates
 from megaverl.workers.responses import rollout_batch
@@ -95,9 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     print(f"| per rank and step | {' | '.join(f'{count:,} ranks' for count in given.ranks)} |")
     print("| --- |" + " ---: |" * len(given.ranks))
-    for group in given.only:
-        for line in GROUPS[group](given.ranks):
-            print(f"| {line.what} | {' | '.join(line.cells)} |", flush=True)
+    with kept_objects():  # as a run does
+        for group in given.only:
+            for line in GROUPS[group](given.ranks):
+                print(f"| {line.what} | {' | '.join(line.cells)} |", flush=True)
 
 
 @contextmanager
