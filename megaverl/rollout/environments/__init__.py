@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ class Request:
 
     Attributes:
         conversation: what tells it from the agent's others; empty: the first.
-        turn: of this conversation; 0 where its name follows from `token_ids`.
+        turn: of this conversation; where its name follows from `token_ids`, how many have asked the same before.
         token_ids: all that was seen and written in it so far.
     """
 
@@ -98,6 +99,7 @@ class View:
     rounds: list[int] = field(default_factory=list)
     untrained: set[int] = field(default_factory=set)
     asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # the round of the turns that come next
+    same: Counter[str] = field(default_factory=Counter)  # by content, how many have asked for a turn after it
 
     def write(self, generation: Generation, conversation: int = 0) -> None:
         """The model's next turn in a conversation."""
@@ -311,7 +313,9 @@ def _request(episode: int, agent: str, conversation: int, view: View, by_content
     now = view.conversation(conversation)
     token_ids = [*now.prompt, *now.tokens]
     if by_content:
-        return Request(episode, agent, 0, token_ids, digest(token_ids))
+        name = digest(token_ids)
+        view.same[name] += 1
+        return Request(episode, agent, view.same[name] - 1, token_ids, name)
     return Request(episode, agent, len(now.rewards), token_ids, view.name(conversation))
 
 

@@ -57,12 +57,14 @@ class Call:
     Attributes:
         kind: CHAT or COMPLETIONS.
         seen: how many calls its program had had an answer to.
+        repeats: its client says that it has sent it before.
         answer: the JSON that it is answered with; a CallRefused.
     """
 
     kind: str
     body: Mapping[str, Any]
     seen: int = 0
+    repeats: bool = False
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -251,13 +253,13 @@ class Conversations:
 
     def take(self, call: Call) -> tuple[int, list[int]] | None:
         """The number of the conversation that a call goes on with, the longest that it can be and none that waits for
-        an answer, and the tokens that come new in it; all of one that it begins. None: a call that is sent again, and
-        gets the same answer.
+        an answer, and the tokens that come new in it; all of one that it begins. None: a call that is sent again after
+        a lost connection, and gets the same answer.
 
         Raises:
             CallRefused: it cannot be answered.
         """
-        if repeated := next((first for one in self.held if (first := one.first(call))), None):
+        if call.repeats and (repeated := next((first for one in self.held if (first := one.first(call))), None)):
             repeated.answer.add_done_callback(lambda done: _pass_on(done, call.answer))
             return None
         longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))

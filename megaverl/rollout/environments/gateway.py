@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 NO_TOKEN = "none"  # clients want one even where none is asked for
 SHOWN = 400  # last characters of what a program said before it failed
 NEXT, END = "next", "end"  # how an agent that the run does not start gets an episode, and ends it
+RETRIES = "x-stainless-retry-count"  # in which OpenAI's clients count how often they sent a call before
 TOGETHER_SECONDS = 0.05  # that a call waits for others which its program may be making at the same time
 OFFER_SECONDS = 20.0  # that such an agent waits for one before it asks again
 
@@ -170,7 +171,8 @@ class GatewayHandler(BaseHTTPRequestHandler):
             if path == END:
                 session.end(body)
                 return {}
-            call = Call(path, checked(body), session.answered)
+            repeats = self.headers.get(RETRIES, "0") != "0"
+            call = Call(path, checked(body), session.answered, repeats)
             self.streams = bool(body.get("stream"))
             session.calls.put(call)
             return call.answer.result()

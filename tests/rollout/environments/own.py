@@ -9,6 +9,8 @@ from typing import Any
 
 from megaverl.rollout.environments import Environment, Outcome, Start
 
+SENT_AGAIN = {"x-stainless-retry-count": "1"}  # as OpenAI's clients say
+
 
 class Countdown(Environment):
     """Pays for every token, three turns long; the answer to a turn is a digit."""
@@ -44,7 +46,7 @@ def talk(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -
     first = calls.create(model="any", messages=messages, temperature=0.0, max_tokens=99)
     messages += [first.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
     second = calls.create(model="any", messages=messages)
-    again = calls.create(model="any", messages=messages)
+    again = calls.create(model="any", messages=messages, extra_headers=SENT_AGAIN)
     assert second.choices[0] == again.choices[0] and second.usage.prompt_tokens > first.usage.total_tokens
     messages += [second.choices[0].message, {"role": "user", "content": "end"}]
     pieces = list(calls.create(model="any", messages=messages, stream=True))
@@ -63,6 +65,13 @@ def complete(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return len(text) / 20
 
 
+def twice(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """The same question, to hear two answers."""
+    calls = client(base_url, api_key).completions
+    extra["heard"] += [calls.create(model="any", prompt=prompt).choices[0].text for _ in range(2)]
+    return 0.5
+
+
 def aside(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
     """`complete`, and in between, in some episodes, a text that has nothing to do with it."""
     calls = client(base_url, api_key).completions
@@ -78,8 +87,9 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
 
     heard = extra["heard"]
 
-    def say(*messages: Any) -> Any:
-        answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages).choices[0].message
+    def say(*messages: Any, **options: Any) -> Any:
+        calls = client(base_url, api_key).chat.completions
+        answer = calls.create(model="any", messages=messages, **options).choices[0].message
         heard.append(answer.content)
         return answer
 
@@ -91,7 +101,7 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
         first = say(system, user(prompt))
         say(user("help"))
         say(system, user(prompt), first, user("go on"))
-        extra["again"].append(say(user("help")).content == heard.pop())
+        extra["again"].append(say(user("help"), extra_headers=SENT_AGAIN).content == heard.pop())
         branch = [system, user(prompt), first, user("or so")]
         last = say(*branch, say(*branch), user("and"))
         say(system, user(f"so far: {last.content}"))

@@ -180,6 +180,17 @@ def test_each_conversation_of_an_episode_is_a_sample_of_exactly_what_was_read_an
     assert extra["heard"] == texts and extra["again"] == [True]
 
 
+def test_a_question_that_is_asked_twice_has_two_answers(engine: HFEngine) -> None:
+    asked: list[Request] = []
+    extra: dict[str, Any] = {"heard": []}
+    limits = Limits(max_turns=4, turn_tokens=6, total_tokens=90)
+    view, drawn = played(engine, {"function": f"{OWN}:twice"}, extra, limits=limits, asked=asked)
+    assert asked[0].conversation == asked[1].conversation and [request.turn for request in asked] == [0, 1]
+    assert extra["heard"] == [Letters().decode(each.token_ids) for each in drawn]
+    assert [row.tokens for row in view.conversations()] == [each.token_ids for each in drawn]
+    assert drawn[0].token_ids != drawn[1].token_ids and len(view.conversations()) == 2
+
+
 def test_calls_of_the_same_time_are_written_at_once_and_their_order_changes_nothing() -> None:
     """Helpers and two ways on from one answer; each list comes while the calls of the one before are written."""
     schedules = {
