@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from megaverl.config import load_config
 from megaverl.data.batch import RolloutBatch
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @contextmanager
 def rank_of(rank: int, size: int) -> Iterator[None]:
     """Inside, this process is one rank of a world whose collectives move nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=dist.HashStore())
     try:
         yield
     finally:
@@ -241,6 +241,7 @@ def own_rows(size: int, rank: int) -> Moved:
         size_of_rows += results(watch, roles, model, batch, held)
         advantages(watch, batch, step)
         weights(watch, roles.actor, batch, held)
+        routing.fabric.messages.close()
     # lengths and their ranks; two scores and a component; tokens that train, asked for twice, and whether they ended
     return Moved(len(held.rows), size_of_rows, len(lengths) * (12 + 12 + 2 * 8 + 1), watch.seconds)
 

@@ -34,6 +34,9 @@ class Order:
     def synchronise(self, done: int, *, starts: bool) -> None:
         self.asked.append(f"{'start' if starts else 'after'} {done}")
 
+    def agreed(self, done: int) -> None:
+        """Nothing waits for that here."""
+
     def measured(self, done: int) -> None:
         """On another rank."""
 
