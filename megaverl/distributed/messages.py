@@ -68,11 +68,15 @@ class _Connection:
     Attributes:
         under_way: by number, what was sent and is not known to be taken.
         waiting: threads that wait for a message from there.
+        queued: messages that the loop has to send.
+        link: once it is open.
     """
 
     outbox: _Outbox = field(default_factory=asyncio.Queue)
     under_way: dict[int, Future[None]] = field(default_factory=dict)
     waiting: int = 0
+    queued: int = 0
+    link: socket.socket | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -129,7 +133,9 @@ class HostMessages:
                 chunks = [b"".join(chunks)]
             connection = self._to(dest)
             connection.under_way[self._number] = sent
-            self._loop.call_soon_threadsafe(connection.outbox.put_nowait, chunks)
+            if left := _sent_at_once(connection, chunks):
+                connection.queued += 1
+                self._loop.call_soon_threadsafe(connection.outbox.put_nowait, left)
         return sent
 
     def receive(self, source: int, name: str, timeout: timedelta) -> list[Tensor]:
@@ -214,8 +220,10 @@ class HostMessages:
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await self._loop.sock_connect(link, (host, int(port)))
                 await self._loop.sock_sendall(link, _HELLO.pack(bytes.fromhex(token), self.rank))
+                with self._changed:
+                    connection.link = link
                 async with asyncio.TaskGroup() as both:
-                    both.create_task(self._write(link, connection.outbox))
+                    both.create_task(self._write(link, connection))
                     both.create_task(self._note_taken(link, connection))
         except* OSError as errors:
             why = f"Connection closed by peer {host}:{port} ({errors.exceptions[0]})".removesuffix(" ()")
@@ -270,10 +278,21 @@ class HostMessages:
             if data := data[count:]:
                 await asyncio.sleep(0)  # what is large leaves others their turn
 
-    async def _write(self, link: socket.socket, outbox: _Outbox) -> None:
+    async def _write(self, link: socket.socket, connection: _Connection) -> None:
         while True:
-            for data in await outbox.get():
+            for data in await connection.outbox.get():
                 await self._loop.sock_sendall(link, data)
+            with self._changed:
+                connection.queued -= 1
+
+
+def _sent_at_once(connection: _Connection, chunks: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+    """Send what is small and waits for nothing before it, and spare the loop's thread; what is left is returned."""
+    if connection.link is None or connection.queued or len(chunks) > 1:
+        return chunks
+    with suppress(OSError):  # the loop finds out, and says so to all who wait
+        chunks = [left] if (left := chunks[0][connection.link.send(chunks[0]) :]) else []
+    return chunks
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
