@@ -38,6 +38,8 @@ _HELLO = struct.Struct(f"<{_TOKEN}sI")  # the receiver's token, the sender's ran
 _HEAD = struct.Struct("<QI")  # a message's number, the bytes of its name and sizes
 _NUMBER = struct.Struct("<Q")
 _SMALL = 65536  # bytes of a message that goes in one piece
+_HELLO_SECONDS = 300.0  # in which who connects says who it is
+_RETRY_SECONDS = 0.05
 _LAST_WORDS = 5.0  # seconds in which what a rank sent before it ended is still read
 
 _Outbox = asyncio.Queue[Sequence[bytes | memoryview]]
@@ -201,7 +203,11 @@ class HostMessages:
         with listening:
             async with asyncio.TaskGroup() as self._tasks:
                 while True:
-                    link, _ = await self._loop.sock_accept(listening)
+                    try:
+                        link, _ = await self._loop.sock_accept(listening)
+                    except OSError:  # whoever it was has left, or no more files may be open: the next is heard again
+                        await asyncio.sleep(_RETRY_SECONDS)
+                        continue
                     self._tasks.create_task(self._read(link))
 
     def _begin(self, rank: int, connection: _Connection) -> None:
@@ -247,7 +253,8 @@ class HostMessages:
         """Take in what a rank sends here, until it closes the connection."""
         with suppress(OSError), link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            token, source = _HELLO.unpack(await self._exactly(link, _HELLO.size))
+            async with asyncio.timeout(_HELLO_SECONDS):
+                token, source = _HELLO.unpack(await self._exactly(link, _HELLO.size))
             if not secrets.compare_digest(token, self._token):
                 return
             task, one = asyncio.current_task(), threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 def test_what_is_sent_comes_whole_and_in_order_under_its_name(ends: Ends) -> None:
     first, second, *_ = ends()
+    first.send(1, "opens", [])
+    assert second.receive(0, "opens", SOON) == []
     large = torch.arange(10**6, dtype=torch.float32).reshape(1000, 1000).t()  # not in one piece, nor contiguous
     sent = [first.send(1, "rows", [b"head", large]), first.send(1, "rows", [b"", torch.tensor(True)])]
     sent += [first.send(1, "other", [torch.tensor([0.5], dtype=torch.bfloat16)]), second.send(0, "rows", [])]
@@ -61,11 +64,32 @@ def test_connections_that_nobody_uses_are_closed(ends: Ends, monkeypatch: pytest
     assert others[2].receive(0, "kept", SOON)[0].tolist() == [48] and kept.result(30) is None
 
 
-def test_a_stranger_is_not_listened_to(ends: Ends) -> None:
+@pytest.mark.parametrize("says", ["another token", "nothing"])
+def test_a_stranger_is_not_listened_to(ends: Ends, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    if says == "nothing":
+        monkeypatch.setattr(messages, "_HELLO_SECONDS", 0.05)
     host, port, token = ends()[0].find(1)
     with socket.create_connection((host, int(port)), timeout=10) as stranger:
-        stranger.sendall(messages._HELLO.pack(bytes.fromhex(token)[::-1], 0))
+        if says == "another token":
+            stranger.sendall(messages._HELLO.pack(bytes.fromhex(token)[::-1], 0))
         assert stranger.recv(1) == b"", "the other end closes"
+
+
+def test_a_connection_that_is_broken_before_it_is_taken_ends_nothing(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, broken = asyncio.SelectorEventLoop.sock_accept, list[int]()
+
+    async def breaks(loop: asyncio.SelectorEventLoop, listening: socket.socket) -> tuple[socket.socket, object]:
+        if len(broken) < 4:
+            broken.append(listening.fileno())
+            raise ConnectionAbortedError
+        return await accept(loop, listening)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", breaks)
+    first, second, *_ = ends()
+    first.send(1, "rows", [b"0"])
+    assert second.receive(0, "rows", SOON)[0].tolist() == [48] and len(broken) == 4
 
 
 def test_who_ends_is_missed_at_once(ends: Ends) -> None:
