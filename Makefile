@@ -7,6 +7,7 @@ test: ## everything that CI runs; ARGS="tests/sharding -k qwen3" for a part
 check: ## ruff and mypy alone: seconds
 	./launch/bootstrap.sh
 	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
 	.venv/bin/python -m mypy
 
 docs: ## pages made from the code, then the site at http://127.0.0.1:8000

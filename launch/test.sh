@@ -24,6 +24,7 @@ export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}" # as launch/network.sh
 [[ -n "${MEGAVERL_PYTHON:-}" || "$_base_lock" != "$_cpu_lock" ]] || export CUDA_VISIBLE_DEVICES=""
 
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
 ((!$#)) || exec "$PYTHON" -m pytest "$@"
 

@@ -29,9 +29,9 @@ ROOT = Path(megaverl.__file__).resolve().parents[1]
 PACKAGE = ROOT / "megaverl"
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
+MAX_FUNCTION_LINES = 80
+
 # From the bottom up: a package imports from those before it, and from itself.
-MAX_PACKAGES = 18
-MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 270, 450, 80
 ORDER = (
     "errors",
     "version",
@@ -165,13 +165,9 @@ def test_no_package_knows_what_it_should_not() -> None:
     assert wrong == []
 
 
-def test_modules_and_functions_stay_small() -> None:
-    """A reader's limits, as CONTRIBUTING.md has them."""
+def test_functions_stay_short() -> None:
+    """Bound the length of a function. A module has no limit: it ends where its idea ends."""
     files = sorted((ROOT / "megaverl").rglob("*.py"))
-    assert len(files) <= MAX_MODULES, "merge modules that only travel together"
-    assert len(list(PACKAGE.glob("*/__init__.py"))) <= MAX_PACKAGES
-    long = [f"{path}: {len(path.read_text().splitlines())} lines" for path in files]
-    assert [entry for entry in long if int(entry.split()[-2]) > MAX_MODULE_LINES] == []
     functions = [
         f"{path}:{node.lineno} {node.name}"
         for path in files
