@@ -36,6 +36,7 @@ ORDER = (
     "errors",
     "version",
     "processes",
+    "temporary",
     "gpus",
     "plugins",
     "platform",

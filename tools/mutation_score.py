@@ -2,7 +2,7 @@
 
     pip install --target DIR cosmic-ray                        # apart from .venv, whose versions are pinned
     python tools/mutation_score.py --cosmic-ray DIR             # 300 mutants out of all, by seed
-    python tools/mutation_score.py --cosmic-ray DIR --num 60 --only 'reshard/*' --jobs 2
+    python tools/mutation_score.py --cosmic-ray DIR --num 60 --only 'sharding/*' --jobs 2
 
 A mutant is one module with one small change: another comparison, a number one off, a loop that never runs. Places are
 drawn evenly over the modules of TARGETS, and one change at each place. The tests run with everything large imported

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError
+from megaverl.temporary import temporary_folder
 from megaverl.version import __version__
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), end="", file=sys.stderr)
         return MISTAKE
     try:
-        code = _run(name, rest)
+        with temporary_folder():
+            code = _run(name, rest)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read it has read enough; nor must the interpreter's own flush at exit find this
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

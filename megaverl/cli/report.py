@@ -7,9 +7,13 @@ import importlib.util
 import json
 import os
 import secrets
+import select
 import sys
+import termios
 import time
-from contextlib import suppress
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megaverl.cli.options import Subcommand, UsageError, add_json
@@ -29,7 +33,7 @@ A run that goes on, in the terminal: curves, where the last step's time went, wh
   megaverl watch runs/quickstart
   megaverl watch runs/quickstart --once               once, for a script or a log
 
-Ctrl-C ends it; the run does not notice.
+q or Ctrl-C ends it. The run goes on.
 """
 TRACE = """\
 Write one trace of all ranks of a step: operators, kernels and stages. `run.profile.steps` says of which steps there are
@@ -116,13 +120,43 @@ def _watch(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal:
         console.print(view.render(console.width))
         return 0
-    with suppress(KeyboardInterrupt), Live(view.render(console.width), console=console, screen=True) as live:
-        while True:
-            time.sleep(max(0.1, arguments.every))
+    seconds = max(0.1, arguments.every)
+    with suppress(KeyboardInterrupt), _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(view.render(console.width), refresh=True)
+        while not _is_key_pressed("q", seconds):
             view.update()
-            live.update(view.render(console.width))
+            live.update(view.render(console.width), refresh=True)
     console.print(view.render(console.width))
     return 0
+
+
+@contextmanager
+def _single_keys() -> Iterator[None]:
+    """Let the terminal hand over every key at once, without showing it, inside this block."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_key_pressed(key: str, seconds: float) -> bool:
+    """Wait up to `seconds`; return at once with True if `key` is pressed. Other keys are ignored."""
+    deadline = time.monotonic() + seconds
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0]:
+            typed = os.read(sys.stdin.fileno(), 64)
+            # An empty read is the end of input: the terminal is gone.
+            if not typed or key in typed.decode(errors="replace").lower():
+                return True
+    return False
 
 
 def _trace_options(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
 from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
+from megaverl.temporary import remove_temporary_folder
 
 UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
 RESUMED = ("train", "sft", "dpo", "reward")  # commands that write checkpoints, and go on from them
@@ -158,6 +159,7 @@ def _leave(code: int) -> NoReturn:
     """End without waiting for engines, process groups and their threads, which may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
+    remove_temporary_folder()
     os._exit(code)
 
 

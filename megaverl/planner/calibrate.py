@@ -11,6 +11,7 @@ import json
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -62,12 +63,10 @@ def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = 
     Raises:
         MegaverlError: a measurement failed; with its last words.
     """
-    from megaverl.monitoring.doctor.trials import scratch
-
     tell("products, attention, memory and messages")
     measured = measure_rates(ranks := max(2, min(8, available_cores())))
     hardware = describe(name, measured, ranks)
-    with scratch() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         probes = []
         for layers in PROBE_LAYERS:
             tell(f"steps of a model of {layers} layers on one rank")

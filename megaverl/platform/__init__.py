@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from megaverl.platform.hidden_imports import hide_from_megatron
 from megaverl.processes import raise_open_files
+from megaverl.temporary import use_temporary_folder
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Platform:
         return torch.bfloat16 if self.is_cuda and torch.cuda.is_bf16_supported() else torch.float32
 
     def start(self) -> None:
-        """Make `device` the current one, and room for connections to many ranks."""
+        """Make `device` the current one, raise the limit of open files, and use one temporary folder."""
         raise_open_files()
+        use_temporary_folder()
         if self.is_cuda:
             torch.cuda.set_device(self.device)
 
@@ -56,7 +59,8 @@ class Platform:
         return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def adapt_megatron(self) -> None:
-        """Adapt megatron-core to this machine; on CUDA nothing. Call before importing `megatron.core`."""
+        """Adapt megatron-core to this machine. Call before importing `megatron.core`."""
+        hide_from_megatron()
         if not self.is_cuda:
             from megaverl.platform.megatron_cpu import ADAPTATIONS
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megaverl.errors import RolloutError
 from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
+from megaverl.temporary import MARK, SHARED_MEMORY, claim_shared_memory, release_shared_memory
 
 FROM_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 WITH_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
@@ -87,7 +88,6 @@ def adapt_images() -> None:
 DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
-SHARED_MEMORY = Path("/dev/shm")
 NORM_LANES = 16  # the CPU norm kernels work on multiples of this
 LATENT_ATTENTION = "CPU_MLA"
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
@@ -327,12 +327,19 @@ def _own_shared_memory_by_job() -> None:
 
 @contextmanager
 def unique_shared_memory() -> Iterator[None]:
-    """vLLM groups made inside share memory under a name that no other job has, alive or killed. All ranks take part."""
+    """Give vLLM groups created inside this block shared memory under a name that no other job uses.
+
+    Collective over the default process group.
+    """
     name = os.environ["VLLM_DIST_IDENT"] = shared_memory_name()
+    mark = claim_shared_memory(name)
     yield
-    dist.barrier()  # every rank has mapped its buffers; without names they end with the last rank, killed or not
+    # Every rank has mapped its buffers. Without names they end with the last rank, however it ends.
+    dist.barrier()
+    release_shared_memory(name, mark)
     for buffer in SHARED_MEMORY.glob(f"{name}*"):
-        buffer.unlink(missing_ok=True)
+        if MARK not in buffer.name:
+            buffer.unlink(missing_ok=True)
 
 
 def shared_memory_name() -> str:

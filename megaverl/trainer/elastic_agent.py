@@ -30,6 +30,7 @@ from megaverl.config import Config, smallest_world
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, GridError, TrainingStopped
 from megaverl.gpus import count_gpus
 from megaverl.processes import ending_with_parent
+from megaverl.temporary import remove_temporary_folder, temporary_folder
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 MASTER_PORT = 29500  # torchrun's, where none is given
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
         except (TrainingStopped, RendezvousError) as error:
             where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
+            remove_temporary_folder()
             os._exit(FAILED)  # no rank has begun; a thread of torch may still wait for an answer
         except ChildFailedError as error:
             return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
@@ -249,4 +251,6 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with temporary_folder():
+        exit_code = main()
+    sys.exit(exit_code)

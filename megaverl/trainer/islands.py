@@ -1,17 +1,17 @@
-"""Islands of the actor in a run: how their updates are joined, and what the coordinator does meanwhile.
+"""Islands of the actor: replica groups on slowly connected nodes, and how their updates are joined.
 
-Every island plans the same micro-batches of a mini-batch and trains on its share, with the weights in the loss that the
-whole mini-batch gives its tokens. With one exchange an update the gradients are added up, and all islands take the same
-step, that of a single island. With several updates between exchanges each takes its own steps, of the mean loss over
-its share; then the mean of their changes is the gradient of an outer optimizer (DiLoCo). It steps on the float32
-weights that the inner optimizer keeps: in a model's bfloat16 most of that change would round to nothing.
+Every island plans the same micro-batches of a mini-batch and trains on its share. The loss weights each token as in the
+whole mini-batch.
 
-Islands of the actor on slowly connected nodes: their gradients added up, or every K steps their weights averaged.
+`coordinator.islands_every` = 1: the islands add up their gradients in every update, and all take the same step, that
+of a single island.
 
-K = 1: each island's gradient of its own samples becomes the gradient of all samples, and every island takes the same
-step. K > 1 (DiLoCo, arXiv 2311.08105): each takes K steps of its own; then the mean of their changes is the gradient
-of an outer optimizer, SGD with Nesterov momentum, that all take alike. Either goes through the coordinator: bucket by
-bucket up, the sum down.
+`coordinator.islands_every` = K > 1 (DiLoCo, arXiv 2311.08105): each island takes K steps of its own, on the mean loss
+over its share. Then the mean of the islands' changes is the gradient of an outer optimizer, SGD with Nesterov momentum.
+The outer optimizer steps on the float32 weights that the inner optimizer keeps: in a bfloat16 model most of the change
+would round to nothing.
+
+In both cases the data goes through the coordinator in buckets: each island sends a bucket and receives the sum.
 """
 
 from __future__ import annotations

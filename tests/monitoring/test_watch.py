@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +19,9 @@ from megaverl.cli.main import main
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.monitoring.report import MOST_RANKS, RunView
 from megaverl.monitoring.tracker import Tracker
+from megaverl.processes import ending_with_parent
 from megaverl.trainer.job import RanksFile
+from tests.terminals import read_to_the_end
 
 
 def shown(view: RunView) -> str:
@@ -77,3 +83,30 @@ def test_it_says_who_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "no rank is running" in capsys.readouterr().out
     assert main(["watch", str(tmp_path / "nowhere")]) == 1
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_key_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 1.0}\n')
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "megaverl", "watch", str(tmp_path), "--every", "600"]
+    watching = subprocess.Popen(ending_with_parent(command), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while b"reward" not in shown:
+        shown += os.read(ours, 65536)
+    os.write(ours, b"xq")
+    read_to_the_end(ours)
+    assert watching.wait() == 0
+
+
+def test_labels_are_whole_and_times_have_a_unit(tmp_path: Path) -> None:
+    record = {"step": 1, "time": 1.0, "train/step_time_ms": 27900.0, "rollout/logprob_diff_max": 0.25}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    view = RunView(tmp_path)
+    lines = [" ".join(line.split()) for line in shown(view).splitlines()]
+    assert "time per step 27.9 s ▅ 27.9 s to 27.9 s" in lines
+    assert any(line.startswith("engine and trainer: largest log-prob difference 0.25") for line in lines)
+    narrow = Console(width=60, file=io.StringIO())
+    narrow.print(view.render(60))
+    words = narrow.file.getvalue().split()  # type: ignore[attr-defined]
+    assert "difference" in words, "a label that is too long goes on in the next line"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import psutil
 import pytest
 
 from tests.launcher import ROOT
+from tools.mutation_score import TARGETS
 
 MODULE = """
 def limit(value: int | None, most: int) -> int:
@@ -37,6 +39,19 @@ m.SECONDS, m.IMPORTED = 3.0, ("pytest",)
 mutants = [m.Mutant("toy/module.py", source.replace(*change), 3, change[1], ("tests",)) for change in changes]
 m.report(m.score(root, mutants, 2))
 """
+
+
+def test_the_documented_modules_exist() -> None:
+    """Those of the table of survivors, of `TARGETS`, and of the examples."""
+    table = (ROOT / "tools" / "mutation_score.md").read_text(encoding="utf-8")
+    modules = set(re.findall(r"^\| (\S+\.py)", table, re.MULTILINE))
+    targets = {pattern for target in TARGETS for pattern in target.modules}
+    assert modules and modules <= targets
+    for module in targets:
+        assert (ROOT / "megaverl" / module).is_file(), module
+    for page in ("CONTRIBUTING.md", "tools/mutation_score.py"):
+        (pattern,) = re.findall(r"--only '([^']+)'", (ROOT / page).read_text(encoding="utf-8"))
+        assert any(PurePath(target).match(pattern) for target in targets), f"{page}: --only {pattern!r} matches nothing"
 
 
 @pytest.fixture

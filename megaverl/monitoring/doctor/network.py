@@ -7,7 +7,6 @@ import resource
 import shutil
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +17,7 @@ import torch
 
 from megaverl.monitoring.doctor import Finding
 from megaverl.platform import platform
+from megaverl.temporary import SHARED_MEMORY, base_folder
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_", "OMP_NUM", "VLLM_HOST")
 INTERFACE_SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -163,7 +163,6 @@ def is_free(port: int) -> bool:
 
 
 GB = 2**30
-SHARED_MEMORY = Path("/dev/shm")
 OPEN_FILES = 4096
 PROCESSES = 4096
 
@@ -175,7 +174,7 @@ def storage(run_dir: Path) -> Iterator[Finding]:
         run_dir: `run.dir`, or a folder that could become it.
     """
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    places = {"runs": run_dir, "temporary files": Path(tempfile.gettempdir()), "hub cache": cache}
+    places = {"runs": run_dir, "temporary files": base_folder(), "hub cache": cache}
     for name, path in places.items():
         yield _disk(name, path)
     yield _shared_memory()

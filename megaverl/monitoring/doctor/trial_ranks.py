@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from megaverl.config.roles import RolloutConfig
 from megaverl.monitoring.doctor.hardware import ask, link_rate, pair_rate, read_links, read_topology
-from megaverl.monitoring.doctor.trials import RANKS, answer, join, scratch
+from megaverl.monitoring.doctor.trials import RANKS, answer, join
 from megaverl.platform import platform
 
 NUMEL = 4 * 2**20
@@ -44,7 +45,9 @@ def add_up() -> None:
     if with_gpus:
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / ROUNDS
-    if rank == 0:
+    if rank != 0:
+        answer()
+    else:
         nbytes = tensor.numel() * tensor.element_size()
         where = "over NCCL on two GPUs" if with_gpus else "over gloo"
         if not with_gpus and torch.cuda.is_available():
@@ -73,7 +76,7 @@ def generate_one(engine_name: str) -> str:
     begin = time.perf_counter()
     limits = {"gpu_memory_utilization": 0.2} if platform.is_cuda else {}
     options = {"engine": engine_name, "vllm": {"enforce_eager": True, **limits}}
-    with scratch() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         make_tiny_folder(Path(folder), "Qwen2ForCausalLM", **MODEL)
         engine = make_engine(
             RolloutConfig.model_validate(options), folder, seed=0, dtype=platform.default_dtype, max_model_len=16
@@ -114,6 +117,8 @@ def measure_links() -> None:
     dist.all_reduce(rates)
     if rank == 0:
         answer(**judge(all_reduce / 1e9, (rates / 1e9).tolist(), *(expected() if on_gpus else (0.0, 0.0))))
+    else:
+        answer()
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from megaverl.monitoring.doctor import Finding
 from megaverl.processes import ending_with_parent, free_port
+from megaverl.temporary import INHERITED, SHARED_MEMORY, remove_abandoned
 
 RANKS = 2
 TRIAL_RANKS = "megaverl.monitoring.doctor.trial_ranks"
@@ -29,13 +29,21 @@ KEPT_APART = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 class Trial:
-    """Processes that were started, and what is to be said of them.
+    """Processes of one trial, and the finding that comes of them.
+
+    What decides is each rank's answer, not how its process ends: on a busy machine a rank may still be closing its
+    connections at the deadline, or find those to the other ranks broken.
+
+    Example:
+        trial = Trial("all-reduce", "package.module", 2, "what to do if it fails", {})
+        ...                                            # its ranks work meanwhile, and call `answer`
+        finding = trial.finish(time.monotonic() + 30)
 
     Args:
         name: of the finding.
-        module: run as `python -m module arguments`; its last line that is JSON has `found`.
-        ranks: how many processes.
-        fix: what to do where it fails.
+        module: run as `python -m module arguments` in each rank. Rank 0's last answer is the finding.
+        ranks: number of processes.
+        fix: what to do where the trial fails.
         section: of the finding.
     """
 
@@ -53,6 +61,8 @@ class Trial:
         self.name, self.fix, self.section = name, fix, section
         self._start = time.monotonic()
         self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
+        # Removed by `finish`: a rank that is killed removes nothing.
+        self._scratch = tempfile.TemporaryDirectory(prefix="megaverl_trial_")
         port = str(free_port())
         kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
         self._processes = [
@@ -63,6 +73,8 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 env={
                     **kept,
+                    "TMPDIR": self._scratch.name,
+                    INHERITED: self._scratch.name,
                     **environment,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
@@ -76,29 +88,46 @@ class Trial:
         ]
 
     def finish(self, deadline: float) -> Finding:
-        """Wait until `deadline` (of time.monotonic) at most, end what is left, and say how it went."""
+        """Wait until `deadline` (of time.monotonic) at most, end what is left, and return the finding."""
         failed: list[int] = []  # in the order in which they ended: the others fail on the connection to the first
         while running := [rank for rank, process in enumerate(self._processes) if process.poll() is None]:
             if time.monotonic() >= deadline:
-                return self._cut_off()
+                break
             time.sleep(0.02)
             failed += [rank for rank in running if self._processes[rank].poll()]
         failed += [rank for rank, process in enumerate(self._processes) if process.returncode and rank not in failed]
-        if failed:
+        self._end(running)
+        answers = [self._answer(rank) for rank in range(len(self._processes))]
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        if failed := [rank for rank in failed if rank in silent]:
             found = f"rank {failed[0]} ended with {self._processes[failed[0]].returncode}:\n{self._tail(failed[0])}"
             return Finding(self.section, self.name, "fail", found, self.fix)
-        said = next(line for line in reversed(self._lines(0)) if line.startswith('{"found": '))
-        answer: dict[str, Any] = json.loads(said)  # a library may say something more as it ends
-        return Finding(self.section, self.name, answer.get("status", "ok"), answer["found"], answer.get("fix", ""))
+        if unfinished := [rank for rank in silent if rank in running]:
+            return self._cut_off(unfinished[0])
+        said = answers[0]
+        if said is None:
+            found = f"rank 0 ended without an answer:\n{self._tail(0)}"
+            return Finding(self.section, self.name, "fail", found, self.fix)
+        return Finding(self.section, self.name, said.get("status", "ok"), said["found"], said.get("fix", ""))
 
-    def _cut_off(self) -> Finding:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+    def _end(self, running: Sequence[int]) -> None:
+        """Kill these ranks, and remove what all have left."""
+        for rank in running:
+            self._processes[rank].kill()
         for process in self._processes:
             process.wait()
+        self._scratch.cleanup()
+        remove_abandoned(SHARED_MEMORY)
+
+    def _answer(self, rank: int) -> dict[str, Any] | None:
+        """Return a rank's last answer, or None. A library may print more lines after it."""
+        said = (line for line in reversed(self._lines(rank)) if line.startswith('{"found": '))
+        line = next(said, None)
+        return None if line is None else dict(json.loads(line))
+
+    def _cut_off(self, rank: int) -> Finding:
         seconds = time.monotonic() - self._start
-        found = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(0)}"
+        found = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(rank)}"
         return Finding(self.section, self.name, "fail", found, f"give it longer with --timeout 120; then: {self.fix}")
 
     def _lines(self, rank: int) -> list[str]:
@@ -148,15 +177,9 @@ def join(ranks: int) -> tuple[int, int, torch.device]:
     return rank, size, device
 
 
-def answer(found: str, **more: str) -> None:
-    """What a trial's process says as its last line."""
+def answer(found: str = "", **more: str) -> None:
+    """Print a rank's answer: its part of the trial is done, and went well. Rank 0's is the finding."""
     print(json.dumps({"found": found, **more}), flush=True)
-
-
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder for one trial, in shared memory where there is one."""
-    fast = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(dir=fast if os.access(fast, os.W_OK) else None)
 
 
 def measure_rates(timeout: float) -> Finding:

@@ -8,6 +8,7 @@ import hmac
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -63,6 +64,7 @@ MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 REFRESH_SECONDS = 30  # after which a browser asks again for a page that is served
 FEW_POINTS = POINTS // 2  # of the many small curves
+SHARES = re.compile(r"accuracy|pass@|fraction|_frac$|_share$|_rate$")  # metrics between 0 and 1
 OLD = 10.0  # seconds after which what the ranks said counts for nothing
 MOST_RANKS = 16  # that are shown one by one
 NOT_A_STAGE = ("step", "other")  # of the metrics time/..._ms
@@ -254,7 +256,7 @@ def _chart(title: str, name: str, runs: Sequence[RunRecord], points: int, scale:
         curves.append(
             (run.name, [b._replace(mean=b.mean * scale, low=b.low * scale, high=b.high * scale) for b in found])
         )
-    return line_chart(title, curves)
+    return line_chart(title, curves, is_share=bool(SHARES.search(name)))
 
 
 @dataclass
@@ -311,9 +313,9 @@ class RunView:
         return {} if is_over else beats
 
     def render(self, width: int = 100) -> RenderableType:
-        """All of it, for a terminal."""
+        """Return everything there is to show, for a terminal of this width."""
         ranks = self.ranks()
-        parts: list[RenderableType] = [self._head(bool(ranks)), self._curves(max(10, width - 50))]
+        parts: list[RenderableType] = [self._head(bool(ranks)), self._curves(width)]
         if times := self._times(max(10, width - 40)):
             parts += [Text("\nwhere the last step's time went", style="bold"), times]
         if ranks:
@@ -333,15 +335,28 @@ class RunView:
         return Text(text + ("" if is_running else "; no rank is running"), style="bold")
 
     def _curves(self, width: int) -> Table:
-        table = Table.grid(padding=(0, 2))
+        """Return a row for each main curve: label, last value, the curve, and its least and greatest value."""
+        rows: list[tuple[str, str, list[float], str]] = []
         for title, names in MAIN_CURVES:
             name = next((name for name in names if name in self.values), None)
-            if name is not None:
-                values = self.values[name]
-                finite = [value for value in values if math.isfinite(value)]
-                ends = f"{short(min(finite))} to {short(max(finite))}" if finite else ""
-                label = title if not name.endswith("_ms") else title.replace("seconds", "milliseconds")
-                table.add_row(label[:30], short(values[-1]), sparkline(values, width), ends)
+            if name is None:
+                continue
+            is_time = name.endswith("_ms")
+            values = [value / 1e3 for value in self.values[name]] if is_time else self.values[name]
+            text = duration if is_time else short
+            finite = [value for value in values if math.isfinite(value)]
+            ends = f"{text(min(finite))} to {text(max(finite))}" if finite else ""
+            label = title.replace("seconds per", "time per") if is_time else title
+            rows.append((label, text(values[-1]), values, ends))
+        table = Table.grid(padding=(0, 2))
+        table.add_column()  # a label that is too long goes on in the next line
+        for _ in range(3):
+            table.add_column(no_wrap=True)
+        labels = max((len(label) for label, *_ in rows), default=0)
+        numbers = max((len(value) + len(ends) for _, value, _, ends in rows), default=0)
+        curve_width = max(10, width - labels - numbers - 8)
+        for label, value, values, ends in rows:
+            table.add_row(label, value, sparkline(values, curve_width), ends)
         return table
 
     def _times(self, width: int) -> Table | None:

@@ -15,11 +15,12 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24
 NUM_COLOURS = 8
 
 
-def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]]) -> str:
-    """One figure: a line for each curve, with a band from least to greatest where values were joined.
+def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is_share: bool = False) -> str:
+    """Return one figure: a line for each curve, with a band from least to greatest where values were joined.
 
     Args:
-        curves: (label, buckets); the colour goes by position, so a run has the same one everywhere.
+        curves: (label, buckets). The colour goes by position, so that a run has the same colour in all figures.
+        is_share: the values lie between 0 and 1, and so does the axis.
     """
     shown = [(number, label, points) for number, (label, points) in enumerate(curves) if points]
     if not shown:
@@ -28,6 +29,8 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]]) -> st
     x1 = max(points[-1].step for *_, points in shown)
     y0 = min(bucket.low for *_, points in shown for bucket in points)
     y1 = max(bucket.high for *_, points in shown for bucket in points)
+    if y0 == y1 and is_share:
+        y0, y1 = 0.0, 1.0
     ticks = nice_ticks(y0, y1)
     y0, y1 = min(y0, ticks[0]), max(y1, ticks[-1])
     x1 = x1 if x1 > x0 else x0 + 1
@@ -83,10 +86,14 @@ def _axes(scale: _Scale, ticks: Sequence[float]) -> Iterator[str]:
 
 
 def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, `most` or fewer steps apart."""
+    """Return round numbers from at most `low` to at least `high`, `most` or fewer steps apart.
+
+    None is below 0 where `low` is not.
+    """
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        # A count or an accuracy that is always 0 needs no axis for negative values.
+        low, high = (low - pad if low else 0.0), high + pad
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))

@@ -16,6 +16,7 @@ from megaverl.config import Config, smallest_world
 from megaverl.config.grids import resolve_placement, role_grids, used_roles
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 from megaverl.processes import free_port
+from megaverl.temporary import remove_temporary_folder
 from megaverl.trainer.api import DataParallelConfig, Devices, placement_of
 from megaverl.trainer.api.settings import (
     JOB_OF_ONE,
@@ -135,6 +136,7 @@ def _leave() -> None:
         barrier(job.fabric.control)
     except TrainingStopped as broken:
         print(f"error: {job.liveness.explain(broken) or broken}", file=sys.stderr, flush=True)
+        remove_temporary_folder()
         os._exit(1)
     job.liveness.leave()
     job.fabric.messages.close()

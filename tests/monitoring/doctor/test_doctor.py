@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import socket
@@ -86,6 +87,39 @@ def test_a_trial_that_hangs_is_ended() -> None:
     assert finding.status == "fail" and "and ended" in finding.found
     assert "--timeout 120" in finding.fix
     assert all(process.poll() is not None for process in trial._processes)
+
+
+ANSWERING = "tests.monitoring.doctor.answering"
+
+
+@pytest.mark.parametrize(
+    ("first", "other"), [("exits", "exits"), ("fails", "fails"), ("exits", "stays"), ("stays", "fails")]
+)
+def test_an_answer_counts_however_its_process_ends(first: str, other: str) -> None:
+    trial = Trial("sum", ANSWERING, 2, "fix it", {}, arguments=[first, other])
+    finding = trial.finish(deadline_after_answers(trial))
+    assert (finding.status, finding.found) == ("ok", "right")
+
+
+def test_a_rank_without_an_answer_fails_a_trial(tmp_path: Path) -> None:
+    for other, said in (("silent", "rank 1 ended with 1:\nbroken"), ("hangs", "not done after")):
+        trial = Trial("sum", ANSWERING, 2, "fix it", {}, arguments=["exits", other])
+        scratch = Path(trial._scratch.name)
+        finding = trial.finish(deadline_after_answers(trial))
+        assert finding.status == "fail" and said in finding.found
+        assert not scratch.exists(), "a rank that was cut off leaves nothing"
+    trial = Trial("sum", ANSWERING, 1, "fix it", {}, arguments=["leaves"])
+    assert "without an answer" in trial.finish(time.monotonic() + 60).found
+
+
+def deadline_after_answers(trial: Trial) -> float:
+    """Wait until every rank has said something; return the time."""
+    while not all(os.fstat(log.fileno()).st_size for log in trial._logs):
+        time.sleep(0.01)
+    for process, what in zip(trial._processes, trial._processes[0].args[-2:], strict=True):  # type: ignore[index]
+        if what not in ("stays", "hangs"):
+            process.wait()
+    return time.monotonic()
 
 
 def test_what_is_absent_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,11 @@ def test_it_fits_the_screen(window: Browser, width: int, columns: int, tmp_path:
         ".map(t => t.getBoundingClientRect().height)"
     )
     assert min(small) >= 8, "the axes can be read"
+    cut = window.run(
+        "return [...document.querySelectorAll('nav a')].filter(a => a.getBoundingClientRect().right > innerWidth)"
+        ".map(a => a.textContent)"
+    )
+    assert cut == [], "every entry of the menu can be seen"
     assert window.picture(tmp_path / "page.png").stat().st_size > 50_000
 
 

@@ -18,9 +18,10 @@ import pytest
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import DataError
 from megaverl.monitoring.report import ReportServer, write_report
-from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, nice_ticks, windows
+from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, line_chart, nice_ticks, windows
 from megaverl.monitoring.report.run_folder import (
     POINTS,
+    Bucket,
     RunRecord,
     Series,
     TraceSpan,
@@ -180,6 +181,15 @@ def test_words_for_numbers() -> None:
 def test_ticks_are_round_and_hold_the_values(low: float, high: float) -> None:
     ticks = nice_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 7
+
+
+@pytest.mark.parametrize(
+    ("value", "is_share", "axis"),
+    [(0.0, True, "0 1"), (1.0, True, "0 1"), (0.0, False, "0 1"), (-2.0, False, "-2.2 -1.8")],
+)
+def test_the_axis_of_a_metric_that_stays_the_same(value: float, is_share: bool, axis: str) -> None:
+    chart = line_chart("a", [("run", [Bucket(step, value, value, value) for step in (1, 2)])], is_share=is_share)
+    assert f'data-y="{axis}"' in chart
 
 
 def test_busy_shares_count_overlaps_once() -> None:
