@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_json, add_nproc, read_config
 from megaverl.config import load_config, smallest_world
 from megaverl.config.loader import layered, load_any
 from megaverl.config.run import DataConfig, SourceConfig
+from megaverl.config.typed_yaml import BadYaml, read_argument
 from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError, ModelError
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, find_spec, make_job
@@ -218,13 +217,16 @@ def _plugin(arguments: argparse.Namespace) -> int:
 
 
 def _key_values(given: Sequence[str]) -> Mapping[str, object]:
-    """`key=value`, values as YAML."""
+    """Return the options of `key=value`, whose types are not known: a number, a boolean, a list, a mapping or text."""
     found = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"{text}: expected key=value.")
-        found[key] = yaml.safe_load(value)
+        try:
+            found[key] = read_argument(value, Any, lambda path: Any, (key,))
+        except BadYaml as error:
+            raise ConfigError(f"{key}: {error}") from error
     return found
 
 

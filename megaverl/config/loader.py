@@ -15,12 +15,11 @@ Both forms may stand in one file; a key that is set twice, once in each form, is
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,13 +31,25 @@ from megaverl.config.checks import cross_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, found, listed
 from megaverl.config.fsdp import TRAINERS, from_fsdp_config
 from megaverl.config.grids import CLAIMS, REINFORCING
+from megaverl.config.key_types import FLAT_NAMES
 from megaverl.config.passthrough import PLACES, passthrough_mistakes
 from megaverl.config.roles import INHERITED
 from megaverl.config.rollout_checks import fitted_lengths
 from megaverl.config.schema import Config
 from megaverl.config.section import BOUNDS, all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
-from megaverl.config.yaml_source import BASE, MISSING, Key, YamlSource, put, read_source, take, value_at
+from megaverl.config.yaml_source import (
+    BASE,
+    MISSING,
+    Key,
+    Override,
+    YamlSource,
+    put,
+    read_source,
+    refuse_impossible,
+    take,
+    value_at,
+)
 from megaverl.errors import ConfigError
 
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
@@ -76,7 +87,7 @@ def load_any(path: str, overrides: list[str]) -> Config:
 
 def load_config(
     path: str | Path | Mapping[str, Any] | None = None,
-    overrides: list[str] | None = None,
+    overrides: Sequence[Override] | None = None,
     *,
     command: Command = "train",
     check_paths: bool = True,
@@ -87,7 +98,8 @@ def load_config(
 
     Args:
         path: YAML file, or what one would hold, or None for the defaults. The flat form is understood (above).
-        overrides: `key=value`, dotted keys, values as YAML; later ones win, mappings merge, lists replace.
+        overrides: `key=value` with dotted keys, or pairs of a key and a value; later ones win, mappings merge, lists
+            replace. The key's type decides how text is read: a text key takes it as it is, lists and mappings are YAML.
         command: what the configuration must be complete for.
         check_paths: False leaves out every check that needs the model folder or the data files to be there,
             as for a recipe that is looked at on another machine.
@@ -101,6 +113,7 @@ def load_config(
     chosen, reason = _choose(source, choose, world_size)
     config, mistakes = validate(source)
     foreign, warnings = passthrough_mistakes(source.values, source.place)
+    warnings += source.warnings
     mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
     world_size = world_size or _world_size(config)
     mistakes += _not_moot(cross_mistakes(config, command, check_paths, world_size), mistakes, source)
@@ -174,7 +187,7 @@ def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -
 
 
 def _read(
-    path: str | Path | Mapping[str, Any] | None, overrides: list[str], command: Command
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[Override], command: Command
 ) -> tuple[YamlSource, str]:
     """Everything that was written, and the lengths that were not where the model needs others than the defaults."""
     # of keys that depend on no other: the critic's and the reference's may be the actor's
@@ -189,6 +202,7 @@ def _read(
         translate(source)
         for key, length in lengths.items():
             put(source.values, key.split("."), length)
+    refuse_impossible(source, source.values)
     return source, choice
 
 
@@ -237,28 +251,68 @@ _EXPECTED = {
     "model_type": "a mapping (key: value)",
     "model_attributes_type": "a mapping (key: value)",
 }
+# Names that verl, TRL, NeMo-RL or transformers have for a setting, and the keys that it is here.
+PEERS_NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("learning_rate", "lr_rate"),
+        ("actor.optimizer.lr", "critic.optimizer.lr", "reward_model.optimizer.lr", "sft.lr", "preference.lr"),
+    ),
+    "weight_decay": ("actor.optimizer.weight_decay", "critic.optimizer.weight_decay"),
+    **dict.fromkeys(
+        ("max_grad_norm", "grad_clip", "clip_grad_norm"), ("actor.optimizer.clip_grad", "critic.optimizer.clip_grad")
+    ),
+    **dict.fromkeys(("lr_scheduler_type", "scheduler_type"), ("actor.scheduler.lr_decay_style", "sft.lr_decay_style")),
+    **dict.fromkeys(("num_generations", "rollout_n"), ("algorithm.group_size",)),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), ("algorithm.num_epochs",)),
+    "ppo_mini_batch_size": ("algorithm.num_mini_batches",),
+    **dict.fromkeys(("cliprange", "clip_ratio", "epsilon"), ("algorithm.clip_range",)),
+    **dict.fromkeys(("clip_ratio_high", "epsilon_high"), ("algorithm.clip_range_high",)),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), ("algorithm.kl.coef",)),
+    "entropy_coeff": ("algorithm.entropy_coef",),
+    "adv_estimator": ("algorithm.name",),
+    **dict.fromkeys(("train_batch_size", "batch_size"), ("data.prompts_per_step", "sft.batch_size")),
+    **dict.fromkeys(("train_files", "train_file"), ("data.train",)),
+    **dict.fromkeys(("val_files", "eval_files"), ("data.validation",)),
+    "max_prompt_length": ("data.max_prompt_tokens",),
+    **dict.fromkeys(
+        ("max_response_length", "max_new_tokens", "max_completion_length", "response_length"),
+        ("rollout.sampling.max_tokens",),
+    ),
+    **dict.fromkeys(("max_steps", "total_training_steps", "num_train_steps"), ("trainer.steps", "sft.steps")),
+    **dict.fromkeys(("save_freq", "save_steps"), ("checkpoint.save_interval",)),
+    **dict.fromkeys(("test_freq", "eval_steps"), ("trainer.validate_every", "preference.validate_every")),
+    **dict.fromkeys(("experiment_name", "run_name"), ("run.name",)),
+    **dict.fromkeys(("model_name_or_path", "model_name"), ("model.path",)),
+    **dict.fromkeys(("n_gpus_per_node", "num_processes"), ("run.nproc",)),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), ("actor.tp", "critic.tp", "rollout.tp")),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size"), ("actor.pp", "critic.pp")),
+    "context_parallel_size": ("actor.cp", "critic.cp"),
+    "expert_model_parallel_size": ("actor.ep", "critic.ep"),
+}
 _NAME_LETTERS = "letters, digits and . _ + = , @ - only"
 
 
 def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
-    """The configuration with every refused key left at its default, and the mistakes."""
+    """Return the configuration with every refused key left at its default, and the mistakes."""
     values = source.values
-    try:
-        return Config.model_validate(values), []
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-    written = [_written(detail["loc"], values) for detail in details]
-    mistakes = []
-    for detail, is_written in zip(details, written, strict=True):
-        path = tuple(str(part) for part in detail["loc"])
-        if is_written:
-            mistakes.append(ConfigIssue(".".join(path), _message(detail, path), source.place(path)))
-    for detail in sorted(details, key=lambda d: len(d["loc"]), reverse=True):
-        values = _without(values, tuple(detail["loc"]))
-    try:
-        return Config.model_validate(values), mistakes
-    except ValidationError:  # taking a key out of a list moved the others: judge the rest on defaults alone
-        return Config(), mistakes
+    mistakes: list[ConfigIssue] = []
+    while True:
+        try:
+            return Config.model_validate(values), mistakes
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        known = {mistake.key for mistake in mistakes}
+        for detail in details:
+            path = tuple(str(part) for part in detail["loc"])
+            key = ".".join(path)
+            if key not in known and _written(detail["loc"], values):
+                mistakes.append(ConfigIssue(key, _message(detail, path), source.place(path)))
+        pruned = values
+        for detail in details:
+            pruned = _without(pruned, detail["loc"])
+        if pruned == values:  # nothing is left to take away, such as a validator's mistake about a default
+            return Config(), mistakes
+        values = pruned
 
 
 def _written(loc: tuple[int | str, ...], values: Any) -> bool:
@@ -274,6 +328,8 @@ def _message(detail: ErrorDetails, path: Key) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key." + _suggest(path)
+    if kind == "missing":
+        return "is missing, and has no default. Give it a value."
     if kind == "invalid_key":
         return "a key must be text."
     shown = f"found {found(detail['input'])}"
@@ -284,6 +340,8 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         if path == ("algorithm", "name") and isinstance(detail["input"], str):
             hint = place_of(detail["input"]) or hint
         return f"{shown}; allowed: {', '.join(names)}.{hint}"
+    if kind == "folder_name":
+        return f"{shown}, which {detail['msg']}."
     if kind == "string_pattern_mismatch":
         own = "[A-Za-z_]" in str(context.get("pattern"))
         return f"{shown}; expected {'module:function or file.py:function' if own else _NAME_LETTERS}."
@@ -299,6 +357,8 @@ def _suggest(path: Key) -> str:
     *parents, name = path
     siblings = keys_of(section_at(Config, parents)) + [BASE] * (not parents)
     hint = did_you_mean(name, siblings)
+    if meant := PEERS_NAMES.get(name.lower()):
+        return f" Did you mean `{_placed(meant, parents)}`?"
     exact = [key for key in all_keys(Config) if key.rsplit(".", 1)[-1] == name]
     exact += [f"{place}.{name}" for place, target in PLACES.items() if name in target.settable()]
     nearby = [key for key in exact if parents and key.startswith(parents[0] + ".")] or exact
@@ -307,11 +367,31 @@ def _suggest(path: Key) -> str:
     return hint or (f" Known here: {', '.join(siblings)}." if siblings else "")
 
 
-def _without(values: Any, loc: tuple[int | str, ...]) -> Any:
-    """A copy of `values` that lacks what stands at `loc`."""
+def _placed(meant: tuple[str, ...], parents: Sequence[str]) -> str:
+    """Return the first of the keys `meant` that lies in the section of `parents`; else the first of all."""
+    return next((key for key in meant if parents and key.startswith(f"{parents[0]}.")), meant[0])
+
+
+def _without(values: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, Any]:
+    """Return a copy of `values` without the key at `loc`, or without the nearest key around it that can go.
+
+    An entry of a list stays where it is, since its number is in other messages: its mistake takes the whole list away.
+    """
     values = copy.deepcopy(values)
-    with contextlib.suppress(KeyError, IndexError, TypeError):  # it is gone with what is around it
-        del functools.reduce(operator.getitem, loc[:-1], values)[loc[-1]]
+    around: Any = values
+    removable: tuple[dict[str, Any], str] | None = None
+    for part in loc:
+        if isinstance(around, dict) and part in around:
+            removable = (around, str(part))
+            around = around[part]
+        elif isinstance(around, list) and isinstance(part, int) and part < len(around):
+            around = around[part]
+        elif isinstance(around, dict) and loc[0] in INHERITED and len(loc) > 1:
+            return values  # the actor's value, which goes where the actor's own is taken away
+        else:
+            break  # below here pydantic names what it made of the value, not what was written
+    if removable is not None:
+        del removable[0][removable[1]]
     return values
 
 
@@ -343,25 +423,13 @@ def _trainer(value: Any) -> Any:
 
 
 FSDP = "fsdp_config"
-FLAT: dict[str, Flat] = {
-    "model.pretrain_model_path": Flat("model.path"),
-    "model.tokenizer_path": Flat("model.tokenizer"),
-    "model.critic_model_path": Flat("critic.path"),
-    "model.reference_model_path": Flat("reference.path"),
-    "reward.modules": Flat("reward_modules"),
-    "model.reward_function": Flat("reward"),
-    "data.train_path": Flat("data.train"),
-    "data.validation_path": Flat("data.validation"),
-    "data.batch_size_per_gpu": Flat("data.prompts_per_step"),  # times engine.num_gpus
+_CONVERTED = {
     "engine.actor_type": Flat("rollout.engine", _engine, dict.fromkeys(TRAINERS, "actor.engine")),
-    "engine.num_gpus": Flat("run.nproc"),
     "engine.critic_type": Flat("critic.engine", _trainer),
     FSDP: Flat("actor.fsdp", from_fsdp_config),
-    "checkpoint_config": Flat("checkpoint"),
-    "log_with": Flat("run.log_with"),
-    "output_dir": Flat("run.dir"),
-    "seed": Flat("run.seed"),
 }
+FLAT: dict[str, Flat] = {name: _CONVERTED.get(name, Flat(key)) for name, key in FLAT_NAMES.items()}
+# The number of prompts is that times engine.num_gpus.
 PER_GPU, NUM_GPUS = "data.batch_size_per_gpu", "engine.num_gpus"
 
 

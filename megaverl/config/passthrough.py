@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed, nearest
 from megaverl.config.signatures import DTYPES, External, class_fields, installed_version
 from megaverl.plugins import load_object
 
@@ -310,13 +310,34 @@ def _check(
             yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
 
 
+# Other libraries' names of fields.
+SAME_FIELD = {
+    "learning_rate": "lr",
+    "max_grad_norm": "clip_grad",
+    "betas": "adam_beta1",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "eps": "adam_eps",
+    "max_new_tokens": "max_tokens",
+    "lr_scheduler_type": "lr_decay_style",
+    "warmup_steps": "lr_warmup_steps",
+    "num_warmup_steps": "lr_warmup_steps",
+    "gpu_memory": "gpu_memory_utilization",
+}
+
+
 def _suggest(at: str, name: str, target: PassthroughClass) -> str:
     """The nearest field of this class, or the sister mapping that has the name exactly."""
     section = at.split(".")[0]
     for key, other in PLACES.items():
         if key.split(".")[0] == section and other is not target and name in other.settable():
             return f" Did you mean `{key}.{name}`?"
-    return did_you_mean(name, target.settable())
+    if meant := SAME_FIELD.get(name):
+        return f" Did you mean `{meant}`?" if meant in target.settable() else ""
+    close = nearest(name, [field for field in target.fields() or {} if not field.startswith("_")])
+    if close in target.owned:
+        return f" `{close}` is set by megaverl. {target.owned[close].format(role=section)}"
+    return f" Did you mean `{close}`?" if close else ""
 
 
 def _allowed(value: Any, field: External, target: PassthroughClass) -> str:

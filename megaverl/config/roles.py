@@ -88,7 +88,7 @@ class LoraConfig(Section):
     targets: str | list[str] = Field(default="all-linear", min_length=1)
     """Which layers have one: Hugging Face module names or their ends, such as q_proj; all-linear; or a regular
     expression for whole names. peft's target_modules."""
-    path: str | None = None
+    path: Text | None = None
     """Folder of a peft adapter to start from. null: a new one."""
 
 
@@ -115,7 +115,7 @@ class TrainedConfig(GridConfig):
 
     lora: LoraConfig | None = None
     """Train adapters only. null: train every weight."""
-    freeze: list[str] = []
+    freeze: list[Text] = []
     """Weights that are not trained, by patterns of their names in the model's folder, a leading model. left out or
     not, such as visual.*; with engine: fsdp."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -146,7 +146,7 @@ class CriticConfig(TrainedConfig):
     What is left out of its engine, grid, `micro_batch_tokens`, `megatron`, `ddp` and `fsdp` is the actor's.
     """
 
-    path: str | None = None
+    path: Text | None = None
     """Hugging Face folder of the backbone. null: model.path."""
     share_backbone: bool = False
     """A value head on the actor's own backbone: one forward pass gives logits and values, one optimizer
@@ -158,7 +158,7 @@ class CriticConfig(TrainedConfig):
 class ReferenceConfig(GridConfig):
     """`reference`: the frozen policy that KL is measured against. What is left out is the actor's."""
 
-    path: str | None = None
+    path: Text | None = None
     """Hugging Face folder. null: model.path."""
     tokenizer: Text | None = None
     """The teacher's, of advantage distillation: a folder, a .model file, or a name on a hub. null: that of path. Where
@@ -239,7 +239,7 @@ class RewardModelConfig(TrainedConfig):
     outcomes; `mix` trains one of `reward` on the run's own rollouts.
     """
 
-    path: str | None = None
+    path: Text | None = None
     """Hugging Face folder that it starts from. null: model.path."""
     loss: str = "bradley_terry"
     """Of pairs: bradley_terry, or module:function."""
@@ -299,7 +299,7 @@ class ServersConfig(Section):
 
     kind: Literal["vllm", "sglang"] = "vllm"
     """Whose endpoints they have: `vllm serve` in its development mode, or SGLang's server."""
-    urls: list[str] = []
+    urls: list[Text] = []
     """Their roots, such as http://10.0.0.5:8000."""
     dns: Text | None = None
     """A URL whose name stands for one server at each address that it resolves to, asked anew as the run goes on (a

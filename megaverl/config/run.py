@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic_core import PydanticCustomError
 
 from megaverl.config.section import (
     AS_LIST,
@@ -26,10 +27,23 @@ TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
 Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
 
 
+def _names_a_folder(name: str) -> str:
+    """Refuse names that lead to another folder than one of their own, or that a file system does not take."""
+    if name in (".", ".."):
+        raise PydanticCustomError("folder_name", "names a folder that exists already. Use a word, such as first_try")
+    if len(name.encode("utf-8", "surrogatepass")) > MOST_NAME_BYTES:
+        raise PydanticCustomError("folder_name", f"is longer than {MOST_NAME_BYTES} bytes")
+    return name
+
+
+MOST_NAME_BYTES = 200  # a file system takes 255, and files beside the folder add an ending
+RunName = Annotated[str, Field(min_length=1, pattern=r"^[\w.+=,@-]+$"), AfterValidator(_names_a_folder)]
+
+
 class RunConfig(Section):
     """`run`: name, folder, seed and processes."""
 
-    name: str = Field(default="run", min_length=1, pattern=r"^[\w.+=,@-]+$")
+    name: RunName = "run"
     """Names the run folder."""
     dir: Text = "runs"
     """Folder of all runs; this one writes to dir/name."""
@@ -61,6 +75,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """`model`: the Hugging Face folder that training starts from, or its name on a hub."""
 
+    may_be_text: ClassVar[bool] = True
+
     path: str = ""
     """Folder with config.json, safetensors and a tokenizer; or a model on a hub, as org/name: its weights are loaded
     while they arrive."""
@@ -72,7 +88,7 @@ class ModelConfig(Section):
     """Keep what is downloaded in this folder. null: in the hub's own cache."""
     config: Text | None = None
     """A config.json, named from the folder of the YAML file; `megaverl plan` reads it where model.path is not here."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Folder of a Hugging Face tokenizer, or a sentencepiece .model file. null: model.path."""
     init: Literal["weights", "random"] = "weights"
     """weights: read the safetensors. random: fresh weights, from run.seed."""
@@ -85,6 +101,8 @@ class ModelConfig(Section):
 
 class SourceConfig(Section):
     """Rows from one place."""
+
+    may_be_text: ClassVar[bool] = True
 
     path: Text
     """A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a data set on the
@@ -121,7 +139,7 @@ Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 class ImagesConfig(Section):
     """`data.images`: of models that take images."""
 
-    key: str = "images"
+    key: Text = "images"
     """Column of a row's images: one, or a list. Each takes the place of <image> in the prompt, or of a part of type
     image that has none of its own; without such they stand before the text. Paths are named from the data file."""
     max_per_prompt: Positive = 8
@@ -144,15 +162,15 @@ class DataConfig(Section):
     """Training prompts."""
     validation: Sources = []
     """Held-out prompts."""
-    prompt_key: str = "prompt"
+    prompt_key: Text = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
-    answer_key: str = "answer"
+    answer_key: Text = "answer"
     """Column of the reference answer that the reward sees."""
     system_prompt: str | None = None
     """Put before every prompt as the system message."""
     chat_template: Literal["auto", "none"] = "auto"
     """auto: the tokenizer's chat template where it has one. none: the text as it stands."""
-    tools_key: str = "tools"
+    tools_key: Text = "tools"
     """Column of the tools that the chat template is shown, where a row has it."""
     tools: Text | None = None
     """JSON file with the tools of every row that has none of its own."""
@@ -179,9 +197,9 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """One entry of `reward`; the reward is the weighted sum of all entries."""
 
-    name: str | None = None
+    name: Text | None = None
     """A built-in reward, or a label for a function or a model."""
-    function: str | None = None
+    function: Text | None = None
     """Your own: module:function, or path/to/file.py:function."""
     path: Text | None = None
     """A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl reward` writes. A
@@ -325,15 +343,15 @@ class PreferenceConfig(Section):
     """Files of rows with a prompt and two responses; for loss: kto and bco also with one and its label."""
     validation: Paths = []
     """Files of held-out rows."""
-    chosen_key: str = "chosen"
+    chosen_key: Text = "chosen"
     """Column of the better response: text, or chat messages."""
-    rejected_key: str = "rejected"
+    rejected_key: Text = "rejected"
     """Column of the worse one."""
-    completion_key: str = "completion"
+    completion_key: Text = "completion"
     """With loss: kto or bco, in rows that have no pair: column of a single response."""
-    label_key: str = "label"
+    label_key: Text = "label"
     """Column of whether that one is desirable: true or false."""
-    margin_key: str | None = None
+    margin_key: Text | None = None
     """Column of how much better it is, of `megaverl reward` (arXiv 2307.09288)."""
     loss: str = "dpo"
     """Of `megaverl dpo`: dpo, ipo, hinge, robust, exo, nca, sppo, apo_zero, apo_down, discopop, f_dpo, wpo, aot,

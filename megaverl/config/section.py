@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -24,6 +24,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, validate_by_name=True, validate_by_alias=True, allow_inf_nan=False
     )
+    # Whether a text may stand in the place of the mapping.
+    may_be_text: ClassVar[bool] = False
 
     def changed(self, *names: str) -> dict[str, Any]:
         """What stands at those of `names` (or of all fields) that are not at their defaults."""
@@ -34,7 +36,6 @@ class Section(BaseModel):
 
 # One may stand alone: `data.train=train.jsonl` is `data.train=[train.jsonl]`.
 AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-Paths = Annotated[list[str], AS_LIST]
 
 # A mapping handed to another library under that library's own names; `passthrough.py` checks it.
 Passthrough = dict[str, Any]
@@ -48,6 +49,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
+Paths = Annotated[list[Text], AS_LIST]
 # The user's own, module:function.
 Function = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,32 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 
 import megaverl
 from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.key_types import list_entry, section_of, type_at
+from megaverl.config.run import named_reward
+from megaverl.config.typed_yaml import MAX_BYTES, BadYaml, compose, construct, read_argument
 from megaverl.errors import ConfigError
 
 BASE = "base"
 COMMAND_LINE = "command line"
 MISSING = object()
+_UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
 _REFERENCE = re.compile(r"\$\{([a-z]\w*(?:\.\w+)+)\}")
 Key = tuple[str, ...]
+# `key=text` as on a command line, or a key and its value, as a program gives them.
+Override = str | tuple[str, Any]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people expect it: `1e-6` is a number, a date is text."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:timestamp",)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
 # A text in the place of these sections is this key of theirs: `model: org/name`.
 SHORT = {"model": "path"}
+# Lists whose entries may be text, and what such an entry is short for.
+SHORT_ENTRIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "reward": named_reward,
+    **dict.fromkeys(("data.train", "data.validation", "sft.train"), lambda text: {"path": text}),
+}
 
 
 @dataclass
@@ -58,6 +58,7 @@ class YamlSource:
     places: dict[Key, str] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
     mistakes: list[ConfigIssue] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def place(self, key: str | Key) -> str:
         """Where `key`, or else the nearest mapping around it that was written, stands; empty if nowhere."""
@@ -84,7 +85,7 @@ class YamlSource:
 
 
 def read_source(
-    path: str | Path | Mapping[str, Any] | None, overrides: list[str], defaults: dict[str, Any] | None = None
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[Override], defaults: dict[str, Any] | None = None
 ) -> YamlSource:
     """Read the file (if any), lay the overrides over it, resolve `${...}`; mistakes are noted, not raised.
 
@@ -103,40 +104,40 @@ def read_source(
     elif path:
         source.values = _read_file(source, Path(path), ())
     source.layers.append(COMMAND_LINE)
-    tree = _tree(source)
     for override in overrides:
-        _apply(source, tree, override)
+        _apply(source, override)
+    _check_references(source, source.values, ())
+    tree = _tree(source)
     borrowed = _borrow(tree, defaults or {})
     _drop_unresolvable(source, tree, ())
     source.values = OmegaConf.to_container(tree, resolve=True)  # type: ignore[assignment]
     for key in borrowed:
         take(source.values, key.split("."))
+    _drop_empty_sections(source.values, ())
     return source
 
 
 def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """A file, laid over its base if it names one; empty where it cannot be read. above: the files that led to it."""
     places: dict[Key, str] = {}
+    values: Any = None
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=_Loader)
-        values = yaml.load(text, Loader=_Loader)
+        with path.open(encoding="utf-8") as file:
+            node = compose(file.read(MAX_BYTES + 1))
         if node is not None:
             _locate(source, places, node, (), str(path))
+            values = construct(
+                node, type_at, lambda at, text: source.add(".".join(at) or "--config", text, places.get(at, ""))
+            )
     except FileNotFoundError:
         hint = " or ".join(similar_recipes(path))
         hint = f"Did you mean {hint}?" if hint else "Give the path of a YAML file."
         source.add("--config", f"{path} does not exist. {hint}", where="")
     except (OSError, UnicodeDecodeError) as error:
         source.add("--config", f"{path} cannot be read: {error}.", where="")
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = " ".join(part for part in (error.context, error.problem) if part)
-        source.add("--config", f"{path}{line} is not valid YAML: {problem}.", where="")
-    except (yaml.YAMLError, ValueError) as error:
-        source.add("--config", f"{path} is not valid YAML: {error}.", where="")
-    except RecursionError:
-        source.add("--config", f"{path}: an anchor (&) stands inside what it names. Write the value out.", where="")
+    except BadYaml as error:
+        separator = ", " if str(error).startswith("line ") else " "
+        source.add("--config", f"{path}{separator}{error}", where="")
     else:
         if values is None or isinstance(values, dict):
             return _over_base(source, values or {}, places, (*above, path))
@@ -235,28 +236,137 @@ def _tree(source: YamlSource) -> DictConfig:
         return OmegaConf.create({})
 
 
-def _apply(source: YamlSource, tree: DictConfig, override: str) -> None:
+def _apply(source: YamlSource, override: Override) -> None:
+    """Lay one override over what was read; a mistake is noted."""
+    if isinstance(override, tuple):
+        path = tuple(override[0].split("."))
+        problem = _lay(source, path, override[1])
+        if problem:
+            source.add(override[0], problem, where=COMMAND_LINE)
+        source.places[path] = COMMAND_LINE
+        return
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or key.startswith("-"):
         source.add(override, "expected key=value, with a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
         return
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        source.add(key, f"found {found(text)}, which is not valid YAML: {_first_line(error)}", where=COMMAND_LINE)
+    path = tuple(re.sub(r"\[(\w+)\]", r".\1", key).split("."))
+    if not all(path):
+        source.add(key, "has an empty part. Write a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
         return
     if key == BASE:
         source.add(key, "stands in a file, and names what that is laid over. Here --config names a file.", COMMAND_LINE)
         return
-    if key in SHORT and isinstance(value, str):
-        key = f"{key}.{SHORT[key]}"
     try:
-        OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, ValueError, TypeError, IndexError, AttributeError) as error:
-        source.add(key, f"cannot be set to {found(value)}: {_first_line(error)}", where=COMMAND_LINE)
+        value = read_argument(text, type_at(path), type_at, path)
+    except BadYaml as error:
+        shown = "" if str(error).startswith("found ") else f"found {found(text)}, which "
+        source.add(key, f"{shown}{error}", where=COMMAND_LINE)
         return
-    source.places[tuple(re.sub(r"\[(\w+)\]", r".\1", key).split("."))] = COMMAND_LINE
+    if isinstance(value, str) and value == text and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        source.warnings.append(
+            f"{key}: the quotes of {text} are part of the text; leave them out unless they are meant"
+        )
+    if key in SHORT and isinstance(value, str):
+        path = (key, SHORT[key])
+    problem = _lay(source, path, value)
+    if problem:
+        source.add(key, problem, where=COMMAND_LINE)
+        return
+    source.places[path] = COMMAND_LINE
+
+
+def _lay(source: YamlSource, path: Key, value: Any) -> str:
+    """Set what stands at `path`: a mapping is merged, all else is replaced. Return what is wrong, or ""."""
+    around: Any = source.values
+    for depth, part in enumerate(path):
+        at = path[:depth]
+        if isinstance(around, list):
+            if not part.isdigit() or int(part) > len(around):
+                last = f"0 to {len(around) - 1}, and {len(around)} adds one" if around else "0"
+                return f"{'.'.join(at)} is a list. Name an entry by its number: {last}."
+            if int(part) == len(around):
+                around.append({})
+            number: Any = int(part)
+        elif isinstance(around, dict):
+            number = part
+        else:
+            return f"cannot be set: {'.'.join(at)} is {found(around)}, which has no keys."
+        is_last = depth == len(path) - 1
+        here = around[number] if isinstance(around, list) else around.get(number)
+        if is_last:
+            is_merged = isinstance(here, dict) and isinstance(value, dict)
+            if not is_merged:
+                source.forget(path)
+            around[number] = _merged(here, value, path, []) if is_merged else value
+            return ""
+        around[number] = _opened(here, path[: depth + 1], path[depth + 1])
+        around = around[number]
+    return ""
+
+
+def _opened(here: Any, at: Key, following: str) -> Any:
+    """Return what stands at `at` in a form that has the key `following`: a short form is written out."""
+    entry_of_text = SHORT_ENTRIES.get(".".join(at))
+    if following.isdigit() and list_entry(type_at(at)) is not None and not isinstance(here, list):
+        here = [] if here is None else [here]
+    if isinstance(here, list) and entry_of_text and following.isdigit():
+        return [entry_of_text(entry) if isinstance(entry, str) else entry for entry in here]
+    if isinstance(here, str) and entry_of_text:
+        return entry_of_text(here)
+    if here is None or (isinstance(here, bool) and section_of(type_at(at)) is not None):
+        return {}  # `rollout.partial: true` has all defaults
+    return here
+
+
+def _check_references(source: YamlSource, values: Any, at: Key) -> None:
+    """Report every text whose `${...}` cannot be read, and make it null."""
+    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        path = (*at, str(key))
+        if isinstance(value, dict | list):
+            _check_references(source, value, path)
+        elif isinstance(value, str) and "${" in value:
+            try:
+                OmegaConf.create({"text": value})
+            except (OmegaConfBaseException, ValueError, RecursionError):
+                text = f"found {found(value)}, whose ${{...}} is no reference. {_HOW_TO_REFER}"
+                source.add(".".join(path), text)
+                values[key] = None
+
+
+_HOW_TO_REFER = (
+    "${section.key} is another key, ${oc.env:NAME} an environment variable; a ${ that is meant as text is written \\${."
+)
+
+
+def _drop_empty_sections(values: dict[str, Any], at: Key) -> None:
+    """Leave out sections that are null, as a YAML key with nothing below it is: they have their defaults."""
+    for key, value in list(values.items()):
+        path = (*at, str(key))
+        if value is None and isinstance(kind := type_at(path), type) and issubclass(kind, BaseModel):
+            del values[key]
+        elif isinstance(value, dict) and section_of(type_at(path)) is not None:
+            _drop_empty_sections(value, path)
+
+
+def refuse_impossible(source: YamlSource, values: Any, at: Key = ()) -> None:
+    """Report values that no key can hold, wherever they stand, and make them null.
+
+    These are NaN and infinities, integers of more than 64 bits, and text that cannot be encoded or holds a NUL.
+    """
+    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        path = (*at, str(key))
+        if isinstance(value, dict | list):
+            refuse_impossible(source, value, path)
+        elif isinstance(value, float) and not math.isfinite(value):
+            source.add(".".join(path), f"found {value}; expected a finite number.")
+            values[key] = None
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            source.add(".".join(path), f"found {found(value)}; expected an integer of at most 64 bits.")
+            values[key] = None
+        elif isinstance(value, str) and _UNUSABLE.search(value):
+            source.add(".".join(path), f"found {found(value)}, with a character that is no text: NUL or half a pair.")
+            values[key] = None
 
 
 def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
@@ -313,7 +423,8 @@ def _drop_unresolvable(source: YamlSource, tree: Any, at: Key) -> None:
                 raise ValueError("was left open (???). Give it a value in the file or as key=value")
             value = tree[key]
         except (OmegaConfBaseException, ValueError) as error:
-            source.add(".".join(path), f"{_first_line(error)}.")
+            hint = f" {_HOW_TO_REFER}" if "${" in str(tree._get_node(key)) or "nterpolation" in str(error) else ""
+            source.add(".".join(path), f"{_first_line(error)}.{hint}")
             tree[key] = None
             continue
         if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_interpolation(tree, key):

@@ -16,8 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megaverl.config.typed_yaml import BadYaml, read_untyped
 from megaverl.errors import ConfigError
 from megaverl.planner.job import GB, Machine
 
@@ -109,8 +108,8 @@ class Hardware:
         if not path.is_file():
             raise ConfigError(f"hardware: {path} does not exist. Known names: {', '.join(known())}.")
         try:
-            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            fields = read_untyped(path.read_text(encoding="utf-8"))
+        except (BadYaml, UnicodeDecodeError) as error:
             raise ConfigError(f"hardware: {path} is neither YAML nor JSON ({error}).") from error
         return cls.of(fields, str(path))
 

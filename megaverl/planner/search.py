@@ -19,7 +19,9 @@ import yaml
 from megaverl.config import Config
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.grids import is_placed
+from megaverl.config.key_types import type_at
 from megaverl.config.loader import AUTO_KEYS, Make
+from megaverl.config.typed_yaml import read_argument
 from megaverl.config.yaml_source import put
 from megaverl.errors import ConfigError
 from megaverl.gpus import gpu_name
@@ -385,7 +387,8 @@ def chosen_recipe(
     best, values = found.choices[0], dict[str, Any]()
     for override in overrides:
         key, _, text = override.partition("=")
-        put(values, key.split("."), yaml.safe_load(text))
+        at = tuple(key.split("."))
+        put(values, at, read_argument(text, type_at(at), type_at, at))
     for key, value in best.settings.items():
         put(values, key.split("."), value)
     seconds = best.prediction.step_seconds

@@ -151,7 +151,7 @@ LAST = ""  # the key that the last override sets
             "algorithm.correction.low",
             "found 2.0; expected below high, 1.0",
         ),
-        (["algorithm.name=dppo_tv", G, "algorithm.policy_loss_options.threshold=.nan"], LAST, "expected above 0"),
+        (["algorithm.name=dppo_tv", G, "algorithm.policy_loss_options.threshold=.nan"], LAST, "a finite number"),
         (["algorithm.loss_aggregation=fixed_length"], "algorithm.loss_length", "loss_length: 256"),
         (["algorithm.correction.high=2.0"], LAST, "kind is none"),
         (

@@ -27,7 +27,7 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["algorithm.kl={in: reward, coef: 0.1, kind: k3}"], "algorithm.kl.kind", "only k1 has the gradient"),
         (["algorithm.kl={in: reward, coef: 0.1, allow_biased: true}"], "algorithm.kl.allow_biased", "k1 needs no"),
         (["algorithm.kl={in: loss, coef: 0.1, allow_biased: true}"], "algorithm.kl.allow_biased", "in the reward"),
-        (["model.path="], "model.path", "found null; expected text"),
+        (["model.path="], "model.path", "is not set"),
         (["model.path=nowhere"], "model.path", "found 'nowhere', which is neither a folder nor a model on a hub"),
         (["data.train=[]"], "data.train", "is empty"),
         (["data.train=nowhere.jsonl"], "data.train.0", "does not exist"),

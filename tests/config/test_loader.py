@@ -37,7 +37,7 @@ def test_numbers_are_numbers(load, text, value):
 
 
 def test_text_that_looks_like_a_number_or_a_date_stays_text(load):
-    config = load("data.prompt_key='1e-6'", "run.name=2026-01-01", "data.system_prompt=e5")
+    config = load("data.prompt_key=1e-6", "run.name=2026-01-01", "data.system_prompt=e5")
     assert (config.data.prompt_key, config.run.name, config.data.system_prompt) == ("1e-6", "2026-01-01", "e5")
 
 

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megaverl import errors
 from megaverl.cli.main import COMMANDS, main, parser_of
 from megaverl.config import load_config
+from megaverl.config.key_types import type_at
 from megaverl.config.loader import FLAT
 from megaverl.config.passthrough import PLACES
 from megaverl.config.schema import Config
 from megaverl.config.section import all_keys, keys_of
-from megaverl.config.yaml_source import _Loader
+from megaverl.config.typed_yaml import compose, construct
 from megaverl.rewards import registry
 from megaverl.trainer.elastic_agent import PASSED_ON
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_column, table_names
@@ -111,7 +111,9 @@ def run_json(block: Block, namespace: dict[str, Any]) -> None:
 
 def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
     """A configuration, or a part of one."""
-    values = yaml.load(block.text, Loader=_Loader)  # numbers such as 1e-6 are numbers here
+    node = compose(block.text)
+    assert node is not None, f"{block}: empty"
+    values = construct(node, type_at)
     values.pop("base", None)  # the command below it loads both
     known = {*keys_of(Config), *(name.partition(".")[0] for name in FLAT)}
     assert isinstance(values, dict) and set(values) <= known, f"{block}: not a configuration"

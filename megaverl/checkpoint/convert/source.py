@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from megaverl.checkpoint import MANIFEST_FILE, Manifest, newest_whole
 from megaverl.checkpoint.convert import transposed_name
+from megaverl.config.typed_yaml import read_untyped
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import CheckpointError, DataError, ModelError
 from megaverl.models.architectures import weights_of
@@ -223,7 +223,7 @@ def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
     run, named = folder.parent.parent, ""
     for file in ("train.yaml", "sft.yaml", "quickstart.yaml"):
         if (run / file).is_file():
-            config = yaml.safe_load((run / file).read_text(encoding="utf-8")) or {}
+            config = read_untyped((run / file).read_text(encoding="utf-8")) or {}
             model = config.get("model") or {}
             path = str((config.get(role or "actor") or {}).get("path") or model.get("path"))
             if (Path(path) / "config.json").is_file():

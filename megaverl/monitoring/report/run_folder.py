@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from megaverl.config.typed_yaml import read_untyped
 from megaverl.errors import DataError
 
 # The resolved configuration that a command writes; the first that is there names what the run was.
@@ -131,7 +130,7 @@ def with_settings(folder: Path) -> RunRecord:
     for command in COMMANDS:
         if (folder / f"{command}.yaml").is_file():
             run.command = command
-            run.config = _mapping(folder / f"{command}.yaml", yaml.safe_load)
+            run.config = _mapping(folder / f"{command}.yaml", read_untyped)
             break
     return run
 
@@ -139,7 +138,7 @@ def with_settings(folder: Path) -> RunRecord:
 def _mapping(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
     try:
         found = load(path.read_text(encoding="utf-8")) or {}
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]}). Remove the file.") from error
     if not isinstance(found, dict):
         raise DataError(f"{path}: holds a {type(found).__name__}; expected a mapping. Remove the file.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 from megaverl.config import Config, load_config
 from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
 from megaverl.config.run import LoopConfig, named_reward
-from megaverl.config.yaml_source import COMMAND_LINE, recipe
+from megaverl.config.yaml_source import COMMAND_LINE, Override, recipe
 from megaverl.errors import ConfigError
 from megaverl.trainer.api import Devices, device_map, parse_devices
 
@@ -258,7 +257,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 Description = Config | TrainerConfig | Mapping[str, Any] | str | Path
 
 
-def resolve(description: Description, overrides: Sequence[str] = (), *, check_paths: bool = True) -> Config:
+def resolve(description: Description, overrides: Sequence[Override] = (), *, check_paths: bool = True) -> Config:
     """A checked configuration from whatever describes one: a file, a mapping, a TrainerConfig, or a Config.
 
     Without a `placement` of its own it has that of `set_device_map`.
@@ -314,14 +313,14 @@ def _names_inputs(values: Mapping[str, Any]) -> bool:
     return any(isinstance(given, str) or any(key in given for key in keys) for given, keys in sections if given)
 
 
-def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[str]:
-    """`key=value` for all that nested mappings hold, so that each key is known to be given, and nothing beside it."""
-    found: list[str] = []
+def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
+    """Return the dotted keys and values of nested mappings, so that each key counts as given and no other does."""
+    found: list[Override] = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
             found += as_overrides(value, f"{inside}{key}.")
         else:
-            found.append(f"{inside}{key}={json.dumps(value)}")
+            found.append((f"{inside}{key}", value))
     return found
 
 

@@ -4,7 +4,6 @@ joins the job under torchrun as one of its ranks, else as a job of one."""
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.config import Config, smallest_world
 from megaverl.config.grids import resolve_placement, role_grids, used_roles
+from megaverl.config.yaml_source import Override
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 from megaverl.processes import free_port
 from megaverl.temporary import remove_temporary_folder
@@ -182,7 +182,7 @@ class RLTrainer:
         refuse_unknown(settings)
         more = _given(settings)
         if reward_model is not None:
-            more.append(f"reward={json.dumps([_reward_of(reward_model)])}")
+            more.append(("reward", [_reward_of(reward_model)]))
         if strategy is not None:
             more += [f"placement.{key}={ranks}" for key, ranks in strategy.placement.items()]
         self.config: Config = resolve({} if config is None else config, [*more, *overrides])
@@ -316,8 +316,8 @@ class PPOTrainer(RLTrainer):
         atexit.register(self.close)
 
 
-def _given(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` for every setting that is given."""
+def _given(settings: Mapping[str, Any]) -> list[Override]:
+    """Return the key and the value of every setting that is given."""
     algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
     values = TrainerConfig(**settings).values()
     if not algorithm:  # its default is no word about a configuration that has its own

@@ -1,0 +1,371 @@
+"""YAML whose plain scalars are read by the type of the key that they stand at.
+
+PyYAML implements YAML 1.1, which reads `010` as 8, `1:30` as 90, `no` as false and `8210e54` as a number, whatever the
+key expects. Here a scalar is composed as text, and `read_scalar` decides what it is once the key's type is known.
+Expansion of aliases, nesting and size are bounded, so a hostile file cannot keep the loader busy.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from megaverl.config.errors import found
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 20_000
+MAX_DEPTH = 60
+Key = tuple[str, ...]
+TypeAt = Callable[[Key], Any]
+
+# Tag of a scalar without quotes and without a tag of its own.
+PLAIN = "!plain"
+_CORE = "tag:yaml.org,2002:"
+_NULLS = ("", "~", "null", "Null", "NULL")
+_TRUE_OR_FALSE = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+_INTEGER = re.compile(r"[-+]?[0-9](?:_?[0-9])*")
+_OTHER_BASE = re.compile(r"([-+]?)0([xob])([0-9a-fA-F](?:_?[0-9a-fA-F])*)")
+_NUMBER = re.compile(r"[-+]?(?:[0-9](?:_?[0-9])*(?:\.(?:[0-9](?:_?[0-9])*)?)?|\.[0-9](?:_?[0-9])*)(?:[eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
+# Python refuses to convert longer ones.
+_MOST_DIGITS = 4000
+
+
+class BadYaml(ValueError):
+    """Text that is no YAML, or whose value cannot be told; the message says why, without the place."""
+
+
+class Forms(NamedTuple):
+    """What a key's type accepts.
+
+    Attributes:
+        choices: the texts of a Literal.
+        entry: type of a list's entries. mapping: it accepts a mapping.
+        anything: nothing is known of the type.
+    """
+
+    null: bool = False
+    switch: bool = False
+    integer: bool = False
+    number: bool = False
+    text: bool = False
+    choices: tuple[str, ...] = ()
+    entry: Any = None
+    mapping: bool = False
+    anything: bool = False
+
+
+def forms_of(kind: Any) -> Forms:
+    """Return what values of the type `kind`, an annotation, look like in YAML."""
+    simple = {
+        None: Forms(null=True),
+        type(None): Forms(null=True),
+        bool: Forms(switch=True),
+        int: Forms(integer=True),
+        float: Forms(integer=True, number=True),
+        str: Forms(text=True),
+    }
+    if isinstance(kind, type | None) and kind in simple:
+        return simple[kind]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return forms_of(arguments[0])
+    if origin is Literal:
+        return Forms(choices=tuple(choice for choice in arguments if isinstance(choice, str)))
+    if origin in (Union, types.UnionType):
+        parts = [forms_of(argument) for argument in arguments]
+        entries = [part.entry for part in parts if part.entry is not None]
+        return Forms(
+            null=any(part.null for part in parts),
+            switch=any(part.switch for part in parts),
+            integer=any(part.integer for part in parts),
+            number=any(part.number for part in parts),
+            text=any(part.text for part in parts),
+            choices=tuple(choice for part in parts for choice in part.choices),
+            entry=entries[0] if entries else None,
+            mapping=any(part.mapping for part in parts),
+            anything=any(part.anything for part in parts),
+        )
+    if kind in (list, tuple, set, frozenset) or origin in (list, tuple, set, frozenset):
+        return Forms(null=True, entry=arguments[0] if arguments else Any)
+    if kind is dict or origin is dict:
+        return Forms(mapping=True)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return Forms(mapping=True, text=bool(getattr(kind, "may_be_text", False)))
+    return Forms(anything=True)
+
+
+def plain_value(text: str) -> Any:
+    """Return null, a boolean, a number or the text itself, as YAML 1.2 reads a plain scalar (digits may have `_`)."""
+    if text in _NULLS:
+        return None
+    if text in _TRUE_OR_FALSE:
+        return _TRUE_OR_FALSE[text]
+    if len(text) > _MOST_DIGITS:
+        return text
+    if _INTEGER.fullmatch(text):
+        return int(text.replace("_", ""))
+    if match := _OTHER_BASE.fullmatch(text):
+        sign, base, digits = match.groups()
+        try:
+            return int(sign + digits, {"x": 16, "o": 8, "b": 2}[base])
+        except ValueError:
+            return text
+    if _NUMBER.fullmatch(text):
+        return float(text.replace("_", ""))
+    if match := _NOT_FINITE.fullmatch(text):
+        return float(match[1] + match[2])
+    return text
+
+
+def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
+    """Return the value of a plain scalar at a key that accepts `forms`.
+
+    Args:
+        is_argument: it is of a command line, where a text key takes it as it is. In a file, a text that YAML reads as
+            a number or a boolean has to be quoted.
+
+    Raises:
+        BadYaml: a text key has a number, or a key of unknown type has a word that YAML 1.1 and 1.2 read differently.
+    """
+    if forms.entry is not None and not (forms.text or forms.switch or forms.integer or forms.mapping or forms.choices):
+        # A single entry may stand for a list of one.
+        return read_scalar(text, forms_of(forms.entry)._replace(null=True), is_argument=is_argument)
+    value = plain_value(text.strip())
+    if forms.anything:
+        if text.strip().lower() in _SWITCHES:
+            raise BadYaml(
+                f"found {text.strip()}, which YAML 1.1 reads as {str(_SWITCHES[text.strip().lower()]).lower()} and "
+                f"YAML 1.2 as text. Write true or false, or put the word in quotes."
+            )
+        return _unquoted(text) if is_argument and isinstance(value, str) else value
+    if forms.switch and text.strip().lower() in _SWITCHES:
+        return _SWITCHES[text.strip().lower()]
+    if forms.text and is_argument:
+        known = (forms.null and text == "null") or _accepts(forms, value)
+        return value if known else text
+    if text in forms.choices:
+        return text
+    if forms.text and value is not None and not isinstance(value, str) and not _accepts(forms, value):
+        kind = "a boolean" if isinstance(value, bool) else "a number"
+        raise BadYaml(f"found {text}, which YAML reads as {kind}; expected text. Put it in quotes.")
+    return _unquoted(text) if is_argument and isinstance(value, str) else value
+
+
+def _accepts(forms: Forms, value: Any) -> bool:
+    if isinstance(value, bool):
+        return forms.switch
+    return (forms.integer and isinstance(value, int)) or (forms.number and isinstance(value, float))
+
+
+def _unquoted(text: str) -> str:
+    """Return the text inside quotes if all of `text` is one quoted YAML scalar, else the stripped text."""
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        try:
+            node = compose(text)
+        except BadYaml:
+            return text
+        if isinstance(node, yaml.ScalarNode):
+            return str(node.value)
+    return text
+
+
+def read_argument(text: str, kind: Any, type_at: TypeAt, at: Key) -> Any:
+    """Return the value of `key=text` on a command line.
+
+    Args:
+        kind: the key's type. at: its path. type_at: types of what is inside it.
+
+    Raises:
+        BadYaml: it can be neither a text nor YAML.
+    """
+    forms = forms_of(kind)
+    holds_others = forms.entry is not None or forms.mapping or forms.anything
+    if not holds_others or (forms.text and not text.lstrip().startswith(("[", "{"))):
+        return read_scalar(text, forms, is_argument=True)
+    if text.lstrip().startswith(("[", "{")) or (forms.mapping and _opens_mapping(text)):
+        takes_text = forms.text or (forms.entry is not None and forms_of(forms.entry).text)
+        node = None
+        try:
+            node = compose(text)
+        except BadYaml:
+            if not (takes_text or forms.anything):
+                raise
+        if node is not None and not isinstance(node, yaml.ScalarNode) and not _is_template(node, takes_text, forms):
+            return _Construction(type_at, is_argument=True).construct(node, at)
+    return read_scalar(text, forms, is_argument=True)
+
+
+def _opens_mapping(text: str) -> bool:
+    return re.match(r"\s*[\w.\"'-]+\s*:(\s|$)", text) is not None
+
+
+def _is_template(node: yaml.Node, takes_text: bool, forms: Forms) -> bool:
+    """Return whether braces are part of a text, such as `{x}`: a name in them, and not a mapping."""
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    if takes_text and not forms.mapping and not (forms.entry is not None and forms_of(forms.entry).mapping):
+        return True
+    return forms.anything and any(
+        value.tag == PLAIN and value.value == "" and value.start_mark.index == key.end_mark.index
+        for key, value in node.value
+    )
+
+
+class Composer(yaml.SafeLoader):
+    """Composes plain scalars as text with the tag `PLAIN`; nothing is resolved by its spelling."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        if kind is yaml.ScalarNode and implicit[0]:
+            return PLAIN
+        resolved: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        return resolved
+
+
+def compose(text: str) -> yaml.Node | None:
+    """Return the tree of a document, in which an alias is the node that it names; None for an empty one.
+
+    Raises:
+        BadYaml: no valid YAML, or more than a configuration can hold.
+    """
+    if len(text) > MAX_BYTES:
+        raise BadYaml(f"holds {len(text):,} characters; a configuration has at most {MAX_BYTES:,}.")
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=Composer)
+        if node is not None:
+            _check_size(node)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1} " if error.problem_mark else ""
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        raise BadYaml(f"{line}is not valid YAML: {problem}.") from None
+    except yaml.YAMLError as error:
+        raise BadYaml(f"is not valid YAML: {error}.") from None
+    except RecursionError:
+        raise BadYaml(f"is nested deeper than {MAX_DEPTH} levels.") from None
+    return node
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Count what the tree holds once every alias is written out, without writing it out."""
+    sizes: dict[int, int] = {}
+    inside: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        line = node.start_mark.line + 1
+        if id(node) in inside:
+            raise BadYaml(f"line {line}: an anchor (&) stands inside what it names. Write the value out.")
+        if depth > MAX_DEPTH:
+            raise BadYaml(f"line {line}: is nested deeper than {MAX_DEPTH} levels.")
+        inside.add(id(node))
+        total = 1
+        if isinstance(node, yaml.SequenceNode):
+            total += sum(size(item, depth + 1) for item in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            total += sum(size(key, depth + 1) + size(value, depth + 1) for key, value in node.value)
+        inside.remove(id(node))
+        if total > MAX_VALUES:
+            raise BadYaml(
+                f"line {line}: holds more than {MAX_VALUES:,} values once its aliases (*) are written out. "
+                "A configuration needs fewer."
+            )
+        sizes[id(node)] = total
+        return total
+
+    size(root, 0)
+
+
+def construct(node: yaml.Node, type_at: TypeAt, note: Callable[[Key, str], None] | None = None) -> Any:
+    """Return the value of a file's root node.
+
+    Args:
+        type_at: gives the type at a path.
+        note: gets a path and what is wrong there; the value is then null. None: BadYaml is raised.
+
+    Raises:
+        BadYaml: a value that cannot be told.
+    """
+    return _Construction(type_at, note).construct(node, ())
+
+
+def read_untyped(text: str) -> Any:
+    """Return the value of a file whose keys have no declared types, or None for an empty one.
+
+    Raises:
+        BadYaml: no valid YAML, or more than a small file can hold.
+    """
+    node = compose(text)
+    return None if node is None else construct(node, lambda path: Any)
+
+
+class _Construction:
+    """The values of a tree of nodes, each read by the type of the key at its path."""
+
+    def __init__(
+        self, type_at: TypeAt, note: Callable[[Key, str], None] | None = None, *, is_argument: bool = False
+    ) -> None:
+        self._type_at = type_at
+        self._note = note
+        self._is_argument = is_argument
+
+    def construct(self, node: yaml.Node, at: Key) -> Any:
+        try:
+            if isinstance(node, yaml.MappingNode):
+                _check_tag(node, "map")
+                return self._mapping(node, at)
+            if isinstance(node, yaml.SequenceNode):
+                _check_tag(node, "seq")
+                return [self.construct(item, (*at, str(number))) for number, item in enumerate(node.value)]
+            return self._scalar(node, at)
+        except BadYaml as error:
+            if self._note is None:
+                raise
+            self._note(at, str(error))
+            return None
+
+    def _scalar(self, node: yaml.Node, at: Key) -> Any:
+        if node.tag == PLAIN:
+            return read_scalar(node.value, forms_of(self._type_at(at)), is_argument=self._is_argument)
+        if node.tag == _CORE + "str":
+            return node.value
+        value = plain_value(node.value)
+        wanted = {"int": int, "float": int | float, "bool": bool, "null": type(None)}.get(node.tag.removeprefix(_CORE))
+        if wanted is None or not isinstance(value, wanted):
+            raise BadYaml(f"found {found(node.value)} with the tag {node.tag}, which does not fit. Leave the tag out.")
+        return float(value) if isinstance(value, int) and node.tag == _CORE + "float" else value
+
+    def _mapping(self, node: yaml.MappingNode, at: Key) -> dict[Any, Any]:
+        values: dict[Any, Any] = {}
+        kind = self._type_at(at)
+        is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
+        merges = [value for key, value in node.value if _is_merge(key)]
+        for merge in merges:  # what is merged stands below what is written beside it
+            for merged in merge.value if isinstance(merge, yaml.SequenceNode) else [merge]:
+                if not isinstance(merged, yaml.MappingNode):
+                    raise BadYaml("merges (<<) something that is no mapping.")
+                values = {**self._mapping(merged, at), **values}
+        for key, value in node.value:
+            if _is_merge(key):
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                raise BadYaml("has a key that is a list or a mapping. Keys are text.")
+            name = key.value if is_section or key.tag != PLAIN else plain_value(key.value)
+            values[name] = self.construct(value, (*at, key.value))
+        return values
+
+
+def _is_merge(key: yaml.Node) -> bool:
+    return key.tag == PLAIN and bool(key.value == "<<")
+
+
+def _check_tag(node: yaml.Node, name: str) -> None:
+    if node.tag != _CORE + name:
+        raise BadYaml(f"has the tag {node.tag}, which is not known here. Leave it out.")
