@@ -76,6 +76,7 @@ def keep_groups(
     if not len(scores):
         return KeptSamples(torch.zeros(0, dtype=torch.int64), wanted, 0)
     known = ~scores.isnan()
+    check_finite("scores", torch.where(known, scores.double(), 0.0))  # infinite scores would all look alike
     differs = group_stats(scores[known].double(), group_ids[known]).std > 0
     units = group_ids if prompt_ids is None else prompt_ids
     telling = _in_order(units[known][differs])
@@ -272,6 +273,32 @@ def check_finite(name: str, per_sample: Tensor) -> None:
         )
 
 
+def non_finite_token(name: str, values: Tensor, mask: Tensor) -> str | None:
+    """Return a sentence that names the first token under the mask whose number is NaN or infinite; None if all are
+    finite.
+
+    Args:
+        name: of the values. values: `[batch, response]` float, or `[batch]`. mask: `[batch, response]` bool.
+    """
+    wrong = ~torch.isfinite(values)
+    if values.dim() == 1:
+        rows = (wrong & mask.any(dim=1)).nonzero()
+        return f"{name} of sample {int(rows[0])} is {float(values[int(rows[0])])}." if len(rows) else None
+    places = (wrong & mask).nonzero()
+    if not len(places):
+        return None
+    sample, token = places[0].tolist()
+    value, count = float(values[sample, token]), len(places)
+    return f"{name} of sample {sample} is {value} at response token {token} ({count} of {int(mask.sum())} tokens)."
+
+
+def check_finite_tokens(mask: Tensor, **values: Tensor) -> None:
+    """Raise a DataError if a value under the mask is not finite; see `non_finite_token`."""
+    for name, tensor in values.items():
+        if found := non_finite_token(name, tensor, mask):
+            raise DataError(f"{found} Look at the reward function, the advantage estimator and the model's log-probs.")
+
+
 @advantage_estimators.register("reinforce_plus_plus", of_groups=True)
 def reinforce_plus_plus(
     token_rewards: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None, *, gamma: float = 1.0
@@ -345,9 +372,10 @@ def optimal_token_baseline(
     norms = torch.where(response_mask, norms, 0.0)
     baseline = group_totals(gains * norms, group_ids) / (group_totals(norms, group_ids) + eps)
     if handle_zero_tail:
-        baseline = torch.where(group_totals(response_mask.double(), group_ids) == 1, 0.0, baseline)
+        baseline = baseline * (group_totals(response_mask.double(), group_ids) != 1)
     alone = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
-    advantages = torch.where(response_mask & ~alone, gains - baseline, 0.0)
+    # A product and no torch.where: a reward that is not finite must show in a group of one too.
+    advantages = torch.where(response_mask, (gains - baseline) * ~alone, 0.0)
     return Advantages(advantages.to(token_rewards.dtype), None)
 
 

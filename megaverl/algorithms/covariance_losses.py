@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaverl.algorithms.advantages import check_finite_tokens
 from megaverl.algorithms.loss import LossOutput, bounded, moments
 from megaverl.algorithms.policy_losses import policy_losses, ppo_clip, ratio_metrics, tokens_of
 from megaverl.algorithms.registry import Registry, tensor_problem
@@ -36,7 +37,11 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
     Args (all `[mini-batch, response]`): log_probs, advantages: float. response_mask: bool.
 
     Returns: `[mini-batch, response]` float64, 0 outside the mask.
+
+    Raises:
+        DataError: a log-prob or an advantage that is not finite: it would decide which tokens are the largest.
     """
+    check_finite_tokens(response_mask, log_probs=log_probs, advantages=advantages)
     count = response_mask.sum().clamp(min=1)
 
     def centered(values: Tensor) -> Tensor:
@@ -94,7 +99,11 @@ def highest_entropies(entropies: Tensor, response_mask: Tensor, *, fraction: flo
     Args (`[mini-batch, response]`): entropies: float, of the policy; read under the mask only. response_mask: bool.
 
     Returns: `[mini-batch, response]` bool.
+
+    Raises:
+        DataError: an entropy that is not finite: NaN would count as the highest.
     """
+    check_finite_tokens(response_mask, entropies=entropies)
     candidates = response_mask.flatten().nonzero()[:, 0]
     count = min(max(int(fraction * len(candidates)), 1), len(candidates))
     order = entropies.flatten()[candidates].argsort(descending=True, stable=True)
@@ -112,7 +121,7 @@ def clip_cov(
     clip_low: float = 1.0,
     clip_high: float = 1.0,
 ) -> LossOutput:
-    """Clip-Cov, arXiv 2505.22617, eq. 12: the surrogate r_t A_t, and 0 for the selected tokens.
+    """Compute Clip-Cov, arXiv 2505.22617, eq. 12: the surrogate r_t A_t, and 0 for the selected tokens.
 
     The paper's equation has no clip beside it; the authors' program has PPO's, and so does this one, wide by default.
 
@@ -120,7 +129,8 @@ def clip_cov(
 
     Metrics: those of `ppo_clip`, and `selected_fraction`.
     """
-    kept = torch.where(selected, 0.0, advantages)
+    # A product and no torch.where: an advantage that is not finite must reach the loss, selected or not.
+    kept = advantages * ~selected
     result = ppo_clip(log_probs, old_log_probs, kept, weights, clip_low=clip_low, clip_high=clip_high)
     return LossOutput(result.loss, result.metrics | {"selected_fraction": moments(selected, weights != 0)})
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from megaverl.algorithms.advantages import (
     Advantages,
     AllReduce,
+    GroupStats,
     advantage_estimators,
     check_finite,
     gae,
@@ -44,16 +45,37 @@ def grpo(
     *,
     normalize_std: bool = True,
     eps: float = 1e-6,
+    leave_one_out: bool = False,
 ) -> Advantages:
-    """Group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2 (in its text).
+    """Compute the group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2 (in its
+    text).
 
     A_i = (r_i - mean of the group) / (std of the group + eps); std is the sample standard deviation (n - 1). Without
-    `normalize_std` the division is left out, see `dr_grpo`. eps: added to the standard deviation.
+    `normalize_std` the division is left out, see `dr_grpo`.
+
+    Args: see the module. eps: added to the standard deviation. leave_one_out: mean and deviation are those of the
+        group's other responses, and where these are all equal nothing is divided, as in NeMo-RL by default
+        (`use_leave_one_out_baseline`).
     """
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
+    if leave_one_out:
+        gains, std = _next_to_the_others(stats, group_ids)
+        divided = torch.where(std > 0, gains / (std + eps), gains) if normalize_std else gains
+        return _same_for_all_tokens(divided, rewards, response_mask)
     per_sample = stats.centered / (stats.std + eps) if normalize_std else stats.centered
     return _same_for_all_tokens(per_sample, rewards, response_mask)
+
+
+def _next_to_the_others(stats: GroupStats, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each reward less the mean of its group's others, and the others' sample standard deviation; `[batch]`."""
+    others = (stats.size - 1).clamp(min=1)
+    gains = stats.centered * (stats.size / others)
+    # A group's sum of squares about its mean, without this sample's part, is that of the others about theirs.
+    squares = group_totals(stats.centered.square(), group_ids) - stats.centered * gains
+    # Where the others are all equal, rounding leaves a little: 1e-12 of the group's own sum of squares counts as 0.
+    squares = squares.where(squares > 1e-12 * group_totals(stats.centered.square(), group_ids), 0.0)
+    return gains, (squares / (others - 1).clamp(min=1)).sqrt()
 
 
 @advantage_estimators.register("dr_grpo", of_groups=True)

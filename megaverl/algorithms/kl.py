@@ -55,9 +55,9 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @kl_estimators.register("low_variance")
 def low_variance(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """k3 held below 10, so that a single token cannot rule a step. Shapes: any, all the same.
+    """Return k3, at most 10, so that a single token cannot rule a step. Shapes: any, all the same.
 
-    As verl's "low_var_kl"; a token at the limit has no gradient.
+    verl computes this for both "low_var_kl" and "k3". A token at the limit has no gradient.
     """
     return k3(log_probs, ref_log_probs).clamp(max=10.0)
 

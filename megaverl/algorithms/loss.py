@@ -127,11 +127,16 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log-ratio held within +-20, as exp() takes it; beyond, it has no gradient. NaN stays. Shapes: any.
+    """Clamp a log-ratio to +-20, as exp() takes it; beyond, it has no gradient. NaN stays NaN. Shapes: any.
 
-    Only what goes into exp() is held: the log-ratio of a response is the sum or mean of its tokens' unbounded ones.
+    Only what goes into exp() is clamped: the log-ratio of a response is the sum or mean of its tokens' unbounded ones.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def nan_if_infinite(values: Tensor) -> Tensor:
+    """Return `values` with NaN in place of an infinity, which a clamp or a sigmoid further on would hide."""
+    return values + 0.0 * values.detach()
 
 
 class LossOutput(NamedTuple):
@@ -343,7 +348,7 @@ value_losses: Registry[LossOutput] = Registry("value loss", loss_problem)
 def clipped(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_range: float | None = 0.2
 ) -> LossOutput:
-    """Squared error, with the value kept near what it was, arXiv 2005.12729, section 3 ("value clipping").
+    """Compute the squared error, with the value kept near its old one, arXiv 2005.12729, section 3 ("value clipping").
 
     loss = sum_t weight_t 1/2 max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, +-clip_range).
     The maximum takes the gradient away from a value that has already moved `clip_range` towards its target.
@@ -367,7 +372,8 @@ def clipped(
     if clip_range is not None:
         moved = values - old_values
         clipped_error = (old_values + moved.clamp(-clip_range, clip_range) - returns).square()
-        limited = torch.where(moved.abs() > clip_range, clipped_error, error)  # else they differ by rounding alone
+        # Within the limit both are the same up to rounding. An old value that is NaN is not within it.
+        limited = torch.where(moved.abs() <= clip_range, error, clipped_error)
     loss = 0.5 * (weights * torch.maximum(error, limited)).sum()
     metrics = {
         "value_clip_fraction": moments(limited > error, active),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaverl.algorithms.advantages import Advantages, advantage_estimators, group_totals, rewards_to_go
 from megaverl.algorithms.group_advantages import rloo
-from megaverl.algorithms.loss import LossOutput, moments
+from megaverl.algorithms.loss import LossOutput, moments, nan_if_infinite
 from megaverl.algorithms.registry import Registry, tensor_problem
 
 
@@ -116,7 +116,7 @@ def distillation(
 
     Returns: advantages `[batch, response]`, 0 outside the mask; no returns.
     """
-    gap = torch.where(response_mask, ref_log_probs - rollout_log_probs, 0.0)
+    gap = nan_if_infinite(torch.where(response_mask, ref_log_probs - rollout_log_probs, 0.0))
     return Advantages(gap.clamp(-limit, limit), None)
 
 

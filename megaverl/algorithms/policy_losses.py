@@ -8,13 +8,21 @@ Every loss gets the same inputs, all `[batch, response]`:
     weights: float, from an aggregation (`loss`); where 0 the other inputs may be anything, NaN included.
 A row is a whole response, so that losses over whole responses do not see how the batch was split either.
 
-All are linear in the size of the advantages, penalties aside (`dro`, `kl_cov`): a correction for stale samples
-(`rollout_correction`) is a factor on them.
+All are linear in the size of the advantages, penalties aside (`dro`, `kl_cov`). A correction for stale samples
+(`rollout_correction`) and `algorithm.top_entropy` therefore work on the advantages of a loss that looks at each token
+alone. A loss over whole responses must tell a token without an advantage from a token that is left out, so it may
+declare these optional inputs, all `[batch, response]`, and then gets the advantages as the estimator made them:
+    correction_factors: float, to multiply the advantages by. A token with a factor of 0 is rejected, and counts in no
+        mean or sum over its response.
+    importance_weights: float, the factors of the corrections that weigh single tokens (`token_truncate`,
+        `token_mask`); `correction_factors` then holds the product of the others.
+    trained_tokens: bool, the tokens that `top_entropy` selects. The others count in means and sums over their
+        response; their log-probs come without a gradient.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +46,20 @@ def tokens_of(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weig
     active = weights != 0
     log_ratio = torch.where(active, log_probs - old_log_probs, 0.0)
     return Tokens(log_ratio, torch.where(active, advantages, 0.0), active)
+
+
+def without_rejected(tokens: Tokens, correction_factors: Tensor | None) -> tuple[Tokens, Tensor]:
+    """Apply a correction to the tokens of a loss over whole responses.
+
+    Returns: the tokens with corrected advantages; and `[batch, response]` bool, the tokens that count in a mean or sum
+        over a response: those that the correction does not reject, or all of a response that it rejects as a whole.
+    """
+    if correction_factors is None:
+        return tokens, tokens.active
+    factors = torch.where(tokens.active, correction_factors, 0.0)
+    kept = tokens.active & (factors != 0)
+    counted = torch.where(kept.any(dim=1, keepdim=True), kept, tokens.active)
+    return tokens._replace(advantages=tokens.advantages * factors), counted
 
 
 def ratio_metrics(log_ratio: Tensor, active: Tensor, clipped: Tensor) -> MetricSums:
@@ -208,25 +230,25 @@ def gspo(
     old_log_probs: Tensor,
     advantages: Tensor,
     weights: Tensor,
+    correction_factors: Tensor | None = None,
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> LossOutput:
-    """Group sequence policy optimization, arXiv 2507.18071, eq. 5 to 7, in the per-token form of eq. 13 and 14.
+    """Compute group sequence policy optimization, arXiv 2507.18071, eq. 5 to 7, in the per-token form of eq. 13 and 14.
 
     s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|), loss = - sum_t weight_t min(s_i A_t, clip(s_i) A_t); with respect to the
     policy, s_i counts as stop_gradient(s_i) pi_t / stop_gradient(pi_t). With the same advantage at every token of a
-    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens with an advantage of
-    0, as a correction gives to those that it rejects, do not count in s_i.
+    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens that a correction
+    rejects do not count in s_i. All others do, also those with an advantage of 0.
 
-    Args: see `policy_losses`. clip_low, clip_high: how far s_i may fall below, and rise above, 1; the defaults are
+    Args: see the module. clip_low, clip_high: how far s_i may fall below, and rise above, 1; the defaults are
         section 5.1's.
 
     Metrics: `clip_fraction`, `approx_kl`, `ratio` (of responses, weighed by their tokens).
     """
-    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    kept = active & (advantages != 0)
-    counted = torch.where(kept.any(dim=1, keepdim=True), kept, active)
+    tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
+    (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
     mean = mean_over_tokens(log_ratio.detach(), counted)
     ratio = bounded(mean + (log_ratio - log_ratio.detach())).exp()
     unclipped = ratio * advantages
@@ -241,11 +263,13 @@ def gmpo(
     old_log_probs: Tensor,
     advantages: Tensor,
     weights: Tensor,
+    correction_factors: Tensor | None = None,
+    trained_tokens: Tensor | None = None,
     *,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> LossOutput:
-    """Geometric-mean policy optimization, arXiv 2507.20673, section 3, eq. 4: the geometric mean of token-wise
+    """Compute geometric-mean policy optimization, arXiv 2507.20673, section 3, eq. 4: the geometric mean of token-wise
     clipped ratios.
 
     With l_t = log r_t, c_t = min(l_t, clip_high) where A_t > 0, max(l_t, -clip_low) where A_t < 0, and
@@ -253,20 +277,26 @@ def gmpo(
     their advantages. So a token's ratio may go to e^-clip_low and e^clip_high. The paper's mean over responses is the
     aggregation `seq_mean_token_mean`.
 
-    Tokens with an advantage of 0, as a correction gives to those that it rejects, leave all means over t: a response is
-    what remains of it, with its whole weight.
+    Tokens that a correction rejects leave all means over t: a response is what remains of it, with its whole weight.
 
-    Args: see `policy_losses`; the paper has one advantage per response. clip_low, clip_high: of the log-ratio.
+    Args: see the module; the paper has one advantage per response. clip_low, clip_high: of the log-ratio.
+        trained_tokens: only these get a gradient. Without it every token gets one.
 
     Metrics: `clip_fraction`, `approx_kl`, `ratio` (of tokens, unclipped).
     """
-    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
+    (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
+    if trained_tokens is not None:
+        log_ratio = torch.where(trained_tokens, log_ratio, log_ratio.detach())
     limited = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio)
     limited = torch.where(advantages < 0, limited.clamp(min=-clip_low), limited)
-    kept = active & (advantages != 0)
-    ratio, gains = bounded(mean_over_tokens(limited, kept)).exp(), mean_over_tokens(advantages, kept)
+    ratio, gains = bounded(mean_over_tokens(limited, counted)).exp(), mean_over_tokens(advantages, counted)
     loss = -(weights.sum(dim=1, keepdim=True) * ratio * gains).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, limited.detach() != log_ratio.detach()))
+
+
+# The authors' program and TRL take no smaller weight of a token into the ratio of its response.
+SMALLEST_WEIGHT = 1e-8
 
 
 @policy_losses.register("vespo")
@@ -275,26 +305,40 @@ def vespo(
     old_log_probs: Tensor,
     advantages: Tensor,
     weights: Tensor,
+    correction_factors: Tensor | None = None,
+    importance_weights: Tensor | None = None,
     *,
     power_positive: float = 2.0,
     decay_positive: float = 3.0,
     power_negative: float = 3.0,
     decay_negative: float = 2.0,
+    correction_in: Literal["ratio", "advantages"] = "ratio",
 ) -> LossOutput:
-    """Variational sequence-level soft policy optimization, arXiv 2602.10693 (equation number not checked): a policy
-    gradient with a smooth kernel of the whole response's ratio W = pi(y) / pi_old(y), not normalised by length.
+    """Compute variational sequence-level soft policy optimization, arXiv 2602.10693 (equation number not checked): a
+    policy gradient with a smooth kernel of the whole response's ratio W, not normalised by length.
 
     loss = - sum_t weight_t stop_gradient(phi(W)) A_t log_prob_t, phi(W) = W^power exp(decay (1 - W)), which is 1 at
     W = 1, and falls off to 0 to both sides.
 
-    Args: see `policy_losses`. power, decay: c_1 and c_2 of the paper, of tokens with A_t >= 0 and A_t < 0. The defaults
-        are TRL's. Tokens with an advantage of 0, as a correction gives to those that it rejects, do not count in W.
+    W is the ratio to the policy that sampled the response. Without a correction that is pi(y) / pi_old(y). A correction
+    that weighs tokens by pi_old / pi_rollout completes it: W = pi(y) / pi_old(y) x the product of these weights, each
+    at least 1e-8, as in the authors' program and TRL. Tokens that another correction rejects do not count in W.
+
+    Args: see the module. power, decay: c_1 and c_2 of the paper, of tokens with A_t >= 0 and A_t < 0. The defaults
+        are TRL's. correction_in: "ratio" as above; "advantages" multiplies A_t by the weights instead, as other losses
+        do, and leaves W as it is without a correction.
 
     Metrics: `clip_fraction` (tokens whose kernel is below a half), `approx_kl`, `ratio` (of tokens), `kernel`.
     """
-    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    kept = active & (advantages != 0)
-    log_w = bounded(torch.where(kept, log_ratio.detach(), 0.0).sum(dim=1, keepdim=True)).expand_as(log_ratio)
+    if importance_weights is not None and correction_in == "advantages":
+        others = 1.0 if correction_factors is None else correction_factors
+        correction_factors, importance_weights = importance_weights * others, None
+    tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
+    (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
+    log_terms = log_ratio.detach()
+    if importance_weights is not None:
+        log_terms = log_terms + importance_weights.clamp(min=SMALLEST_WEIGHT).log()
+    log_w = bounded(torch.where(counted, log_terms, 0.0).sum(dim=1, keepdim=True)).expand_as(log_ratio)
     positive = advantages >= 0
     power = torch.full_like(log_ratio, power_negative).masked_fill(positive, power_positive)
     decay = torch.full_like(log_ratio, decay_negative).masked_fill(positive, decay_positive)
@@ -306,32 +350,50 @@ def vespo(
 
 @policy_losses.register("dro")
 def dro(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, beta: float = 0.05
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 0.05,
+    over: Literal["response", "token"] = "response",
 ) -> LossOutput:
-    """Direct reward optimisation, arXiv 2405.19107, as arXiv 2501.12599 (section 2.3.2) has it for groups (equation
-    numbers not checked): for samples of any policy, without a ratio.
+    """Compute direct reward optimisation, arXiv 2405.19107, as arXiv 2501.12599 (section 2.3.2) has it for groups
+    (equation numbers not checked): for samples of any policy, without a ratio.
 
     loss = - sum_i weight_i (A_i log pi(y_i) - beta / 2 (log pi(y_i) / pi_old(y_i))^2), weight_i that of a token: up to
     a constant the square of A_i - beta log pi(y_i) / pi_old(y_i), over 2 beta. With `seq_mean_token_sum` it is the mean
     over responses. The paper's A_i is a reward less a value: use `dr_grpo`'s.
 
-    Args: see `policy_losses`. beta: tau of the paper.
+    Args: see the module. beta: tau of the paper. over: "response" as above. "token" squares each token's log-ratio
+        instead of their sum over the response, as verl does.
 
-    Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `square_penalty` (of responses, weighed by their tokens).
+    Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `square_penalty` (of responses, weighed by their tokens;
+        of tokens with over="token").
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
     gains = (weights * advantages * torch.where(active, log_probs, 0.0)).sum()
-    penalty = 0.5 * beta * log_ratio.sum(dim=1, keepdim=True).square()
-    loss = (mean_over_tokens(weights, active) * penalty).sum() - gains
+    if over == "token":
+        penalty = 0.5 * beta * log_ratio.square()
+        loss = (weights * penalty).sum() - gains
+    else:
+        penalty = 0.5 * beta * log_ratio.sum(dim=1, keepdim=True).square()
+        loss = (mean_over_tokens(weights, active) * penalty).sum() - gains
     metrics = ratio_metrics(log_ratio, active, torch.zeros_like(active))
     return LossOutput(loss, {**metrics, "square_penalty": moments(penalty.expand_as(log_ratio), active)})
 
 
 @policy_losses.register("dppo_tv")
 def dppo_tv(
-    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, threshold: float = 0.15
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    threshold: float = 0.15,
+    ratio_max: float | None = None,
 ) -> LossOutput:
-    """Divergence PPO with the binary total variation, arXiv 2602.04879, eq. 12, with the binary approximation.
+    """Compute divergence PPO with the binary total variation, arXiv 2602.04879, eq. 12, with the binary approximation.
 
     loss = - sum_t weight_t M_t r_t A_t with r_t = pi_t / mu_t, mu the policy that sampled. M_t is 0 where the update
     would lead on outwards from a token that is already far, (A_t > 0 and r_t > 1 or A_t < 0 and r_t < 1) and
@@ -339,24 +401,34 @@ def dppo_tv(
 
     The ratio already is to the engine's policy: no `correction` beside it.
 
-    Args: see `policy_losses`. rollout_log_probs: of mu, as the engine reported them. threshold: delta.
+    Args: see the module. rollout_log_probs: of mu, as the engine reported them. threshold: delta. ratio_max: truncate
+        the ratio. The loss is then - sum_t weight_t M_t stop_gradient(min(r_t, ratio_max)) A_t log_prob_t, as in verl:
+        below the limit it has the same gradient. None: no limit, as in the paper's equation.
 
     Metrics: `clip_fraction` (tokens with M_t = 0), `approx_kl`, `ratio`.
     """
     tokens = tokens_of(log_probs, rollout_log_probs, advantages, weights)
-    return _held_back(tokens, weights, binary_tv(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold)
+    far = binary_tv(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold
+    return _held_back(tokens, log_probs, weights, far, ratio_max)
 
 
 @policy_losses.register("dppo_kl")
 def dppo_kl(
-    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, threshold: float = 0.05
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    threshold: float = 0.05,
+    ratio_max: float | None = None,
 ) -> LossOutput:
-    """Divergence PPO with the binary KL, arXiv 2602.04879, eq. 12, with the binary KL of its eq. 14.
+    """Compute divergence PPO with the binary KL, arXiv 2602.04879, eq. 12, with the binary KL of its eq. 14.
 
     As `dppo_tv`, with D_t = mu_t log(mu_t / pi_t) + (1 - mu_t) log((1 - mu_t) / (1 - pi_t)).
     """
     tokens = tokens_of(log_probs, rollout_log_probs, advantages, weights)
-    return _held_back(tokens, weights, binary_kl(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold)
+    far = binary_kl(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold
+    return _held_back(tokens, log_probs, weights, far, ratio_max)
 
 
 def binary_tv(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
@@ -378,9 +450,15 @@ def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:
     return [torch.where(active, each.detach(), 0.0).clamp(max=0.0) for each in log_probs]
 
 
-def _held_back(tokens: Tokens, weights: Tensor, far: Tensor) -> LossOutput:
+def _held_back(tokens: Tokens, log_probs: Tensor, weights: Tensor, far: Tensor, ratio_max: float | None) -> LossOutput:
+    """Compute the surrogate without the tokens that are `far` and would move further."""
     log_ratio, advantages, active = tokens
     outwards = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     blocked = outwards & far
-    loss = -(weights * torch.where(blocked, 0.0, bounded(log_ratio).exp() * advantages)).sum()
+    surrogate = bounded(log_ratio).exp() * advantages
+    if ratio_max is not None:
+        limited = bounded(log_ratio.detach()).exp().clamp(max=ratio_max)
+        surrogate = limited * advantages * torch.where(active, log_probs, 0.0)
+    # A product and no torch.where: what is not finite at a blocked token must reach the loss.
+    loss = -(weights * (surrogate * ~blocked)).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, blocked))

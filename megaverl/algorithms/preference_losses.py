@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaverl.algorithms.loss import LossOutput, MetricSums, loss_problem, moments
+from megaverl.algorithms.loss import LossOutput, MetricSums, loss_problem, moments, nan_if_infinite
 from megaverl.algorithms.registry import Registry
 
 preference_losses: Registry[LossOutput] = Registry("preference loss", loss_problem)
@@ -162,7 +162,7 @@ def kto(
     """
     active = weights != 0
     rewards = beta * _difference(log_probs, ref_log_probs, active)
-    z = reference_kl.detach().clamp(min=0.0)
+    z = nan_if_infinite(reference_kl.detach()).clamp(min=0.0)
     sign = torch.where(desirable, 1.0, -1.0).to(rewards.dtype)
     scale = torch.full_like(rewards, undesirable_weight).masked_fill(desirable, desirable_weight)
     losses = scale * torch.sigmoid(-sign * (rewards - beta * z))
@@ -184,13 +184,18 @@ def kto_reference_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (log_probs - ref_log_probs).detach().sum() / max(log_probs.numel(), 1)
 
 
+def finite_where(active: Tensor, values: Tensor) -> Tensor:
+    """Return `values` where `active`, else 0. An infinite one becomes NaN: its sigmoid would hide it."""
+    return nan_if_infinite(torch.where(active, values, 0.0))
+
+
 def _difference(log_probs: Tensor, ref_log_probs: Tensor, active: Tensor) -> Tensor:
-    return torch.where(active, log_probs - ref_log_probs, 0.0)
+    return finite_where(active, log_probs - ref_log_probs)
 
 
 def mean_log_probs(log_probs: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
-    """Log-prob per token, `[pairs]`; 0, as of a certainty, for an empty response and where not `active`."""
-    return torch.where(active, log_probs, 0.0) / lengths.clamp(min=1)
+    """Return the log-prob per token, `[pairs]`: 0, as of a certainty, for an empty response and where not `active`."""
+    return finite_where(active, log_probs) / lengths.clamp(min=1)
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
@@ -235,7 +240,7 @@ def bradley_terry(
     Metrics: `preference_accuracy`, `margin`, `chosen_reward`, `rejected_reward`.
     """
     active = weights != 0
-    chosen, rejected = torch.where(active, chosen_rewards, 0.0), torch.where(active, rejected_rewards, 0.0)
+    chosen, rejected = finite_where(active, chosen_rewards), finite_where(active, rejected_rewards)
     wanted = 0.0 if margins is None else torch.where(active, margins, 0.0)
     losses = -logsigmoid(chosen - rejected - wanted) + center_coef * (chosen + rejected).square()
     return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))

@@ -9,6 +9,7 @@ Shapes, in all of them: `[pairs]` float (`[samples]` in `bco`).
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megaverl.algorithms.loss import LossOutput, MetricSums, bounded, moments
-from megaverl.algorithms.preference_losses import mean_log_probs, pair_metrics, preference_losses
+from megaverl.algorithms.preference_losses import finite_where, mean_log_probs, pair_metrics, preference_losses
+from megaverl.errors import DataError
 
 
 def _output(losses: Tensor, chosen: Tensor, rejected: Tensor, weights: Tensor) -> LossOutput:
@@ -25,8 +27,8 @@ def _output(losses: Tensor, chosen: Tensor, rejected: Tensor, weights: Tensor) -
 
 
 def _rewards(beta: float, weights: Tensor, *log_ratios: Tensor) -> list[Tensor]:
-    """beta h of each; 0 where there is no pair."""
-    return [beta * torch.where(weights != 0, each, 0.0) for each in log_ratios]
+    """Return beta h of each; 0 where there is no pair."""
+    return [beta * finite_where(weights != 0, each) for each in log_ratios]
 
 
 @preference_losses.register("hinge")
@@ -188,20 +190,24 @@ def wpo(
     weights: Tensor,
     *,
     beta: float = 0.1,
+    max_weight: float | None = 1.0,
 ) -> LossOutput:
-    """Weighted preference optimization, arXiv 2406.11827 (from memory), with its sampled alignment: DPO's loss, times
-    w(y_w) w(y_l), at most 1, without gradient. So pairs that the policy would not write itself count less.
+    """Compute weighted preference optimization, arXiv 2406.11827 (from memory), with its sampled alignment: DPO's loss,
+    times w(y_w) w(y_l), without gradient. So pairs that the policy would not write itself count less.
 
     log w(y) = mean over tokens of log pi(y_t) - log sum_v pi(v)^2: how likely a token is, next to what a token that is
     drawn from the policy has on average.
 
     Args: see the module. chosen_alignment, rejected_alignment: log w, of the policy at the start of the update.
+        max_weight: upper limit of w(y_w) w(y_l), 1 in the authors' program. None: no limit, as in TRL's
+            `use_weighting`.
 
     Metrics: those of the module, and `pair_weight`.
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    factor = torch.where(active, chosen_alignment + rejected_alignment, 0.0).detach().clamp(max=0.0).exp()
+    log_weight = finite_where(active, chosen_alignment + rejected_alignment).detach()
+    factor = (log_weight if max_weight is None else log_weight.clamp(max=math.log(max_weight))).exp()
     result = _output(-factor * logsigmoid(chosen - rejected), chosen, rejected, weights)
     return LossOutput(result.loss, {**result.metrics, "pair_weight": moments(factor, active)})
 
@@ -225,7 +231,7 @@ def aot(
         one has among the policy's, at the start of the update.
     """
     active = weights != 0
-    margins = torch.where(active, chosen_log_ratios - rejected_log_ratios + margin_shifts.detach(), 0.0)
+    margins = finite_where(active, chosen_log_ratios - rejected_log_ratios + margin_shifts.detach())
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     return _output(-logsigmoid(beta * margins), chosen, rejected, weights)
 
@@ -251,27 +257,42 @@ def aot_unpaired(
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    above = beta * torch.where(active, rejected_matched, 0.0).detach()
-    below = beta * torch.where(active, chosen_matched, 0.0).detach()
+    above = beta * finite_where(active, rejected_matched).detach()
+    below = beta * finite_where(active, chosen_matched).detach()
     both = -logsigmoid(chosen - below) - logsigmoid(above - rejected)  # its gradient, and twice its value
     return _output(both - 0.5 * both.detach(), chosen, rejected, weights)
 
 
 @preference_losses.register("cpo")
 def cpo(
-    chosen_log_probs: Tensor, rejected_log_probs: Tensor, weights: Tensor, *, beta: float = 0.1, lam: float = 1.0
+    chosen_log_probs: Tensor,
+    rejected_log_probs: Tensor,
+    weights: Tensor,
+    mean_chosen_length: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    lam: float = 1.0,
+    sft_over: Literal["response", "token"] = "response",
 ) -> LossOutput:
-    """Contrastive preference optimization, arXiv 2401.08417, section 3 (from memory):
+    """Compute contrastive preference optimization, arXiv 2401.08417, section 3 (from memory):
     - log sigmoid(beta log pi(y_w) - beta log pi(y_l)) - lam log pi(y_w). No reference.
 
     Args: log-probs as in `preference_losses`, of whole responses. lam: of the second term, in the paper 1. Rewards in
         the metrics: beta log pi.
+        mean_chosen_length: scalar, tokens of a chosen response in the mean over the mini-batch; for sft_over="token".
+        sft_over: what the second term is a mean over. "response": the sum over a response's tokens, as in the paper.
+            "token": all tokens of the mini-batch's chosen responses, as in TRL, whose `cpo_alpha` is lam. This term is
+            smaller by the factor `mean_chosen_length`.
 
-    Metrics: those of the module, and `sft_loss`.
+    Metrics: those of the module, and `sft_loss`, as `sft_over` says.
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_probs, rejected_log_probs)
-    likelihood = torch.where(active, chosen_log_probs, 0.0)
+    likelihood = finite_where(active, chosen_log_probs)
+    if sft_over == "token":
+        if mean_chosen_length is None:
+            raise DataError("cpo with sft_over='token' reads mean_chosen_length, which was not given.")
+        likelihood = likelihood / mean_chosen_length.clamp(min=1)
     result = _output(-logsigmoid(chosen - rejected) - lam * likelihood, chosen, rejected, weights)
     return LossOutput(result.loss, {**result.metrics, "sft_loss": moments(-likelihood, active)})
 

@@ -39,6 +39,8 @@ ESTIMATOR_INPUTS = (
     "response_mask",
 )
 LOSS_INPUTS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "weights", "selected")
+# What a policy loss may read besides; see megaverl.algorithms.policy_losses.
+OPTIONAL_LOSS_INPUTS = ("correction_factors", "importance_weights", "trained_tokens")
 SELECTOR_INPUTS = ("log_probs", "advantages", "response_mask", "draws")
 VALUE_LOSS_INPUTS = ("values", "old_values", "returns", "weights")
 AGGREGATION_INPUTS = ("response_mask", "denominators")
@@ -228,7 +230,8 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
     if unknown:
         yield ConfigIssue(
             "algorithm.policy_loss",
-            f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}.",
+            f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}; and, as "
+            f"parameters with the default None: {listed(OPTIONAL_LOSS_INPUTS)}.",
         )
     selector: Registered | None = Registered()
     if "selected" in loss.inputs:

@@ -110,6 +110,7 @@ PAIR_INPUTS = (
     "chosen_matched",
     "rejected_matched",
     "margin_shifts",
+    "mean_chosen_length",
     "weights",
 )
 REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
@@ -117,6 +118,7 @@ REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("beta", "clip_high", "clip_range", "eps", "limit"), PositiveFloat),
     **dict.fromkeys(("tau", "tau_positive", "tau_negative", "threshold"), PositiveFloat),
+    **dict.fromkeys(("ratio_max", "max_weight"), PositiveFloat),
     **dict.fromkeys(("power_positive", "power_negative", "decay_positive", "decay_negative"), PositiveFloat),
     **dict.fromkeys(("gamma", "lam", "penalty", "center_coef"), NonNegativeFloat),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), NonNegativeFloat),

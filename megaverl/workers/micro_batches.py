@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from megaverl.algorithms import (
     aggregations,
     episode_shares,
     finalize,
+    non_finite_token,
     of_counts,
 )
 from megaverl.config.algorithm import AlgorithmConfig
@@ -28,6 +30,7 @@ from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.ragged import beside
+from megaverl.errors import TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel
 from megaverl.workers.trainable import TrainableModel, UpdateReport
@@ -340,7 +343,9 @@ def run_updates(
             )
             micro = prepare(micro) if prepare else micro
             is_last = len(reports) + 1 == role.algorithm.num_epochs * role.algorithm.num_mini_batches
-            reports.append(trainable.update(micro, loss, float(mini.denominators.num_tokens), is_last=is_last))
+            with naming_what_is_not_finite(fields, mask):
+                report = trainable.update(micro, loss, float(mini.denominators.num_tokens), is_last=is_last)
+            reports.append(report)
             sums = add_metrics(sums, reports[-1].sums)
     shares = {name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"}
     return {
@@ -351,6 +356,29 @@ def run_updates(
         "num_updates": float(len(reports)),
         "skipped": float(sum(report.is_skipped for report in reports)),
     }
+
+
+@contextmanager
+def naming_what_is_not_finite(fields: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Iterator[None]:
+    """Add to the error of a stopped update the inputs of its loss that are not finite.
+
+    They are looked at only when an update has failed, so that a good one reads nothing more from the device.
+
+    Args:
+        fields: `[B, R]`, or of whole samples. mask: `[B, R]` bool, this rank's tokens of the mini-batch.
+    """
+    try:
+        yield
+    except TrainingStopped as error:
+        tokens = {name: tensor for name, tensor in fields.items() if tensor.shape == mask.shape}
+        wrong = [
+            sentence
+            for name, tensor in tokens.items()
+            if tensor.is_floating_point() and (sentence := non_finite_token(name, tensor.cpu(), mask.cpu()))
+        ]
+        if not wrong:
+            raise
+        raise TrainingStopped(f"{error} Not finite in this mini-batch: {' '.join(wrong)}") from error
 
 
 class PlannedUpdate(NamedTuple):

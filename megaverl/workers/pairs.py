@@ -143,6 +143,9 @@ class PreferenceUpdates(PairUpdates):
             fields["reference_kl"] = self._mismatched_kl(batch, self._reference).expand(len(batch))
         if "chosen_alignment" in wanted:
             fields["alignment"] = alignment(self._plain, batch)
+        if "mean_chosen_length" in wanted:
+            mean_length = batch.response_mask[0::2].sum() / max(len(batch) // 2, 1)
+            fields["mean_chosen_length"] = mean_length.expand(len(batch))
         if wanted & {"reward_shift", "margin_shifts", "chosen_matched"}:
             assert ref is not None
             log_ratios = _of_responses(self._plain, batch)[0] - ref
@@ -210,6 +213,8 @@ class PreferenceUpdates(PairUpdates):
                     inputs[f"{side}_{name}"] = column(micro, name)[place::2]
             if "margin_shifts" in micro.fields:
                 inputs["margin_shifts"] = column(micro, "margin_shifts")[0::2]
+            if "mean_chosen_length" in micro.fields:
+                inputs["mean_chosen_length"] = column(micro, "mean_chosen_length")[:1].sum()
             inputs["weights"] = weights[0::2]
         return self.share_of_loss(inputs)
 

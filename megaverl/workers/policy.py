@@ -242,12 +242,9 @@ class Actor(Policy):
         inputs = {"old_log_probs": log_probs.detach(), **fields, "log_probs": log_probs}
         corrected: Mapping[str, torch.Tensor] = {}
         if self._corrections:
-            given = {**inputs, "response_mask": weights != 0}
-            parts = [entry(given, **options) for entry, options in self._corrections]
-            factors, corrected = parts[0] if len(parts) == 1 else combined(parts, weights != 0)
-            inputs["advantages"] = inputs["advantages"] * factors
+            corrected = self._correct(inputs)
         if "trains" in fields:
-            inputs["advantages"] = torch.where(fields["trains"], inputs["advantages"], 0.0)
+            self._train_only(fields["trains"], inputs)
         policy = self._policy_loss(inputs, **policy_loss_options(self._policy_loss, algorithm))
         terms: list[tuple[float, LossOutput]] = [(1.0, policy)]
         if algorithm.kl.place == "loss":
@@ -270,6 +267,53 @@ class Actor(Policy):
             difference = log_probs.detach() - fields["rollout_log_probs"]
             self._differences.append(torch.stack([difference, (weights != 0).to(difference.dtype)]))
         return total.loss, metrics
+
+    def _correct(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Add the corrections to the inputs of the policy loss, and return their metrics.
+
+        A loss that declares `correction_factors` or `importance_weights` applies them itself. Otherwise they multiply
+        the advantages. See `algorithms.policy_losses`.
+        """
+        mask = inputs["weights"] != 0
+        given = {**inputs, "response_mask": mask}
+        parts = [(entry.name, entry(given, **options)) for entry, options in self._corrections]
+        apart = OF_SINGLE_TOKENS if self._reads("importance_weights") else ()
+        weighing = [part for name, part in parts if name in apart]
+        others = [part for name, part in parts if name not in apart]
+        if weighing:
+            inputs["importance_weights"] = _product(weighing, mask).factors
+        if others and self._reads("correction_factors"):
+            inputs["correction_factors"] = _product(others, mask).factors
+        elif others:
+            inputs["advantages"] = inputs["advantages"] * _product(others, mask).factors
+        return _product([part for _, part in parts], mask).metrics
+
+    def _train_only(self, trained: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+        """Leave the policy loss's gradient to the tokens of `trained` [b, r] alone.
+
+        Nothing else of the loss may see the choice: ratios, means and baselines of whole responses are over all tokens.
+        """
+        inputs["log_probs"] = torch.where(trained, inputs["log_probs"], inputs["log_probs"].detach())
+        if self._reads("trained_tokens"):
+            inputs["trained_tokens"] = trained
+        else:
+            # The value of the loss is then that of the trained tokens. A product and no torch.where: an advantage that
+            # is not finite must reach the loss.
+            inputs["advantages"] = inputs["advantages"] * trained
+        if "selected" in inputs:
+            inputs["selected"] = inputs["selected"] & trained
+
+    def _reads(self, name: str) -> bool:
+        """Return whether the policy loss declares this input."""
+        return name in (*self._policy_loss.inputs, *self._policy_loss.optional_inputs)
+
+
+# Corrections that weigh each token by its own ratio.
+OF_SINGLE_TOKENS = ("token_truncate", "token_mask")
+
+
+def _product(parts: list[Correction], mask: torch.Tensor) -> Correction:
+    return parts[0] if len(parts) == 1 else combined(parts, mask)
 
 
 PER_OCTAVE = 32  # bins between a difference and twice as much: a percentile is known to 2.2 %

@@ -31,8 +31,14 @@ from tests.algorithms.test_losses import aggregate_reference, assert_same, token
 QUICK = settings(PROPERTY, max_examples=25)
 
 
-def call(name: str, x: Inputs, weights: Tensor, **options: float) -> LossOutput:
-    """The registered loss, with NaN wherever the weights say that nobody may look."""
+def call(
+    name: str, x: Inputs, weights: Tensor, more: dict[str, Tensor] | None = None, **options: float | str | None
+) -> LossOutput:
+    """Call the registered loss, with NaN wherever the weights say that nobody may look.
+
+    Args:
+        more: optional inputs, such as `correction_factors`.
+    """
 
     def hidden(values: Tensor) -> Tensor:
         return torch.where(weights != 0, values, torch.nan)
@@ -44,6 +50,7 @@ def call(name: str, x: Inputs, weights: Tensor, **options: float) -> LossOutput:
         "advantages": hidden(x.advantages),
         "weights": weights,
         "selected": x.selected,
+        **(more or {}),
     }
     return policy_losses.get(name)(tensors, **options)
 
@@ -193,10 +200,10 @@ def test_gmpo_by_hand():
 @QUICK
 @given(cases(holes=True), st.floats(-2.0, 2.0))
 def test_gmpo_of_rejected_tokens_is_gmpo_without_them(case: Case, bar: float):
-    """A correction rejects a token by a factor of 0 on its advantage."""
+    """A correction rejects a token by a factor of 0."""
     x, rejected = inputs_of(case, per_response=True), case.normal() > bar
     weights = weights_of(case.mask, "seq_mean_token_mean")
-    result = call("gmpo", x._replace(advantages=x.advantages.masked_fill(rejected, 0.0)), weights)
+    result = call("gmpo", x, weights, {"correction_factors": 1.0 - rejected.double()})
     remaining = weights_of(case.mask & ~rejected, "seq_mean_token_mean", whole=case.mask)
     assert_same(result.loss, x.new, call("gmpo", x, remaining).loss, x.new)
 
@@ -206,7 +213,7 @@ def test_gmpo_of_rejected_tokens_is_gmpo_without_them(case: Case, bar: float):
 def test_gspo_of_rejected_tokens_has_the_ratio_of_those_that_remain(case: Case, bar: float):
     x, rejected = inputs_of(case, per_response=True), case.normal() > bar
     weights = weights_of(case.mask, "seq_mean_token_mean")
-    result = call("gspo", x._replace(advantages=x.advantages.masked_fill(rejected, 0.0)), weights)
+    result = call("gspo", x, weights, {"correction_factors": 1.0 - rejected.double()})
     assert_same(result.loss, x.new, call("gspo", x, weights.masked_fill(rejected, 0.0)).loss, x.new)
 
 

@@ -152,6 +152,14 @@ LAST = ""  # the key that the last override sets
             "found 2.0; expected below high, 1.0",
         ),
         (["algorithm.name=dppo_tv", G, "algorithm.policy_loss_options.threshold=.nan"], LAST, "a finite number"),
+        (["algorithm.name=dppo_tv", G, "algorithm.policy_loss_options.ratio_max=0"], LAST, "expected above 0"),
+        (["algorithm.policy_loss=dro", "algorithm.policy_loss_options.over=turn"], LAST, "expected Literal"),
+        (["algorithm.policy_loss=vespo", "algorithm.policy_loss_options.correction_in=mask"], LAST, "expected Literal"),
+        (
+            [G, "mix=[{update: preference}]", "preference={loss: cpo, options: {sft_over: all}}"],
+            "preference.options.sft_over",
+            "expected Literal",
+        ),
         (["algorithm.loss_aggregation=fixed_length"], "algorithm.loss_length", "loss_length: 256"),
         (["algorithm.correction.high=2.0"], LAST, "kind is none"),
         (
