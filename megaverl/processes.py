@@ -20,6 +20,18 @@ _freezing = 0  # who has asked for objects to be frozen, and still does
 MOST_FILES = 2**20  # some programs visit every number up to the limit, which containers set to a billion
 
 
+# Variable with the folder in which the ranks of a command note that they have finished. A rank without a note has left
+# in another way, as user code does that calls os._exit(0).
+FINISHED = "_MEGAVERL_FINISHED"
+
+
+def note_finished() -> None:
+    """Note, for the agent that started this rank, that its command has come to its end."""
+    if (folder := os.environ.get(FINISHED)) and (rank := os.environ.get("LOCAL_RANK")):
+        with open(os.path.join(folder, rank), "w"):
+            pass
+
+
 def ending_with_parent(command: Sequence[str]) -> list[str]:
     """The command line that runs `command`, under the same process number, and tied to this process.
 

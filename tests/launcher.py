@@ -151,6 +151,7 @@ class Launcher:
         on_rank: Mapping[int, Mapping[str, str]] | None = None,
         more: Mapping[int, Sequence[str]] | None = None,
         deadline: float = 120.0,
+        folder: Path | None = None,
     ) -> Ended:
         """Run `megaverl ARGUMENTS` on new ranks without a GPU, until all have ended by themselves.
 
@@ -159,10 +160,12 @@ class Launcher:
             logs: the folder for what the ranks write.
             environment: of all ranks, over what torchrun would give them.
             on_rank, more: what some ranks have besides: variables, arguments.
+            folder: the ranks' working folder; None: this process's.
         """
         logs.mkdir(parents=True, exist_ok=True)
         on_rank, more = on_rank or {}, more or {}
-        kwargs = [{"arguments": [*arguments, *more.get(rank, ())]} for rank in range(ranks)]
+        place = {} if folder is None else {"folder": str(folder)}
+        kwargs = [{"arguments": [*arguments, *more.get(rank, ())], **place} for rank in range(ranks)]
         environments = [{**CPU_ONLY, **(environment or {}), **on_rank.get(rank, {})} for rank in range(ranks)]
         return _until_ended("tests.faults.rank:command", kwargs, environments, logs, deadline)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from megaverl.errors import ConfigError, DataError, MegaverlError
-from megaverl.plugins import load_object
+from megaverl.plugins import load_function
+from megaverl.user_code import describe, user_code, where_raised
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,15 +53,18 @@ class Entry(Generic[T]):
         wanted |= {name: inputs[name] for name in self.optional_inputs if inputs.get(name) is not None}
         if ":" not in self.name:
             return self.function(**wanted, **options)
-        try:
+        with user_code(self._failed, keep=MegaverlError):
             result = self.function(**wanted, **options)
-        except MegaverlError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{self.kind} '{self.name}' raised {_told(error, self.function)}") from error
-        if self.problem is not None and (found := self.problem(result, inputs)):
+            found = self.problem(result, inputs) if self.problem is not None else None
+        if found:
             raise ConfigError(f"{self.kind} '{self.name}' returned {found}")
         return result
+
+    def _failed(self, error: BaseException) -> ConfigError:
+        """Return the error for what the user's function raised, with the line in its file."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        where = where_raised(error, code.co_filename) if code else ""
+        return ConfigError(f"{self.kind} '{self.name}' raised {describe(error)}{where}")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise one ConfigError that lists every unknown and every missing option."""
@@ -118,7 +121,7 @@ class Registry(Generic[T]):
         if name in self._entries:
             return self._entries[name]
         if ":" in name:
-            return _entry(self.kind, name, _imported(self.kind, name), self.problem)
+            return _entry(self.kind, name, load_function(name, self.kind), self.problem)
         known = self.names()
         raise ConfigError(
             f"unknown {self.kind} '{name}'{_hint(name, known)}; known: {_names(known)}, "
@@ -159,21 +162,6 @@ def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | N
     if found is None:
         return f"{where}{type(value).__name__}; expected a tensor of shape {list(shape)}"
     return None if tuple(found) == tuple(shape) else f"{where}shape {list(found)}; expected {list(shape)}"
-
-
-def _told(error: Exception, function: Callable[..., Any]) -> str:
-    """What was raised, and where in the file of the function."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    own = [each for each in traceback.extract_tb(error.__traceback__) if code and each.filename == code.co_filename]
-    return f"{type(error).__name__}: {error}" + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
-
-
-def _imported(kind: str, path: str) -> Callable[..., Any]:
-    function = load_object(path, kind)
-    if not callable(function):
-        raise ConfigError(f"{kind} '{path}' is {type(function).__name__}; expected a function")
-    found: Callable[..., Any] = function
-    return found
 
 
 def _hint(name: str, known: list[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError
+from megaverl.processes import note_finished
 from megaverl.temporary import temporary_folder
 from megaverl.version import __version__
 
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with temporary_folder():
             code = _run(name, rest)
         sys.stdout.flush()
+        if code == 0:
+            note_finished()
     except BrokenPipeError:  # whoever read it has read enough; nor must the interpreter's own flush at exit find this
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -20,6 +20,7 @@ from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError, ModelEr
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, find_spec, make_job
 from megaverl.trainer.contracts import KINDS, check
+from megaverl.user_code import exits_raise
 
 PLAN = (
     "Memory of every rank, bytes and time of a weight sync, what would not fit and, with --hardware, what a step "
@@ -207,11 +208,12 @@ def _plugin_options(parser: argparse.ArgumentParser) -> None:
 
 def _plugin(arguments: argparse.Namespace) -> int:
     broken = 0
-    for kept in check(arguments.kind, arguments.name, _key_values(arguments.options)):
-        broken += bool(kept.problem)
-        print(f"{'FAIL' if kept.problem else 'ok  '}  {kept.promise}")
-        if kept.problem:
-            print(f"      {kept.problem}")
+    with exits_raise():  # user code that leaves the process would end this check with exit code 0
+        for kept in check(arguments.kind, arguments.name, _key_values(arguments.options)):
+            broken += bool(kept.problem)
+            print(f"{'FAIL' if kept.problem else 'ok  '}  {kept.promise}")
+            if kept.problem:
+                print(f"      {kept.problem}")
     print(f"{arguments.name}: {'all holds' if not broken else f'{broken} broken'}")
     return FAILED if broken else 0
 
@@ -247,6 +249,11 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> int:
+    with exits_raise():  # rows may come of user code
+        return _check_data(arguments)
+
+
+def _check_data(arguments: argparse.Namespace) -> int:
     from megaverl.data.examine import encoder_of, examine, examine_run
     from megaverl.data.prompts import Columns
     from megaverl.data.sources import open_source

@@ -124,9 +124,7 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -
         code = main(config, command, options, check_memory if command == "train" else None)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
+    except BaseException as error:  # SystemExit too: whatever code it has, the run has not come to its end
         _report(config, rank, error)
         _leave(exit_code(error))
     if code:

@@ -20,6 +20,9 @@ from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origi
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
+from megaverl.plugins import search_working_folder
+from megaverl.user_code import describe
+
 DTYPES = ("float32", "float16", "bfloat16", "float64", "fp32", "fp16", "bf16", "float8_e4m3fn", "uint8", "int8")
 # What a name of an annotation asks of a value from YAML, where a function is written module:function.
 _TYPES: dict[str, Any] = {
@@ -190,6 +193,7 @@ def source_file(module: str) -> tuple[Path, bool] | None:
     if module.endswith(".py"):  # a file of the user's own
         return (Path(module), False) if Path(module).is_file() else None
     top, *rest = module.split(".")
+    search_working_folder()
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
@@ -314,8 +318,11 @@ def of_the_users_own(path: str) -> Registered | None:
     Raises:
         LookupError: there is no such module, or nothing of that name in it.
     """
-    module_name, _, function_name = path.partition(":")
-    module = source_module(module_name)
+    module_name, _, function_name = path.rpartition(":")
+    try:
+        module = source_module(module_name)
+    except (SyntaxError, ValueError, RecursionError, OSError) as error:
+        raise LookupError(f"module '{module_name}' cannot be read: {describe(error)}") from error
     if module is None:
         raise LookupError(f"module '{module_name}' is not found in {Path.cwd()} or among what is installed")
     for function in module.functions:

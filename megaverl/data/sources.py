@@ -11,6 +11,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from megaverl.errors import DataError
 from megaverl.plugins import load_object
 from megaverl.rewards.reasoning_gym import PREFIX, ReasoningGymRows
 from megaverl.rollout.environments import verifiers
+from megaverl.user_code import describe, user_code
 
 OWN = re.compile(r"(?:[\w./\\-]+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 HOW_TO_INSTALL = "pip install 'megaverl[datasets]'"
@@ -161,13 +163,11 @@ class FirstRows:
 def _own(name: str) -> RowSource:
     """What the user's function returns: rows with `where` and `fingerprint`, or a plain list of mappings."""
     function = load_object(name, "data")
-    try:
+    with raised_by(name):
         found = function() if callable(function) else function
-    except Exception as error:  # whatever the user's function raises
-        raise DataError(f"{name}: it raised {type(error).__name__}: {error}") from error
-    if all(hasattr(found, method) for method in (*ROW_METHODS, "fingerprint")):
-        rows: RowSource = found
-        return rows
+        is_source = all(hasattr(found, method) for method in (*ROW_METHODS, "fingerprint"))
+    if is_source:
+        return OwnRows(found, name)
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise DataError(
             f"{name}: it gave {type(found).__name__}; expected a list of rows (mappings), or an object with "
@@ -177,6 +177,37 @@ def _own(name: str) -> RowSource:
         if not isinstance(row, dict):
             raise DataError(f"{name}, row {number + 1}: found {type(row).__name__}; expected a mapping of columns.")
     return RowList(found, name)
+
+
+def raised_by(name: str) -> AbstractContextManager[None]:
+    """Return the context for calls of a user's data function or rows, which may raise anything."""
+    return user_code(lambda error: DataError(f"{name}: it raised {describe(error)}"), keep=DataError)
+
+
+class OwnRows:
+    """Rows of the user's own class: whatever its methods raise is an error of the data."""
+
+    def __init__(self, rows: RowSource, name: str) -> None:
+        self._rows, self._name = rows, name
+
+    def __len__(self) -> int:
+        with raised_by(self._name):
+            return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with raised_by(f"{self._name}, row {index + 1}"):
+            return self._rows[index]
+
+    def where(self, index: int) -> str:
+        """Name a row as its reader would look for it."""
+        with raised_by(self._name):
+            return self._rows.where(index)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the rows' own fingerprint."""
+        with raised_by(self._name):
+            return self._rows.fingerprint
 
 
 SUFFIXES = (".jsonl", ".parquet")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaverl.distributed.placement import ranks_text
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, MegaverlError
+from megaverl.user_code import describe, user_code, where_raised
 
 # role -> its ranks in the job
 Places = Mapping[str, Sequence[int]]
@@ -79,8 +80,14 @@ class Operator:
 
         Raises:
             ConfigError: the function did not give what the operator declares.
+            MegaverlError: the function raised SystemExit or another exception that is no `Exception`.
         """
-        result = self.func(**{name: values[name] for name in self.takes})
+
+        def ended(error: BaseException) -> MegaverlError:
+            return MegaverlError(f"operator '{self.name}' raised {describe(error)}{where_raised(error)}.")
+
+        with user_code(ended, keep=Exception):
+            result = self.func(**{name: values[name] for name in self.takes})
         if len(self.gives) == 0:
             return {}
         if len(self.gives) == 1:

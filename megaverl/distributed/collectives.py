@@ -28,7 +28,9 @@ from torch import Tensor
 from megaverl import errors
 from megaverl.distributed.failures import cause_of
 from megaverl.errors import MegaverlError, TrainingStopped
+from megaverl.outside import clean
 from megaverl.platform import platform
+from megaverl.user_code import describe
 
 FRAME = 2048  # bytes of a message, its length among them; what is longer follows in a second one
 _LENGTH = 8  # bytes of a length
@@ -320,7 +322,7 @@ def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
 def _report(error: Exception) -> list[str]:
     """Class, where it is one of megaverl's, and text."""
     own = isinstance(error, MegaverlError)
-    return [type(error).__name__ if own else "", str(error) if own else f"{type(error).__name__}: {error}"]
+    return [type(error).__name__ if own else "", clean(str(error)) if own else describe(error)]
 
 
 def _error(report: list[str], who: str) -> MegaverlError:

@@ -30,6 +30,7 @@ from torch._C import _distributed_c10d
 
 from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, who_is_gone, who_stalls
 from megaverl.errors import FAILED
+from megaverl.user_code import describe
 
 # Of NCCL, where torch is built with it, and of the other backends.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -279,7 +280,7 @@ class Liveness:
         if isinstance(error, KeyboardInterrupt):
             self.settle(0.0, f"{self.name(self.rank)} was in {self._doing} and {_interrupted_here()}")
             return None
-        what = f"{type(error).__name__}: {error}"
+        what = describe(error)
         own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
         silent = _SILENCE.search(_chain(error)) is not None
         reason = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own)
@@ -394,6 +395,6 @@ def _chain(error: BaseException | None) -> str:
     """The texts of an error and of its causes."""
     texts = []
     while error is not None:
-        texts.append(f"{type(error).__name__}: {error}")
+        texts.append(describe(error))
         error = error.__cause__ or error.__context__
     return "\n".join(texts)

@@ -240,9 +240,9 @@ def make_backend(name: str, info: RunInfo) -> Backend:
         Exception: whatever the tracker's library raises; ConfigError, where there is none of this name.
     """
     if ":" in name:
-        from megaverl.plugins import load_object
+        from megaverl.plugins import call_object
 
-        made: Backend = load_object(name, "run.log_with")(info)
+        made: Backend = call_object(name, "run.log_with", info)
         return made
     check_installed(name)
     return BACKENDS[name][0](info)

@@ -22,6 +22,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megaverl.errors import MegaverlError
+from megaverl.outside import clean
+from megaverl.user_code import describe
 
 logger = logging.getLogger("megaverl")
 
@@ -101,20 +103,21 @@ class Console:
         if self.speaks:
             self._tell(logging.WARNING, text, f"warning: {text}")
         if self.speaks and self._err is not None and self._err is not sys.stderr:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the terminal has it
+                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
         """An error, from any rank, to the terminal's stderr and to this rank's log.
 
         Ranks of one machine that report the same text in one run show it once.
         """
-        if not self._is_logged(logging.ERROR, text):
-            print(f"error: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk must not keep the error from the terminal
+            if not self._is_logged(logging.ERROR, text):
+                print(f"error: {text}", file=sys.stderr, flush=True)
         if self._err is None or self._err is sys.stderr or not self._is_first(text):
             return
         where = f"[rank {self.rank}] " if self.rank else ""
-        self._err.write(f"{where}error: {text}\n")
-        self._err.flush()
+        self._err_line(f"{where}error: {text}")
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -158,13 +161,21 @@ class Console:
         if self.log_dir is None:
             return True
         mark = f"{_run_id()} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        with (self.log_dir / "errors.log").open("a+", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            if any(line.startswith(mark) for line in file):
-                return False
-            file.write(f"{mark} rank {self.rank}: {text}\n")
+        try:
+            with (self.log_dir / "errors.log").open("a+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                if any(line.startswith(mark) for line in file):
+                    return False
+                file.write(f"{mark} rank {self.rank}: {text}\n")
+        except OSError as unwritable:
+            self._err_line(f"warning: {self.log_dir / 'errors.log'} cannot be written: {unwritable}")
         return True
+
+    def _err_line(self, line: str) -> None:
+        if self._err is not None:
+            self._err.write(f"{line}\n")
+            self._err.flush()
 
 
 def _turned_to(log: Path) -> tuple[int, int]:
@@ -179,7 +190,7 @@ def _turned_to(log: Path) -> tuple[int, int]:
     os.close(target)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
     return saved
 
 
@@ -190,18 +201,21 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     else as its last line with the name of the log that has the traceback; so is a crash in native code.
     Loggers and streams made before the call follow, as it is the descriptors that are turned.
     """
-    log = Path(log_dir, f"rank_{rank}.log")
+    # Absolute: user code may change the working folder later.
+    log = Path(log_dir, f"rank_{rank}.log").absolute()
     saved = _turned_to(log)
-    out, err = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8") for fd in saved)
-    console = Console(rank, out, err, Path(log_dir))  # type: ignore[arg-type]
+    out, err = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for fd in saved)
+    console = Console(rank, out, err, log.parent)  # type: ignore[arg-type]
     faulthandler.enable(file=saved[1])
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        traceback.print_exception(kind, error, trace)
+        # What goes wrong in writing the log must not hide the error from the terminal.
+        with contextlib.suppress(Exception):
+            traceback.print_exception(kind, error, trace)
         if issubclass(kind, MegaverlError):
-            console.error(str(error))
+            console.error(clean(str(error)))
         elif not issubclass(kind, KeyboardInterrupt):
-            console.error(f"{kind.__name__}: {error}\n(the traceback is in {log})")
+            console.error(f"{describe(error)}\n(the traceback is in {log})")
 
     sys.excepthook = show
     return console

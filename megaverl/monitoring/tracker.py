@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
 from megaverl.monitoring.backends import LOCAL, Backend, RunInfo, Samples, check_installed, make_backend
+from megaverl.user_code import describe
 from megaverl.version import __version__
 
 
@@ -81,7 +82,7 @@ class Tracker:
                 self._backends[name].write(step, seconds, numbers if name == "jsonl" else some)
             except Exception as error:  # whatever a tracker's library raises
                 del self._backends[name]
-                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {_say(error)}")
+                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")
 
     def log_samples(self, step: int, split: str, samples: Samples) -> None:
         """Give samples to the backends that have a place for them."""
@@ -92,7 +93,7 @@ class Tracker:
                     write(step, split, samples)
             except Exception as error:  # whatever a tracker's library raises
                 del self._backends[name]
-                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {_say(error)}")
+                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")
 
     def close(self) -> None:
         """Finish every backend. A second call does nothing."""
@@ -101,7 +102,7 @@ class Tracker:
             try:
                 backend.close()
             except Exception as error:  # whatever a tracker's library raises
-                self._warn(f"the tracker {name!r} did not close cleanly: {_say(error)}")
+                self._warn(f"the tracker {name!r} did not close cleanly: {describe(error)}")
 
     def __enter__(self) -> Tracker:
         return self
@@ -117,7 +118,7 @@ class Tracker:
         except ConfigError as error:
             self._warn(str(error))
         except Exception as error:  # whatever a tracker's library raises
-            self._warn(f"the tracker {name!r} could not start and is left out: {_say(error)}")
+            self._warn(f"the tracker {name!r} could not start and is left out: {describe(error)}")
 
     def _queued(self, name: str, info: RunInfo) -> Backend:
         check_installed(name)
@@ -133,10 +134,6 @@ def _number(key: str, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"{type(value).__name__}: {value!r}"
         raise TypeError(f"metric {key!r} must be one number, got {found}") from error
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 WAITING = 1000  # records that may wait; then the oldest tracker is not worth waiting for
@@ -208,7 +205,7 @@ class Queued:
             backend.close()
         except BaseException as error:  # whatever a tracker's library raises, SystemExit too
             where = "could not start" if step is None else f"failed at step {step}"
-            self._leave_out(f"{where}, it is left out now: {type(error).__name__}: {error}")
+            self._leave_out(f"{where}, it is left out now: {describe(error)}")
 
     def _leave_out(self, why: str) -> None:
         with self._lock:

@@ -3,17 +3,19 @@ which is checked for what it returns."""
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from megaverl.errors import ConfigError, RewardError
-from megaverl.plugins import load_object
+from megaverl.outside import read_number
+from megaverl.plugins import load_function
+from megaverl.rewards.binding import COLUMN, LOG_METRIC, TOKEN_IDS, Binding, RowNames, missing_columns
 from megaverl.rewards.registry import (
-    Binding,
     RewardFunction,
     RewardOutput,
     RewardSample,
@@ -22,6 +24,7 @@ from megaverl.rewards.registry import (
     register_reward,
     reward_names,
 )
+from megaverl.user_code import describe, show, user_code
 
 __all__ = [
     "Component",
@@ -29,6 +32,7 @@ __all__ = [
     "RewardFunction",
     "RewardOutput",
     "RewardSample",
+    "RowNames",
     "build_reward",
     "find_reward",
     "load_modules",
@@ -57,6 +61,10 @@ class Component:
     only_if: str | None = None
     shape: Callable[[float], Any] | None = None
     clip: tuple[float, float] | None = None
+    row: RowNames = RowNames()
+    logged: list[tuple[str, float]] = field(default_factory=list, compare=False)  # what functions gave to `log_metric`
+    _columns: set[str] = field(default_factory=set, compare=False)
+    _bindings: dict[frozenset[str], Binding] = field(default_factory=dict, compare=False)
 
     def shaped(self, samples: Sequence[RewardSample], gate: Sequence[float] | None = None) -> list[float]:
         """`score`, shaped and clipped; of those samples alone whose `gate` is at least 1 (NaN where that is NaN)."""
@@ -64,7 +72,10 @@ class Component:
         found = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
         for row, value in zip(rows, self.score([samples[row] for row in rows]) if rows else (), strict=True):
             if self.shape is not None and not math.isnan(value):
-                value = self._number(self.shape(value), f"what shape makes of {value}")
+                where = f"what shape makes of {value}"
+                with self._calling(where):
+                    value = self.shape(value)
+                value = self._number(value, where)
             if self.clip is not None and not math.isnan(value):
                 value = min(max(value, self.clip[0]), self.clip[1])
             found[row] = value
@@ -82,29 +93,28 @@ class Component:
 
     def _score_one(self, sample: RewardSample, number: int, count: int) -> float:
         where = f"sample {number} of {count} (prompt: {_excerpt(sample.prompt)})"
-        values = (sample.prompt, sample.response, sample.reference, dict(sample.extra))
-        try:
-            value = self._call(sample, values)
-        except Exception as error:  # a user's function may raise anything; the run ends with its name
-            raise self._raised(error, where) from error
+        columns = tuple(sample.extra)
+        arguments, keywords = self._arguments(sample, partial(self._value, sample), columns, where)
+        with self._calling(where):
+            value = self.function.function(*arguments, **keywords, **self.options)
         return self._number(value, where)
 
     def _score_batch(self, samples: Sequence[RewardSample]) -> list[float]:
         where = f"a batch of {len(samples)} samples"
-        columns = (
-            [sample.prompt for sample in samples],
-            [sample.response for sample in samples],
-            [sample.reference for sample in samples],
-            [dict(sample.extra) for sample in samples],
-        )
-        try:
-            values = self._call(list(samples), columns)
-        except Exception as error:  # as above
-            raise self._raised(error, where) from error
-        values = values.tolist() if hasattr(values, "tolist") else values
+        columns = tuple(dict.fromkeys(name for sample in samples for name in sample.extra))
+
+        def value_of(name: str) -> Any:
+            if name == LOG_METRIC:
+                return self._log_metric
+            return [self._value(sample, name) for sample in samples]
+
+        arguments, keywords = self._arguments(list(samples), value_of, columns, where)
+        with self._calling(where):
+            values = self.function.function(*arguments, **keywords, **self.options)
+            values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple):
             raise RewardError(
-                f"reward {self.name!r} returned {_shown(values)} for {where}; being batched, it must return "
+                f"reward {self.name!r} returned {show(values)} for {where}; being batched, it must return "
                 f"a list of {len(samples)} numbers."
             )
         if len(values) != len(samples):
@@ -117,40 +127,86 @@ class Component:
             for number, (value, sample) in enumerate(zip(values, samples, strict=True))
         ]
 
-    def _call(self, whole: Any, values: Sequence[Any]) -> Any:
-        """The function's result for a sample, or for a list of them: given `whole`, or what it takes of `values`."""
-        if self.function.takes_samples:
-            return self.function.function(whole, **self.options)
-        arguments, keywords = self._binding.arguments(values)
-        return self.function.function(*arguments, **keywords, **self.options)
+    def _arguments(
+        self, whole: Any, value_of: Callable[[str], Any], columns: Sequence[str], where: str
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the function's arguments for a sample or a list of samples.
 
-    @functools.cached_property
-    def _binding(self) -> Binding:
-        return self.function.binding(self.options)
+        Args:
+            whole: the sample or samples. value_of: returns one of their values by its name (see `binding`).
+            columns: of the rows, beside prompt and answer.
+
+        Raises:
+            RewardError: a parameter cannot be bound, or its column is not in the row.
+        """
+        if self.function.takes_samples:
+            return [whole], {}
+        # Of all rows so far: a name that was a column once is never bound by its place.
+        self._columns.update(columns)
+        known = frozenset(self._columns)
+        if known not in self._bindings:
+            self._bindings[known] = self._bind(known)
+        binding = self._bindings[known]
+        if missing := missing_columns(binding, columns):
+            raise RewardError(
+                f"reward {self.name!r} needs the columns {', '.join(missing)} for {where}; the row has "
+                f"{', '.join(columns) or 'none besides prompt and answer'}. Add them, or give the parameters a default."
+            )
+        return binding.arguments(value_of, columns)
+
+    def _bind(self, columns: frozenset[str]) -> Binding:
+        try:
+            return self.function.binding(self.options, replace(self.row, extra=columns))
+        except ValueError as error:
+            raise self.function.unbound(self.options, error) from error
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """See that the function can be called for rows with these columns beside prompt and answer.
+
+        Raises:
+            RewardError: a parameter cannot be bound; says what can.
+        """
+        if not self.function.takes_samples:
+            self._bind(frozenset(columns))
+
+    def _value(self, sample: RewardSample, name: str) -> Any:
+        """Return a value of a sample by its name (see `binding`)."""
+        if name.startswith(COLUMN):
+            return sample.extra.get(name.removeprefix(COLUMN))
+        if name == LOG_METRIC:
+            return self._log_metric
+        value = getattr(sample, name)
+        if name == TOKEN_IDS:
+            return None if value is None else list(value)
+        return dict(value) if name == "extra" else value
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Keep a metric that the function measured; the run logs the mean of a step's values."""
+        self.logged.append((str(name), read_number(float(value))))
+
+    def _calling(self, where: str) -> AbstractContextManager[None]:
+        """Return the context in which user code is called; whatever it raises names the reward and the sample."""
+        return user_code(partial(self._raised, where=where))
 
     def _number(self, value: Any, where: str) -> float:
-        if hasattr(value, "item"):  # a scalar of numpy or torch
-            try:
+        missing = " Does every path through the function return one?" if value is None else ""
+        what = f"reward {self.name!r} returned {show(value)} for {where}; it must return one number.{missing}"
+        with user_code(lambda error: RewardError(what)):
+            if hasattr(value, "item"):  # a scalar of numpy or torch
                 value = value.item()
-            except (ValueError, RuntimeError) as error:
-                raise RewardError(
-                    f"reward {self.name!r} returned {_shown(value)} for {where}; it must return one number."
-                ) from error
-        if not isinstance(value, numbers.Real):
-            missing = " Does every path through the function return one?" if value is None else ""
+            if not isinstance(value, numbers.Real):
+                raise TypeError(value)
+            number = float(value)  # OverflowError of an integer that no float can hold
+        if not math.isfinite(number) and not (self.function.may_fail and math.isnan(number)):
             raise RewardError(
-                f"reward {self.name!r} returned {_shown(value)} for {where}; it must return one number.{missing}"
-            )
-        if not math.isfinite(value) and not (self.function.may_fail and math.isnan(value)):
-            raise RewardError(
-                f"reward {self.name!r} returned {float(value)} for {where}; it must be finite. Return a "
+                f"reward {self.name!r} returned {number} for {where}; it must be finite. Return a "
                 "number, such as 0, where the response cannot be scored."
             )
-        return float(value)
+        return number
 
-    def _raised(self, error: Exception, where: str) -> RewardError:
+    def _raised(self, error: BaseException, where: str) -> RewardError:
         return RewardError(
-            f"reward {self.name!r} raised {type(error).__name__}: {error}, on {where}. Correct the function or "
+            f"reward {self.name!r} raised {describe(error)}, on {where}. Correct the function or "
             "the row; a response that cannot be scored should get a number such as 0."
         )
 
@@ -178,6 +234,24 @@ class Reward:
             raise RewardError(f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy.")
         self.accuracy_component: str | None = marked[0] if marked else components[0].name if components else None
 
+    def check_columns(self, columns: Collection[str]) -> None:
+        """See that all functions can be called for rows with these columns beside prompt and answer.
+
+        Raises:
+            RewardError: a function has a parameter that cannot be bound; says what can.
+        """
+        for component in self.components:
+            component.check_columns(columns)
+
+    def take_logged(self) -> dict[str, list[float]]:
+        """Return the metrics that functions have logged since the last call, by name."""
+        found: dict[str, list[float]] = {}
+        for component in self.components:
+            for name, value in component.logged:
+                found.setdefault(name, []).append(value)
+            component.logged.clear()
+        return found
+
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
         """Totals, components and correctness of `samples`, in their order; NaN where one could not be scored.
 
@@ -197,8 +271,10 @@ class Reward:
         return RewardOutput(total, scores, correct)
 
 
-def build_reward(specs: Any, *, may_be_empty: bool = False, modules: Sequence[str] = ()) -> Reward:
-    """The reward that a configuration describes.
+def build_reward(
+    specs: Any, *, may_be_empty: bool = False, modules: Sequence[str] = (), row: RowNames | None = None
+) -> Reward:
+    """Build the reward that a configuration describes.
 
     Args:
         specs: one entry or a list of entries; an entry is a built-in reward's name, or a mapping or object
@@ -209,6 +285,7 @@ def build_reward(specs: Any, *, may_be_empty: bool = False, modules: Sequence[st
             keys of a mapping are options too; `batched` and `accuracy` may also stand among the options.
         may_be_empty: see `Reward`.
         modules: of the user's own, imported first, so that what they register is known by name.
+        row: names of the data's columns, as far as they are known: parameters may be named like columns.
 
     Raises:
         ConfigError: a module that cannot be imported.
@@ -219,10 +296,10 @@ def build_reward(specs: Any, *, may_be_empty: bool = False, modules: Sequence[st
     components: list[Component] = []
     taken: dict[str, int] = {}
     for entry in entries:
-        component = _build_component(_as_mapping(entry))
+        component = _build_component(_as_mapping(entry), row or RowNames())
         taken[component.name] = taken.get(component.name, 0) + 1
         if taken[component.name] > 1:
-            component = Component(**{**vars(component), "name": f"{component.name}_{taken[component.name]}"})
+            component = replace(component, name=f"{component.name}_{taken[component.name]}")
         components.append(component)
     return Reward(components, may_be_empty=may_be_empty)
 
@@ -239,7 +316,7 @@ def _as_mapping(entry: Any) -> dict[str, Any]:
     return {**{key: value for key, value in entry.items() if key in SPEC_KEYS}, "options": options}
 
 
-def _build_component(entry: Mapping[str, Any]) -> Component:
+def _build_component(entry: Mapping[str, Any], row: RowNames) -> Component:
     options = dict(entry.get("options") or {})
     batched = bool(entry.get("batched", options.pop("batched", False)))
     accuracy = bool(entry.get("accuracy", options.pop("accuracy", False)))
@@ -260,22 +337,15 @@ def _build_component(entry: Mapping[str, Any]) -> Component:
     clip = tuple(float(value) for value in entry["clip"]) if entry.get("clip") else None
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         raise RewardError(f"reward {label!r}: clip is {list(clip)}; it is the least and the most that it can be.")
-    return Component(label, function, float(weight), options, accuracy, entry.get("only_if"), shape, clip)
+    return Component(label, function, float(weight), options, accuracy, entry.get("only_if"), shape, clip, row)
 
 
 def _own_function(target: str, key: str = "reward.function") -> Callable[..., Any]:
     try:
-        function: Callable[..., Any] = load_object(target, key)
+        return load_function(target, key)
     except ConfigError as error:
         raise RewardError(str(error)) from error
-    if not callable(function):
-        raise RewardError(f"{key}: {target} is {type(function).__name__}; expected a function.")
-    return function
 
 
 def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:40]} ... {text[-35:]}")
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.60}"

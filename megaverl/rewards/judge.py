@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaverl.outside import read_json, read_number
 from megaverl.rewards.registry import RewardSample, register_reward
 from megaverl.rewards.service import Service, ServiceOptions, check_service, with_service_options
 
@@ -75,7 +76,7 @@ def read_score(answer: Any, low: float, high: float) -> float:
     found = None
     for candidate in [text, *reversed(objects)]:
         try:
-            found = json.loads(candidate)["score"]
+            found = read_json(candidate)["score"]
             break
         except (ValueError, KeyError, TypeError):
             continue
@@ -258,9 +259,9 @@ def _as_text(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _logit(answer: Any) -> float:
     [found] = answer["data"]
-    if len(found["probs"]) != 1 or not math.isfinite(found["probs"][0]):
+    if len(found["probs"]) != 1:
         raise ValueError(f"{found['probs']} of {len(found['probs'])} labels; a reward model has one, and a number")
-    return float(found["probs"][0])
+    return read_number(found["probs"][0])
 
 
 @register_reward("grader", batched=True, check=check_service, may_fail=True)
@@ -284,7 +285,7 @@ def grader(
 
 
 def _score(answer: Any) -> float:
-    score = answer["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise ValueError(f"score is {score!r}; expected a finite number")
-    return float(score)
+    try:
+        return read_number(answer["score"])
+    except ValueError as error:
+        raise ValueError(f"score: {error}") from error

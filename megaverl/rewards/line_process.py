@@ -78,7 +78,11 @@ class LineProcess:
                     raise self._died()
                 self._received += data
         line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):  # something else writes into its channel: it cannot be trusted any more
+            self._process.kill()
+            raise self._died() from None
 
     def close(self) -> None:
         """End it."""

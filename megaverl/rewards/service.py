@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from megaverl.errors import RewardError
+from megaverl.outside import read_json
 
 PASSING = (408, 409, 425, 429)  # and 500 and above: the same request may succeed later
 OURS = {401: "the token", 403: "the token", 404: "the address, or the model's name", 405: "the address"}
@@ -240,7 +241,9 @@ class Service:
         end = time.monotonic() + timeout
         try:
             # by parts: httpx's timeout is of each read, and a server may send a byte a minute
-            with client.stream("POST", self.options.url, json=request, timeout=timeout) as response:
+            # ASCII: a text may hold what UTF-8 cannot encode
+            sent = {"content": json.dumps(request).encode(), "headers": {"Content-Type": "application/json"}}
+            with client.stream("POST", self.options.url, timeout=timeout, **sent) as response:
                 parts = []
                 for part in response.iter_bytes():
                     parts.append(part)
@@ -259,7 +262,7 @@ class Service:
             raise _TryAgain(f"status {status}", _retry_after(response.headers.get("retry-after")))
         if status >= 300:
             raise Unsupported(f"{self.options.url}: status {status}: {body[:200].decode('utf-8', 'replace')!r}")
-        answer = json.loads(body)
+        answer = read_json(body)
         used = answer.get("usage") if isinstance(answer, dict) else None
         if isinstance(used, dict) and isinstance(used.get("total_tokens"), int):
             with self._lock:

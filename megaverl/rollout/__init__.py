@@ -151,9 +151,11 @@ def make_engine(
             model_folder, **wanted, trust_remote_code=trust_remote_code, reference_folder=reference_folder
         )
     elif ":" in config.engine:
-        from megaverl.plugins import load_object
+        from megaverl.plugins import calling, load_function
 
-        engine = load_object(config.engine, "rollout.engine")(model_folder, config, **asked)
+        make_own = load_function(config.engine, "rollout.engine")
+        with calling(config.engine, "rollout.engine"):
+            engine = make_own(model_folder, config, **asked)
     else:
         from megaverl.rollout.vllm_engine import VLLMEngine
         from megaverl.rollout.vllm_requests import image_arguments

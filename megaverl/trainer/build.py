@@ -30,7 +30,7 @@ from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.platform import platform
-from megaverl.rewards import build_reward
+from megaverl.rewards import RowNames, build_reward
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight, shapes_of
@@ -353,7 +353,8 @@ class Builder:
         others = [entry for entry in config.reward if entry.path is None]
         with together():
             may_be_empty = bool(models) or config.environment.name is not None
-            reward = build_reward(others, may_be_empty=may_be_empty, modules=config.reward_modules)
+            row = RowNames(prompt=config.data.prompt_key, answer=config.data.answer_key)
+            reward = build_reward(others, may_be_empty=may_be_empty, modules=config.reward_modules, row=row)
         learned = []
         for entry in models:
             model = self._reward_model(entry, trained) if models_are_here else RemoteWorker("reward")

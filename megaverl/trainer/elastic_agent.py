@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,7 @@ import psutil
 from megaverl.config import Config, smallest_world
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, GridError, TrainingStopped
 from megaverl.gpus import count_gpus
-from megaverl.processes import ending_with_parent
+from megaverl.processes import FINISHED, ending_with_parent
 from megaverl.temporary import remove_temporary_folder, temporary_folder
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
@@ -40,6 +41,7 @@ MOST_THREADS = 8  # of a rank with a GPU: what it does on the processor (packing
 # Exit codes of a rank after which the ranks are not started again: a run that saved because it must leave, and a
 # mistake in the configuration, which would be the same again.
 STAYS_DOWN = (SAVED_AND_LEFT, MISTAKE)
+COMMAND_MODULES = ("megaverl", "megaverl.cli.main", "megaverl.cli.train")  # what a rank of a command runs
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 
 
@@ -66,9 +68,13 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
         try:
             met = _meet(arguments)  # the job's store lives as long as this does
             launch_config, program, given = config_from_args(arguments)
+            is_command = any(word in COMMAND_MODULES for word in map(str, given))
             if isinstance(program, str):  # else --run-path, for which torch's own processes end with this one
                 program, *given = ending_with_parent([program, *given])
-            elastic_launch(launch_config, program)(*given)
+            with tempfile.TemporaryDirectory(prefix="megaverl_finished_") as finished:
+                os.environ[FINISHED] = finished
+                elastic_launch(launch_config, program)(*given)
+                absent = [rank for rank in range(nproc) if is_command and not Path(finished, str(rank)).exists()]
             del met
         except (TrainingStopped, RendezvousError) as error:
             where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "
@@ -79,7 +85,22 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
             return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
         except (KeyboardInterrupt, SignalException) as error:
             return _interrupted(error)
+    if absent:
+        return _left_without_finishing(absent, log_hint)
     return 0
+
+
+def _left_without_finishing(ranks: Sequence[int], log_hint: str) -> int:
+    """Report local ranks that ended with exit code 0 before their command did; return the exit code of the job."""
+    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of this node"
+    where = f" See {log_hint}/rank_N.log." if log_hint else ""
+    print(
+        f"error: {names} left with exit code 0 before the run was over. Something in the process called os._exit: look "
+        f"for it in rewards, environments and other plug-ins.{where}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return FAILED
 
 
 def threads_per_rank(nproc: int, cores: int, gpus: int) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
+from megaverl.config.absolute import with_absolute_paths
 from megaverl.distributed.collectives import barrier, on_first_rank
 from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import ConfigError, DataError, TrainingStopped
@@ -40,12 +41,13 @@ def main(
     What goes wrong is raised: the process that called this shows it and ends.
     """
     rank = int(os.environ.get("RANK", 0))
-    run_dir = Path(config.run.dir) / config.run.name
-    console = redirect_output(run_dir / "logs", rank)
+    config = with_absolute_paths(config)
+    options = {name: _absolute_option(name, value) for name, value in (options or {}).items()}
+    console = redirect_output(config.run_dir / "logs", rank)
     platform.start()
     job = join_job(config, command, console, check)
     try:
-        code = _do(config, command, console, job, dict(options or {}))
+        code = _do(config, command, console, job, options)
     except BaseException as error:
         # of a rank that is gone the others hear in their own way: what they say of it is one thing
         if verdict := job.liveness.explain(error):
@@ -57,6 +59,10 @@ def main(
         job.fabric.messages.close()
         dist.destroy_process_group()
     return code
+
+
+def _absolute_option(name: str, value: Any) -> Any:
+    return str(Path(value).absolute()) if name in ("prompts", "output") and value else value
 
 
 def _do(config: Config, command: str, console: Console, job: Job, options: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
-from megaverl.plugins import load_object
+from megaverl.plugins import call_object
 from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts, refill
 from megaverl.trainer.roles import Mix, Roles, ShareScores
@@ -147,7 +147,7 @@ class RLStep:
             ConfigError: there is no such function, or the flow cannot be with what it added.
         """
         for name in self.config.trainer.operators:
-            load_object(name, "trainer.operators")(flow)
+            call_object(name, "trainer.operators", flow)
         return flow.compile(given=("prompts", "step"), places=places)
 
     def gathered(
@@ -256,7 +256,7 @@ class RLStep:
         scores = self.roles.reward.score(rollouts)
         shown = once(rollouts, scores, has_opponents=self.config.algorithm.opponent_beta is not None)
         self.metrics |= score_metrics(shown, time.perf_counter() - start + self._early_seconds)
-        self.metrics |= self.roles.reward.service_costs()
+        self.metrics |= self.roles.reward.service_costs() | self.roles.reward.logged_metrics()
         self._early_seconds = 0.0
         return scores
 

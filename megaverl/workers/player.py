@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from megaverl.config.roles import EnvironmentConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import EpisodeError, MegaverlError
+from megaverl.outside import read_number
 from megaverl.rollout.environments import (
     Codec,
     Game,
@@ -28,6 +29,7 @@ from megaverl.rollout.environments import (
     make_game,
     play,
 )
+from megaverl.user_code import describe, show, user_code
 
 SIDE_BY_SIDE = 16  # episodes of a rank whose steps wait for something outside it
 
@@ -81,8 +83,8 @@ class Player:
                 begun = self._side_by_side(games, lambda number: self._begin(games[number], number, starts[number]))
             views = self._play(starts, games, _joined(gather_json(begun, self.world)), generate)
         except BaseException:
-            for game in games.values():
-                with suppress(Exception):  # what was raised first says more
+            for number, game in games.items():
+                with suppress(MegaverlError), self._environment(number, "close"):  # what was raised first says more
                     game.close()
             raise
         with together(self.world):
@@ -148,24 +150,30 @@ class Player:
             acting = [] if done else list(game.acting())
         return [outcomes, acting]
 
-    @contextmanager
-    def _environment(self, number: int, method: str) -> Iterator[None]:
-        """Around calls of the user's environment, which may raise anything."""
-        try:
-            yield
-        except MegaverlError:
-            raise
-        except Exception as error:
-            raise EpisodeError(
-                f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Fix "
+    def _environment(self, number: int, method: str) -> AbstractContextManager[None]:
+        """Return the context for calls of the user's environment, which may raise anything."""
+
+        def failed(error: BaseException) -> EpisodeError:
+            return EpisodeError(
+                f"environment '{self.name}', episode {number}: {method}() raised {describe(error)}. Fix "
                 "the environment or the row; what a model writes must never make it fail."
-            ) from error
+            )
+
+        return user_code(failed, keep=MegaverlError)
 
 
 def outcome_row(outcome: Outcome) -> list[Any]:
-    """An outcome as JSON."""
+    """Return an outcome as JSON.
+
+    Raises:
+        EpisodeError: its reward is no finite number.
+    """
+    try:
+        reward = read_number(float(outcome.reward))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EpisodeError(f"the reward of a turn is {show(outcome.reward)}; it must be a finite number.") from error
     said = [
-        float(outcome.reward),
+        reward,
         bool(outcome.done),
         outcome.conversation,
         [outcome_row(each) for each in outcome.also],

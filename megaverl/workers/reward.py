@@ -223,6 +223,12 @@ class RewardRole:
             )
         return Scores(total, components, correct).select(range(len(total)) if answers is None else answers)
 
+    def logged_metrics(self) -> dict[str, float]:
+        """Return the means of what functions logged on all ranks since the last call. Collective over the role."""
+        if not any(component.function.logs_metrics for component in self.reward.components):
+            return {}
+        return dict(reduce_json(self.reward.take_logged(), _means, self.world))
+
     def service_costs(self) -> dict[str, float]:
         """What services were asked by all ranks since the last call; every rank takes part. Empty: nobody asks any."""
         if not any(component.function.may_fail for component in self.reward.components):
@@ -268,6 +274,8 @@ class RewardRole:
 
     def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
         transcript = self.transcript(batch, row)
+        begin, end = (batch.columns["turns"][row] or [(0, 0)])[-1] if "turns" in batch.columns else (0, None)
+        length = int(batch.response_lengths[row])
         return RewardSample(
             prompt=batch.columns["prompt"][row],
             response=self.response(batch, row) if "turns" in batch.columns else transcript,
@@ -277,6 +285,7 @@ class RewardRole:
             num_tokens=num_tokens,
             finish_reason=batch.columns["finish_reason"][row],
             messages=batch.columns["messages"][row] if "messages" in batch.columns else None,
+            token_ids=batch.generated_ids[row, begin : length if end is None else end].tolist(),
         )
 
     def response(self, batch: RolloutBatch, row: int) -> str:
@@ -289,6 +298,15 @@ class RewardRole:
     def transcript(self, batch: RolloutBatch, row: int) -> str:
         """Everything after the prompt as text, without special tokens."""
         return self.tokenizer.decode(batch.generated_ids[row, : int(batch.response_lengths[row])].tolist())
+
+
+def _means(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the mean of every metric over all values of all ranks."""
+    found: dict[str, list[float]] = {}
+    for each in logged:
+        for name, values in each.items():
+            found.setdefault(f"reward/{name}", []).extend(values)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
 BLOCK = 8  # samples that it reads together, whenever they come: they round alike

@@ -15,6 +15,7 @@ from megaverl.data.held_rows import HeldRows, Moving, move_ragged
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Fabric
+from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.plugins import call_object
 from megaverl.rollout import split_prompts
@@ -28,6 +29,7 @@ from megaverl.rollout.engine import (
     check_generations,
     of_some,
 )
+from megaverl.user_code import describe, user_code, where_raised
 from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.weight_sync import WeightSync
@@ -181,7 +183,8 @@ class Rollout:
             given = [list(prompts[i]) for i in mine]
             # an engine that knows no images is never given any
             more = {} if images is None else {"images": [images[i] for i in mine]}
-            found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine], **more)
+            with user_code(_engine_ended, keep=Exception):  # an engine may be the user's own
+                found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine], **more)
             rest(found)
         if not self._stays_awake:
             self._sleep()
@@ -192,6 +195,10 @@ class Rollout:
     ) -> list[int]:
         """Of prompts of these lengths, those that this rank's engine answers; ascending."""
         return split_prompts(lengths, self.engine.num_replicas, group_size, conversations)[self.engine.replica]
+
+
+def _engine_ended(error: BaseException) -> RolloutError:
+    return RolloutError(f"rollout.engine: generate() raised {describe(error)}{where_raised(error)}.")
 
 
 @contextmanager

@@ -15,8 +15,10 @@ from tests.faults.injector import install
 from tests.faults.networks import VARIABLE, enter
 
 
-def command(arguments: list[str]) -> NoReturn:
-    """As `python ARGUMENTS` where the first is a .py file, else as `megaverl ARGUMENTS`."""
+def command(arguments: list[str], folder: str | None = None) -> NoReturn:
+    """Run `python ARGUMENTS` where the first is a .py file, else `megaverl ARGUMENTS`; in a folder, if one is given."""
+    if folder is not None:
+        os.chdir(folder)
     sys.exit(_program(arguments) if arguments[0].endswith(".py") else main(arguments))
 
 

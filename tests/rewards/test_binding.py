@@ -10,14 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rewards.registry import NAMES, VALUES, bind
+from megaverl.rewards.binding import NAMES, VALUES, RowNames, bind
 
-GIVEN = ("P", "R", "A", {"level": 3})
+ROW: dict[str, Any] = {"level": 3, "data_source": "gsm8k", "extra_info": {"index": 7}}
+GIVEN = {"prompt": "P", "response": "R", "reference": "A", "token_ids": [5, 6], "log_metric": print}
+FOUR = ("P", "R", "A", {"level": 3})
 
 
-def seen(function: Callable[..., Any], *options: str, batched: bool = False) -> Any:
-    """What the function returns, called as it is bound."""
-    arguments, keywords = bind(function, options, batched=batched).arguments(GIVEN)
+def seen(
+    function: Callable[..., Any], *options: str, batched: bool = False, row: dict[str, Any] | None = None, **names: Any
+) -> Any:
+    """Call the function as it is bound, and return its result."""
+    row = {"level": 3} if row is None else row
+
+    def value_of(name: str) -> Any:
+        if name.startswith("column "):
+            return row[name.removeprefix("column ")]
+        return {**GIVEN, "extra": row}[name]
+
+    binding = bind(function, options, batched=batched, row=RowNames(frozenset(row), **names))
+    arguments, keywords = binding.arguments(value_of, row)
     return function(*arguments, **keywords, **dict.fromkeys(options, "option"))
 
 
@@ -42,8 +54,8 @@ def turned(answer, completion, question):
         (lambda text: text, "R"),
         (lambda text, right: (text, right), ("R", "A")),
         (lambda task, text, right: (task, text, right), ("P", "R", "A")),
-        (lambda a, b, c, d: (a, b, c, d), GIVEN),
-        (lambda *columns: columns, GIVEN),
+        (lambda a, b, c, d: (a, b, c, d), FOUR),
+        (lambda *columns: columns, FOUR),
         (lambda response, /, reference: (response, reference), ("R", "A")),
         (lambda text, *, reference: (text, reference), ("R", "A")),
         (lambda extra, response: (extra, response), ({"level": 3}, "R")),
@@ -54,7 +66,8 @@ def turned(answer, completion, question):
         (lambda response, target=5.0: target, 5.0),
         (lambda response, reference, target=None: target, None),
         (lambda text, limit=3: (text, limit), ("R", 3)),
-        (lambda response, **more: more, {}),
+        (lambda response, **more: more, {"level": 3, "answer": "A"}),
+        (lambda response, *more, **others: (response, more), ("R", ())),
     ],
 )
 def test_bound_by_name_or_by_count(function: Callable[..., Any], expected: Any) -> None:
@@ -81,18 +94,21 @@ def test_every_name_in_every_order(order: list[str], count: int, data: st.DataOb
     if not names:
         return
     function = eval(f"lambda {', '.join(names)}: ({', '.join(names)},)")
-    assert seen(function) == tuple(GIVEN[VALUES.index(value)] for value in order[:count])
+    assert seen(function) == tuple(FOUR[VALUES.index(value)] for value in order[:count])
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda question, reply: 0, "what reply stands for cannot be told"),
+        (lambda text, level: 0, "what text stands for cannot be told: the data has the columns answer, level, prompt"),
+        (lambda completions_of, completion: 0, "what completions_of stands for cannot be told"),
+        (lambda response, trainer_state: 0, "trainer_state is not given here: give it a default, or leave it out"),
         (lambda response, completion: 0, "what response, completion stands for cannot be told"),
         (lambda reference, text: 0, "what text stands for cannot be told"),
         (lambda a, b, c, d, e: 0, "5 parameters need a value, and there are 4: prompt, response, reference, extra"),
         (lambda: 0, "0 parameters need a value"),
-        (lambda text, *, pattern: 0, "pattern is neither bound nor among the options"),
+        (lambda text, *, pattern: 0, "what pattern stands for cannot be told"),
         (lambda prompts, completions: 0, "prompts, completions is of whole lists, which needs batched: true"),
         (lambda samples: 0, "samples is of whole lists, which needs batched: true"),
         (lambda response, sample: 0, "sample stands first, or, with batched: true, samples"),
@@ -100,8 +116,84 @@ def test_every_name_in_every_order(order: list[str], count: int, data: st.DataOb
 )
 def test_what_cannot_be_bound_is_said(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        bind(function, (), batched=False)
+        bind(function, (), batched=False, row=RowNames(frozenset({"level"})))
 
 
 def test_no_name_means_two_things() -> None:
     assert [a & b for a, b in itertools.combinations(map(set, NAMES.values()), 2) if a & b] == []
+
+
+def by_level(completions, level, **kwargs):
+    return completions, level
+
+
+def trl_length(completion_ids, **kwargs):
+    return completion_ids
+
+
+def trl_math(prompts, completions, task, **kwargs):
+    return prompts, completions, task
+
+
+def trl_accuracy(completions: list[str], solution: list[str], **kwargs) -> Any:
+    return completions, solution
+
+
+def trl_logs(completions, answer, log_extra=None, log_metric=None, **kwargs):
+    return completions, answer, log_extra, log_metric is print
+
+
+def trl_rest(**kwargs):
+    return kwargs
+
+
+def verl_score(data_source, solution_str, ground_truth, extra_info=None):
+    return data_source, solution_str, ground_truth, extra_info
+
+
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return data_sources, solution_strs, ground_truths, extra_infos
+
+
+@pytest.mark.parametrize(
+    ("function", "batched", "row", "expected"),
+    [
+        (by_level, True, ROW, ("R", 3)),
+        (trl_length, True, ROW, [5, 6]),
+        (trl_math, True, {"task": "math"}, ("P", "R", "math")),
+        (trl_accuracy, True, {}, ("R", "A")),
+        (trl_accuracy, True, {"solution": "S"}, ("R", "A")),  # the answer's own column
+        (trl_logs, True, {}, ("R", "A", None, True)),
+        (lambda completions, **kwargs: kwargs["level"], True, ROW, 3),
+        (lambda completions, response: (completions, response), True, {"response": "theirs"}, ("R", "theirs")),
+        (verl_score, False, ROW, ("gsm8k", "R", "A", {"index": 7})),
+        (verl_score, False, {"data_source": "x"}, ("x", "R", "A", {"data_source": "x"})),
+        (verl_batch, True, ROW, ("gsm8k", "R", "A", {"index": 7})),
+        (lambda output, level=1: (output, level), False, {"level": 3, "output": "column"}, ("column", 3)),
+        (lambda response, target=5.0: target, False, {"target": 6.0}, 6.0),
+        (lambda level: level, False, ROW, 3),
+    ],
+)
+def test_signatures_of_trl_and_of_verl(
+    function: Callable[..., Any], batched: bool, row: dict[str, Any], expected: Any
+) -> None:
+    """What both projects document: TRL calls with keywords named like columns, verl with four of its own names."""
+    answer = "solution" if function is trl_accuracy else "answer"
+    assert seen(function, batched=batched, row=row, answer=answer) == expected
+
+
+def test_kwargs_of_trl_has_what_trl_gives() -> None:
+    given = seen(trl_rest, batched=True, row={"level": 3}, answer="solution")
+    assert given == {
+        "prompts": "P",
+        "completions": "R",
+        "completion_ids": [5, 6],
+        "log_metric": print,
+        "level": 3,
+        "solution": "A",
+    }
+
+
+def test_a_name_is_a_column_as_long_as_no_row_is_known() -> None:
+    keywords = bind(lambda completions, level: 0, (), batched=True).keywords
+    assert keywords == {"completions": "response", "level": "column level"}

@@ -258,14 +258,29 @@ def nan(prompt, response, reference, extra):
 def too_few(prompts, responses, references, extras):
     return [1.0] * (len(prompts) - ON_RANK_1)
 
+def exits(prompt, response, reference, extra):
+    if ON_RANK_1:
+        exit()
+    return 1.0
+
 def late(prompt, response, reference, extra, calls=[]):
     calls.append(prompt)
     if ON_RANK_1 and len(calls) > 4:
         raise ValueError("in the second step")
     return 1.0
 """
-MEND = {"raises": "Correct the function or the row", "nan": "Return a number, such as 0", "too_few": "one for each"}
-FOUND = {"raises": "raised KeyError: 'level'", "nan": "returned nan", "too_few": "returned 3 numbers for a batch of 4"}
+MEND = {
+    "raises": "Correct the function or the row",
+    "exits": "Correct the function or the row",
+    "nan": "Return a number, such as 0",
+    "too_few": "one for each",
+}
+FOUND = {
+    "raises": "raised KeyError: 'level'",
+    "exits": "raised SystemExit",
+    "nan": "returned nan",
+    "too_few": "returned 3 numbers for a batch of 4",
+}
 
 
 @pytest.mark.parametrize("kind", list(MEND))

@@ -16,7 +16,10 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 from megaverl.errors import ConfigError, EpisodeError
+from megaverl.outside import read_json, read_number
+from megaverl.plugins import load_module
 from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start, register_environment
+from megaverl.user_code import describe
 
 
 class Observed(NamedTuple):
@@ -109,7 +112,7 @@ class GymnasiumText(TextEnvironment):
         super().__init__(codec, **options)
         gymnasium = _module("gymnasium", "text-games")
         for name in modules:
-            importlib.import_module(name)
+            load_module(name, "environment.options.modules")
         self.actions = {str(word).lower(): value for word, value in actions.items()} if actions is not None else None
         self.unknown = unknown
         given = dict(make or {})
@@ -216,26 +219,39 @@ class OpenEnvClient(TextEnvironment):
             self._socket.close()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> Observed:
-        """Its answer; an error of a step is told to the model, all others end the run.
+        """Send a message and return the answer. The model reads an error of a step; all other errors end the run.
 
         Raises:
-            EpisodeError: it is gone, takes too long, or refuses to begin.
+            EpisodeError: the server is gone, takes too long, or refuses to begin.
         """
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(self._socket.recv(timeout=self.seconds))
-        except Exception as error:  # whatever the socket raises: closed, too late, no JSON
-            raise EpisodeError(f"environment 'openenv': {self.url}: {type(error).__name__}: {error}") from error
+            received = self._socket.recv(timeout=self.seconds)
+        except Exception as error:  # whatever the socket raises: closed, too late
+            raise EpisodeError(f"environment 'openenv': {self.url}: {describe(error)}") from error
+        try:
+            return self._observed(received)
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = str(error)
+        if kind == "step":
+            return Observed(f"error: {problem}", self.no_action_reward)
+        raise EpisodeError(f"environment 'openenv': {self.url}: {problem}")
+
+    def _observed(self, received: str | bytes) -> Observed:
+        """Read the server's answer.
+
+        Raises:
+            ValueError, TypeError, AttributeError: it reports an error, or cannot be read.
+        """
+        answer = read_json(received)
         found = answer.get("data", {})
         if answer.get("type") == "error":
-            text = str(found.get("message", answer))
-            if kind == "step":
-                return Observed(f"error: {text}", self.no_action_reward)
-            raise EpisodeError(f"environment 'openenv': {self.url}: {text}")
+            raise ValueError(str(found.get("message", answer)))
         observation = found.get("observation", {})
         whole = self.key is None or not isinstance(observation, dict)
         text = json.dumps(observation, ensure_ascii=False) if whole else str(observation.get(self.key, ""))
-        return Observed(text, float(found.get("reward") or 0.0), bool(found.get("done")))
+        reward = found.get("reward")
+        return Observed(text, 0.0 if reward is None else read_number(reward), bool(found.get("done")))
 
 
 def _module(name: str, extra: str) -> Any:

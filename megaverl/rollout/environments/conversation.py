@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaverl.errors import DataError
+from megaverl.outside import read_json
 from megaverl.rollout.environments import digest
 from megaverl.rollout.environments.environment import Codec, Limits
 
@@ -311,9 +312,9 @@ def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
     found = []
     for place, written in enumerate(re.findall(TOOL_CALL, text, re.DOTALL)):
         try:
-            call = json.loads(written)
+            call = read_json(written)
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return []
         found.append({"id": f"call_{place}_{name}", "type": "function", "function": function})
     return found
@@ -336,7 +337,11 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise CallRefused("messages are of text here, and one has another part.")
+        if any(not isinstance(part.get("text"), str) for part in content):
+            raise CallRefused('a part of a message has no text: write it as {"type": "text", "text": "..."}.')
         content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise CallRefused(f"the content of a message is {type(content).__name__}; write a text, or a list of parts.")
     role = "system" if message.get("role") == "developer" else str(message.get("role"))
     kept = {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
     if isinstance(kept.get("tool_calls"), list):
@@ -347,7 +352,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def _plain_call(call: Any) -> Any:
     """A tool call whose arguments are written in one way: programs read them and write them anew."""
     try:
-        function = {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}
+        function = {**call["function"], "arguments": json.dumps(read_json(call["function"]["arguments"]))}
     except (ValueError, KeyError, TypeError):
         return call
     return {**call, "function": function}

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from megaverl.errors import ConfigError
+from megaverl.outside import clean
 from megaverl.plugins import load_object
+from megaverl.user_code import describe, user_code
 
 ALONE = "policy"  # the one agent of an Environment
 
@@ -206,14 +208,14 @@ class Codec:
         return self.tokenizer.decode(token_ids)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text by itself, with none of the special ones."""
-        return self.tokenizer.encode(text)
+        """Return the tokens of a text by itself, with none of the special ones. Text is cleaned (`outside.clean`)."""
+        return self.tokenizer.encode(clean(text))
 
     def prompt(self, text: str) -> list[int]:
         """The tokens that an episode begins with: under a chat template a user's message, up to the model's answer."""
         if not self.chat:
-            return self.tokenizer.encode(text, add_special_tokens=True)
-        return self.encode(self.tokenizer.render_chat([{"role": "user", "content": text}]))
+            return self.tokenizer.encode(clean(text), add_special_tokens=True)
+        return self.encode(self.tokenizer.render_chat([{"role": "user", "content": clean(text)}]))
 
     def answer(self, text: str, turn: Sequence[int], *, role: str = "user") -> list[int]:
         """The tokens that follow the model's `turn` when `text` answers it, up to where its next turn begins.
@@ -224,7 +226,7 @@ class Codec:
         Raises:
             DataError: the chat template refuses a message of this role.
         """
-        return self.answers([{"role": role, "content": text}], turn) if self.chat else self.encode(text)
+        return self.answers([{"role": role, "content": clean(text)}], turn) if self.chat else self.encode(text)
 
     def answers(self, messages: Sequence[dict[str, Any]], turn: Sequence[int]) -> list[int]:
         """The same of several messages, under a chat template."""
@@ -233,7 +235,7 @@ class Codec:
         rendered = self.tokenizer.render_chat(
             [*before, *messages], where=f"an environment's answer in the role '{role}'"
         )
-        tokens = self.tokenizer.encode(rendered.rpartition(TURN)[2])
+        tokens = self.encode(rendered.rpartition(TURN)[2])
         ended = bool(turn) and turn[-1] in self.tokenizer.stop_token_ids
         return tokens[1:] if ended and tokens[:1] and tokens[0] in self.tokenizer.stop_token_ids else tokens
 
@@ -293,7 +295,7 @@ def find_environment(name: str) -> Kind:
         raise ConfigError(
             f"no environment '{name}'.{hint} There are: {', '.join(known)}; or a class of your own as module:object."
         )
-    found = load_object(name, "environment")
+    found = load_object(name, "environment.name")
     if not (inspect.isclass(found) and issubclass(found, Environment | Game)):
         raise ConfigError(f"environment '{name}' is not a class derived from Environment or Game: found {found!r:.80}")
     return found
@@ -325,7 +327,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"environment '{name}' takes {', '.join(taken) or 'no options'}: {error}") from error
     check = getattr(kind, "check", None)
     if check is not None:
-        check(**options)
+        with user_code(
+            lambda error: ConfigError(f"environment '{name}': check() raised {describe(error)}"), keep=ConfigError
+        ):
+            check(**options)
 
 
 def agents_of(name: str) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -26,7 +25,8 @@ from ipaddress import ip_address
 from typing import Any, ClassVar
 
 from megaverl.errors import ConfigError, EpisodeError
-from megaverl.plugins import load_object
+from megaverl.outside import clean, read_json, read_number
+from megaverl.plugins import load_function
 from megaverl.processes import ending_with_parent
 from megaverl.rollout.environments.conversation import (
     CHAT,
@@ -40,6 +40,7 @@ from megaverl.rollout.environments.conversation import (
     checked,
 )
 from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start, register_environment
+from megaverl.user_code import describe, user_code
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,10 @@ class Session:
         Raises:
             CallRefused: with a reward that is no number.
         """
-        reward = body.get("reward", 0.0) if isinstance(body, dict) else None
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise CallRefused('an episode ends with {"reward": number}.')
-        self.reward = float(reward)
+        try:
+            self.reward = read_number(body.get("reward", 0.0) if isinstance(body, dict) else None)
+        except ValueError as error:
+            raise CallRefused(f'an episode ends with {{"reward": number}}: {error}.') from error
         self.calls.put(None)
 
 
@@ -158,16 +159,17 @@ class GatewayHandler(BaseHTTPRequestHandler):
         self._reply(ask)
 
     def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers.get("content-length") or 0))
+        length = self.headers.get("content-length") or "0"
+        text = self.rfile.read(int(length) if length.isdecimal() else 0)
 
         def ask() -> dict[str, Any]:
             session, path = self._session()
             if path not in (CHAT, COMPLETIONS, END):
                 self._unknown()
             try:
-                body = json.loads(text or "{}")
+                body = read_json(text or b"{}")
             except ValueError as error:
-                raise CallRefused(f"the call is no JSON: {error}") from error
+                raise CallRefused(f"the call cannot be read as JSON: {error}") from error
             if path == END:
                 session.end(body)
                 return {}
@@ -360,7 +362,8 @@ class ProgramEpisode(Environment):
                 break
             try:
                 taken = self.conversations.take(call)
-            except CallRefused as error:
+            except Exception as problem:  # a program may send anything, and hears what is wrong with it
+                error = problem if isinstance(problem, CallRefused) else CallRefused(f"unreadable: {describe(problem)}")
                 call.answer.set_exception(error)
                 self._without_room += error.status == 413
                 if limits is not None and self._without_room > limits.max_turns:
@@ -413,32 +416,40 @@ class ProgramEpisode(Environment):
 
     def _played(self, play: Callable[[str, Mapping[str, Any]], Any], url: str, row: Mapping[str, Any]) -> None:
         try:
-            reward = play(url, row)
-            self.session.reward = 0.0 if reward is None else float(reward)
-        except Exception as error:  # another's program may end in any way
+            with user_code(lambda error: EpisodeError(describe(error)), keep=EpisodeError):
+                reward = play(url, row)
+                self.session.reward = 0.0 if reward is None else read_number(float(reward))
+        except EpisodeError as error:
             if self.session.key in self.server.sessions:
-                self._failed(f"{type(error).__name__}: {error}")
+                self._failed(str(error))
         self.session.calls.put(None)
 
     def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:
-        function = load_object(str(self.function), "environment.options.function")
+        function = load_function(str(self.function), "environment.options.function")
         return function(url, self.token or NO_TOKEN, row["prompt"], row["reference"], row["extra"])
 
     def _run_command(self, url: str, row: Mapping[str, Any]) -> float | None:
         assert self.command is not None
-        places = {"{prompt}": str(row["prompt"]), "{base_url}": url}
+        places = {"{prompt}": clean(str(row["prompt"])), "{base_url}": url}
         command = [re.sub(r"\{(prompt|base_url)\}", lambda found: places[found[0]], part) for part in self.command]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.token or NO_TOKEN}
         pipe = subprocess.PIPE
         with subprocess.Popen(
             ending_with_parent(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True,
-            start_new_session=True,
+            start_new_session=True, encoding="utf-8", errors="replace",
         ) as process:  # fmt: skip
             self._process = process
             output, errors = process.communicate(json.dumps(row))
+        output, errors = clean(output), clean(errors)
         if process.returncode:
             raise EpisodeError(f"it ended with {process.returncode}: {errors.strip()[-SHOWN:]}")
         try:
-            return float(json.loads(output.strip().rpartition("\n")[2])["reward"])
-        except (ValueError, KeyError, TypeError):
+            last = read_json(output.strip().rpartition("\n")[2])
+        except ValueError:
             return None
+        if not isinstance(last, dict) or "reward" not in last:
+            return None
+        try:
+            return read_number(last["reward"])
+        except ValueError as error:
+            raise EpisodeError(f"its last line is no reward: {error}") from error

@@ -9,12 +9,10 @@ rest. That holds off mistakes and what a model writes into an argument. It is no
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import resource
 import sys
-from collections.abc import Callable
 from typing import Any
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
@@ -39,9 +37,12 @@ def serve() -> None:
     setting = json.loads(sys.stdin.buffer.readline())
     sys.path[:0] = setting["path"]
     try:
-        tools = {name: _find(target) for name, target in setting["tools"].items()}
+        from megaverl.plugins import load_function  # found on the path that was just set
+        from megaverl.user_code import describe
+
+        tools = {name: load_function(target, f"tool {name}") for name, target in setting["tools"].items()}
     except Exception as error:  # of a user's module: told to the one who named it
-        answer({"error": f"{type(error).__name__}: {error}"})
+        answer({"error": f"{error}"})
         return
     limit(setting["memory_mb"], set(setting["allow"]))
     answer({"ready": sorted(tools)})
@@ -52,16 +53,8 @@ def serve() -> None:
             answer({"result": result[: setting["max_characters"]]})
         except MemoryError:
             answer({"error": f"more than {setting['memory_mb']} MiB of memory"})
-        except Exception as error:  # a tool may raise anything; the model is told
-            answer({"error": f"{type(error).__name__}: {error}"[: setting["max_characters"]]})
-
-
-def _find(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{target} is no function")
-    return function
+        except BaseException as error:  # a tool may raise anything, SystemExit too; the model is told
+            answer({"error": describe(error)[: setting["max_characters"]]})
 
 
 def limit(memory_mb: int, allow: set[str]) -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megaverl.errors import ConfigError, EpisodeError
+from megaverl.outside import clean, read_json
+from megaverl.plugins import absolute_name, search_working_folder
 from megaverl.rewards.line_process import LineProcess, ProcessDied
 from megaverl.rewards.sandbox import why_not_here
 from megaverl.rollout.environments import tool_worker
@@ -85,6 +87,8 @@ class ToolBox:
             return Answer(f"{name} ended its process (code {died.code})", False)
         finally:
             self._free.put(process)
+        if not isinstance(found, dict) or not found.keys() & {"result", "error"}:
+            return Answer(f"{name} wrote what is no answer into its process's channel", False)
         return Answer(str(found["result"]), True) if "result" in found else Answer(str(found["error"]), False)
 
     def close(self) -> None:
@@ -100,11 +104,12 @@ class ToolBox:
         environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-I", str(Path(tool_worker.__file__).resolve())]
         process = LineProcess(command, environment, folder=tempfile.gettempdir())
-        path = [str(Path(__file__).resolve().parents[3]), os.getcwd(), *filter(None, sys.path)]
+        search_working_folder()
+        path = [str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)]
         try:
             process.send(
                 {
-                    "tools": dict(self.tools),
+                    "tools": {name: absolute_name(target) for name, target in self.tools.items()},
                     "path": list(dict.fromkeys(path)),
                     "memory_mb": self.limits.memory_mb,
                     "max_characters": self.limits.max_characters,
@@ -117,7 +122,10 @@ class ToolBox:
             raise EpisodeError(f"tools {', '.join(self.tools)}: their process did not start ({error}).") from error
         if "ready" not in answer:
             process.close()
-            raise EpisodeError(f"tools {', '.join(self.tools)}: {answer['error']}. Name them as module:function.")
+            raise EpisodeError(
+                f"tools {', '.join(self.tools)}: {answer['error']} Name them as module:function "
+                "or path/to/file.py:function."
+            )
         return process
 
 
@@ -216,7 +224,8 @@ class ToolSet:
         """Run one tool; whatever goes wrong inside it is an answer too."""
         if name not in self.tools:
             return Answer(f"there is no tool '{name}'; there are: {', '.join(sorted(self.tools))}", False)
-        return self.tools[name].call(name, arguments)
+        answer = self.tools[name].call(name, arguments)
+        return Answer(clean(answer.text), answer.ok)
 
     def close(self) -> None:
         """End what they have started."""
@@ -318,8 +327,8 @@ class ToolUse(Environment):
             ValueError: it cannot be read.
         """
         if len(self.box.tools) == 1 and not call.lstrip().startswith("{"):
-            return next(iter(self.box.tools)), {self.argument: call}
-        found = json.loads(call)
+            return next(iter(self.box.tools)), {self.argument: clean(call)}
+        found = read_json(call)
         arguments = found.get("arguments", {}) if isinstance(found, dict) else None
         if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
             raise ValueError('a call is {"name": ..., "arguments": {...}}')

@@ -20,10 +20,12 @@ from importlib import metadata
 from typing import Any, ClassVar, TypeVar
 
 from megaverl.errors import ConfigError, DataError, EpisodeError
+from megaverl.outside import clean
 from megaverl.rewards.reasoning_gym import read_task
 from megaverl.rollout.environments.conversation import MODEL
 from megaverl.rollout.environments.environment import Codec, register_environment
 from megaverl.rollout.environments.gateway import ProgramEpisode
+from megaverl.user_code import describe, user_code
 
 PREFIX, COLUMN = "verifiers:", "verifiers"
 HOW_TO_INSTALL = "pip install 'megaverl[verifiers]'"
@@ -75,7 +77,8 @@ def tasks_of(path: str) -> list[Any]:
         raise ValueError(f"verifiers has no taskset {options['id']!r}: {error}") from None
     if size is None and not taskset.bounded:
         raise ValueError("the taskset has no end; say how many of its tasks are rows: ?size=1000.")
-    return list(itertools.islice(taskset, size))
+    with user_code(lambda error: ValueError(f"its tasks cannot be read: {describe(error)}")):
+        return list(itertools.islice(taskset, size))
 
 
 class VerifiersRows:
@@ -107,7 +110,7 @@ class VerifiersRows:
         if not isinstance(prompt, str | None):  # messages, which the harness sends itself
             prompt = "\n".join(str(getattr(message, "content", "")) for message in prompt)
         return {
-            "prompt": prompt or data.description or data.name or f"task {index + 1}",
+            "prompt": clean(prompt or "") or data.description or data.name or f"task {index + 1}",
             "answer": "",
             COLUMN: {"taskset": self.path, "index": index},
         }

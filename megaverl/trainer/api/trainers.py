@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaverl.config import Config, smallest_world
+from megaverl.config.absolute import with_absolute_paths
 from megaverl.config.grids import resolve_placement, role_grids, used_roles
 from megaverl.config.yaml_source import Override
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
@@ -215,7 +216,8 @@ class RLTrainer:
         return self._loop
 
     def _make_loop(self) -> Trainer:
-        """In this run's folder."""
+        """Make the trainer of this run's folder."""
+        self.config = with_absolute_paths(self.config)
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
         from megaverl.monitoring.console import Console

@@ -3,7 +3,6 @@ plug-in, the key that names it, and its contract: promises that are tried one by
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
 from megaverl.plugins import load_object
+from megaverl.user_code import describe, user_code, where_raised
 
 Promise = tuple[str, Callable[[], None]]
 
@@ -52,7 +52,8 @@ def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> 
     """Try the contract of `kind` on what `name` leads to.
 
     Args:
-        options: keyword arguments, as `options` in the configuration gives them; for a reward also `batched`.
+        options: keyword arguments, as `options` in the configuration gives them; for a reward also `batched`, and
+            `row`, the columns of a row.
 
     Raises:
         ConfigError: there is no such kind, or nothing under this name.
@@ -66,17 +67,23 @@ def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> 
     yield from keep(promises(name, dict(options or {})))
 
 
+class _Raised(Exception):
+    """What the user's part raised, as text."""
+
+
+def _raised(error: BaseException) -> _Raised:
+    return _Raised(f"{describe(error)}{where_raised(error)}")
+
+
 def keep(promises: Iterable[Promise]) -> Iterator[PromiseResult]:
     """Try every promise; one that is broken does not stop the others."""
     for words, attempt in promises:
         try:
-            attempt()
+            with user_code(_raised, keep=Broken):
+                attempt()
         except Broken as broken:
             yield PromiseResult(words, str(broken))
-        except Exception as error:  # whatever the user's part raises
-            frames = traceback.extract_tb(error.__traceback__)
-            last = frames[-1] if frames else None
-            where = f" ({last.filename}, line {last.lineno})" if last else ""
-            yield PromiseResult(words, f"{type(error).__name__}: {error}{where}")
+        except _Raised as raised:
+            yield PromiseResult(words, str(raised))
         else:
             yield PromiseResult(words)

@@ -8,6 +8,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ from megaverl.data.examine import examine
 from megaverl.data.prompts import Columns
 from megaverl.data.sources import open_source
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.errors import RewardError
 from megaverl.monitoring.backends import Backend, RunInfo, make_backend
-from megaverl.rewards import RewardSample, build_reward
+from megaverl.plugins import load_function
+from megaverl.rewards import RewardFunction, RewardSample, RowNames, build_reward
+from megaverl.rewards.binding import missing_columns
+from megaverl.rewards.registry import FIRST
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
 from megaverl.rollout.environments.environment import Codec, make_game
@@ -35,21 +40,54 @@ from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import generate_by
 
 MOST_TURNS = 64
+ROW_KEYS = ("prompt_key", "answer_key")
 RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 5000, "no idea", "\\boxed{42}", "42\n\n42")
 
 
 def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a reward (`reward: [{function: ...}]`). Options: batched, and the function's own."""
-    own = {key: value for key, value in options.items() if key != "batched"}
+    """Yield the promises of a reward (`reward: [{function: ...}]`).
+
+    Options: batched; row: the columns of a row beside prompt and answer; prompt_key, answer_key: names of these two;
+    and the function's own.
+    """
+    own = {key: value for key, value in options.items() if key not in ("batched", "row", *ROW_KEYS)}
     batched = bool(options.get("batched", False))
+    given = options.get("row")
+    names = RowNames(prompt=str(options.get("prompt_key", "prompt")), answer=str(options.get("answer_key", "answer")))
     samples = [
-        RewardSample(f"Question {i}?", response, "42", {"level": i}, num_tokens=len(response), finish_reason="stop")
+        RewardSample(
+            f"Question {i}?",
+            response,
+            "42",
+            {"level": i} if given is None else dict(given),
+            num_tokens=len(response),
+            finish_reason="stop",
+            token_ids=list(range(len(response))),
+        )
         for i, response in enumerate(RESPONSES)
     ]
 
     def score(some: Sequence[RewardSample] = samples) -> list[float]:
-        reward = build_reward([{"function": name, "options": own, "batched": batched}])
+        reward = build_reward([{"function": name, "options": own, "batched": batched}], row=names)
         return [float(value) for value in reward.score(list(some)).total]
+
+    def bound() -> dict[str, str]:
+        """Return what each parameter gets, in words."""
+        function = RewardFunction(name, load_function(name, "reward.function"), batched)
+        if function.takes_samples:
+            return {FIRST[batched]: "whole samples (RewardSample)"}
+        columns = None if given is None else frozenset(given)
+        try:
+            binding = function.binding(own, replace(names, extra=columns))
+        except ValueError as error:
+            raise function.unbound(own, error) from error
+        if given is None and (missing := missing_columns(binding, ["level"])):
+            row = ", ".join(f"{column}: ..." for column in missing)
+            raise Broken(
+                f"it takes the columns {', '.join(missing)}, and their values are not known: give a row of the data, "
+                f"row='{{{row}}}'."
+            )
+        return binding.described(function.function, own)
 
     def finite() -> None:
         wrong = [RESPONSES[i][:20] for i, value in enumerate(score()) if not math.isfinite(value)]
@@ -68,9 +106,20 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         if score() != score():
             raise Broken("two calls gave different scores: a run could not be repeated. Draw nothing at random.")
 
+    try:
+        parameters = bound()
+    except (Broken, RewardError) as problem:
+        yield "every parameter has a value", partial(_fail, str(problem))
+        return
+    for parameter, what in parameters.items():
+        yield f"{parameter} gets {what}", lambda: None
     yield "a finite number for every response: empty, long, of any letters", finite
     yield "a response scores alike alone and among others", independent
     yield "the same twice", same
+
+
+def _fail(problem: str) -> None:
+    raise Broken(problem)
 
 
 def tiny_tokenizer(folder: Path) -> Tokenizer:

@@ -222,7 +222,7 @@ def test_a_process_that_does_not_start_in_time_is_ended(
 
 def test_a_tool_that_is_no_function_is_named(attempts: dict[str, str]) -> None:
     before = children()
-    with pytest.raises(EpisodeError, match="TypeError: os:name is no function. Name them as module:function"):
+    with pytest.raises(EpisodeError, match="os:name is str; expected a function. Name them as module:function"):
         ToolBox({"name": "os:name"}, size=1).call("name", {})
     assert children() == before
 

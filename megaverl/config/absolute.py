@@ -1,0 +1,66 @@
+"""Absolute paths for a configuration, once a run begins: user code may change the working folder at any time."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from megaverl.config.schema import Config
+from megaverl.plugins import absolute_name
+
+# Keys that name a place which need not exist yet.
+PLACES = {
+    "run.dir",
+    "model.offload_folder",
+    "trainer.replay_rollouts",
+    "rollout.servers.file",
+    "rollout.servers.folder",
+}
+PLACE_NAMES = ("folder", "file", "dir")  # of fields that are such a place in every section
+# Fields, and options of plug-ins, that name a file or folder here, a name on a hub, or something else again.
+FILE_NAMES = (
+    *("path", "tokenizer", "train", "validation", "tools", "resume", "search", "template", "config"),
+    *("reward_modules", "modules", "offload_folder", "chat_template"),
+)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return the configuration with every path made absolute: folders, data, models, and files of plug-ins.
+
+    A name that is no path here, such as a model on a hub, stays as it is.
+    """
+    return _absolute(config, "")
+
+
+def _absolute(value: Any, key: str) -> Any:
+    """Return a value of the configuration, with the paths in it made absolute."""
+    if isinstance(value, BaseModel):
+        fields = {name: getattr(value, name) for name in type(value).model_fields}
+        changed = {name: _absolute(field, f"{key}.{name}".lstrip(".")) for name, field in fields.items()}
+        changed = {name: field for name, field in changed.items() if field is not fields[name]}
+        return value.model_copy(update=changed) if changed else value
+    if isinstance(value, Mapping):
+        items = {name: _absolute(item, f"{key}.{name}") for name, item in value.items()}
+        return items if any(items[name] is not item for name, item in value.items()) else value
+    if isinstance(value, list | tuple):
+        entries = [_absolute(entry, key) for entry in value]
+        return type(value)(entries) if any(a is not b for a, b in zip(entries, value, strict=True)) else value
+    if not isinstance(value, str) or not value:
+        return value
+    return _absolute_text(value, key)
+
+
+def _absolute_text(value: str, key: str) -> str:
+    named = absolute_name(value)
+    if named != value:
+        return named if Path(value.rpartition(":")[0]).is_file() else value
+    field = key.rpartition(".")[2]
+    if key in PLACES or (field in PLACE_NAMES and ".options" not in key):
+        return str(Path(value).absolute())
+    if field in FILE_NAMES and (Path(value).exists() or (glob.has_magic(value) and glob.glob(value, recursive=True))):
+        return str(Path(value).absolute())
+    return value

@@ -1,0 +1,255 @@
+"""Binding of a reward function's parameters to what is known of a sample: by their names, else by their number.
+
+The names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a parameter for each column)
+and of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`). A parameter named like a column of the data
+gets that column, `**kwargs` the columns that no parameter takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+VALUES = ("prompt", "response", "reference", "extra")
+TOKEN_IDS, LOG_METRIC = "token_ids", "log_metric"
+COLUMN = "column "  # before the name of a column, where a value is named
+
+# Names that are never a column: TRL calls every function with them, and verl with the last.
+FIXED = {
+    "prompt": ("prompt", "prompts"),
+    "response": ("response", "responses", "completion", "completions", "solution_str", "solution_strs"),
+    TOKEN_IDS: ("completion_ids", "completions_ids"),
+    LOG_METRIC: ("log_metric",),
+}
+# Other names of the four values, in the singular; a column of such a name goes before.
+NAMES = {
+    "prompt": ("prompt", "question", "query", "instruction", "problem", "input"),
+    "response": (
+        *("response", "sampled_response", "model_response", "completion", "output", "model_output"),
+        *("generation", "generated_text", "prediction", "solution_str"),
+    ),
+    "reference": (
+        *("reference", "reference_answer", "ground_truth", "answer", "correct_answer", "expected_answer"),
+        *("gold_answer", "expected", "target", "label", "gold"),
+    ),
+    "extra": ("extra", "extra_info", "info", "metadata", "row"),
+}
+# Parameters without a default whose names say nothing, by their number.
+BY_COUNT = {1: ("response",), 2: ("response", "reference"), 3: ("prompt", "response", "reference"), 4: VALUES}
+NOT_GIVEN = ("trainer_state", "log_extra", "environments")  # what TRL has besides, and a run here has not
+HOW = (
+    "A parameter is bound by its name: "
+    + "; ".join(f"{names[0]} (or {', '.join(names[1:])})" for names in NAMES.values())
+    + f"; {', '.join(FIXED[TOKEN_IDS][:1] + FIXED[LOG_METRIC])}; or the name of a column of the data. Where no name "
+    "says anything, by their count: 1 is the response, 2 are response and reference, 3 prompt, response and reference, "
+    "4 have extra as well. **kwargs gets the other columns. A first one named sample is the whole RewardSample; what "
+    "else has a default, or stands in the options, is an option"
+)
+
+_FIXED_OF = {name: value for value, names in FIXED.items() for name in names}
+_VALUE_OF = {name: value for value, names in NAMES.items() for name in names}
+
+
+@dataclass(frozen=True)
+class RowNames:
+    """Names of the data's columns, as far as they are known.
+
+    Attributes:
+        extra: the columns beside prompt and answer; None: not known yet, so that any name may be one.
+        prompt, answer: those of the prompt and of the reference answer (`data.prompt_key`, `data.answer_key`).
+    """
+
+    extra: frozenset[str] | None = None
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+
+    def value_of(self, name: str) -> str | None:
+        """Return the value that a column of this name holds, or None if there is no such column."""
+        if name == self.answer:
+            return "reference"
+        if name == self.prompt:
+            return "prompt"
+        return f"{COLUMN}{name}" if self.extra is not None and name in self.extra else None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The values that a function is called with.
+
+    Attributes:
+        positional: of parameters that can only be given by position.
+        keywords: by parameter.
+        rest: whether `**kwargs` gets the columns that no parameter takes.
+        taken: names that `**kwargs` must not get: those of parameters and options.
+    """
+
+    positional: tuple[str, ...]
+    keywords: dict[str, str]
+    rest: bool = False
+    taken: frozenset[str] = frozenset()
+
+    def arguments(self, value_of: Callable[[str], Any], columns: Collection[str]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the call's arguments.
+
+        Args:
+            value_of: returns a value by its name.
+            columns: of the row, or of the rows, beside prompt and answer.
+        """
+        keywords = {name: value_of(value) for name, value in self.keywords.items()}
+        if self.rest:
+            keywords |= {name: value_of(f"{COLUMN}{name}") for name in columns if name not in self.taken}
+        return [value_of(value) for value in self.positional], keywords
+
+    def described(self, function: Callable[..., Any], options: Collection[str]) -> dict[str, str]:
+        """Return what each parameter is bound to, in words."""
+        positional = iter(self.positional)
+        found = {}
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name in options:
+                found[parameter.name] = "an option"
+            elif parameter.kind is Parameter.VAR_KEYWORD:
+                found[f"**{parameter.name}"] = "the other columns"
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
+                found[f"*{parameter.name}"] = ", ".join(positional) or "nothing"
+            elif parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name not in self.keywords:
+                found[parameter.name] = next(positional, "its default")
+            else:
+                found[parameter.name] = self.keywords.get(parameter.name, "its default")
+        return found
+
+
+def bind(
+    function: Callable[..., Any], options: Collection[str], *, batched: bool, row: RowNames | None = None
+) -> Binding:
+    """Decide what each parameter of a reward function gets.
+
+    Args:
+        options: names of the parameters that get their values from the configuration.
+        batched: the function takes lists.
+        row: the names of the data's columns.
+
+    Raises:
+        ValueError: a parameter cannot be bound; says which, and why.
+    """
+    row = row or RowNames()
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in options]
+    named = [each for each in parameters if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    takes_rest = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+    if not named and any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
+        return Binding(VALUES, {})
+    needed = [each for each in named if each.default is Parameter.empty]
+    if not batched and (lists := [each.name for each in needed if _is_list(each.name, row)]):
+        raise ValueError(f"{', '.join(lists)} is of whole lists, which needs batched: true")
+    if any(each.name in ("sample", "samples") and row.value_of(each.name) is None for each in needed):
+        raise ValueError("sample stands first, or, with batched: true, samples")
+    chosen = _bind_needed(needed, row, batched=batched)
+    for each in named:
+        if each.default is not Parameter.empty and (value := _optional_value(each, chosen, row, batched=batched)):
+            chosen[each.name] = value
+    if not chosen and not takes_rest:
+        raise ValueError(f"0 parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
+    taken = frozenset({*(each.name for each in named), *options})
+    if takes_rest:
+        chosen |= _extra_keywords(chosen, taken, row, batched=batched)
+    first = [each.name for each in named if each.kind is Parameter.POSITIONAL_ONLY and each.name in chosen]
+    keywords = {name: value for name, value in chosen.items() if name not in first}
+    return Binding(tuple(chosen[name] for name in first), keywords, takes_rest, taken | keywords.keys())
+
+
+def value_of(name: str) -> str | None:
+    """Return which of `VALUES` a parameter of this name is, in the singular or the plural."""
+    return _VALUE_OF.get(name) or _VALUE_OF.get(name.removesuffix("s"))
+
+
+def _is_list(name: str, row: RowNames) -> bool:
+    """Return whether a name is the plural of sample, prompt or response; one row may well have several references."""
+    if row.value_of(name) is not None:
+        return False
+    return name == "samples" or (name not in _VALUE_OF and value_of(name) in ("prompt", "response"))
+
+
+def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> dict[str, str]:
+    """Bind the parameters without a default."""
+    found = {each.name: value for each in needed if (value := _value(each.name, row, batched=batched))}
+    _prefer_columns(found, row)
+    unknown = [each for each in needed if each.name not in found]
+    if refused := [each.name for each in unknown if each.name in NOT_GIVEN]:
+        raise ValueError(f"{', '.join(refused)} is not given here: give it a default, or leave it out")
+    positional = [each for each in needed if each.kind is not Parameter.KEYWORD_ONLY]
+    if positional and all(each in unknown for each in positional):
+        found |= _by_count(positional, found)
+        unknown = [each for each in unknown if each.name not in found]
+    if unknown and row.extra is not None:
+        columns = ", ".join(sorted({*row.extra, row.prompt, *([row.answer] if row.answer else [])}))
+        names = ", ".join(each.name for each in unknown)
+        raise ValueError(f"what {names} stands for cannot be told: the data has the columns {columns}")
+    found |= {each.name: f"{COLUMN}{each.name}" for each in unknown}  # seen when the rows are
+    values = [value for value in found.values() if not value.startswith(COLUMN)]
+    if len(set(values)) < len(values):
+        twice = ", ".join(name for name, value in found.items() if values.count(value) > 1)
+        raise ValueError(f"what {twice} stands for cannot be told: they mean the same")
+    return found
+
+
+def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
+    """Return the value that a parameter's name stands for, or None if it says nothing."""
+    if value := _FIXED_OF.get(name):
+        return value
+    singular = name.removesuffix("s") if batched else name
+    return row.value_of(name) or row.value_of(singular) or value_of(name)
+
+
+def _prefer_columns(found: dict[str, str], row: RowNames) -> None:
+    """Give the column to a fixed name that means the same as another one: `completions` beside a column `response`."""
+    for name, value in list(found.items()):
+        others = [other for other, same in found.items() if other != name and same == value]
+        if others and name in (row.extra or ()) and not name.startswith("completion"):
+            found[name] = f"{COLUMN}{name}"
+
+
+def _by_count(positional: list[Parameter], found: Mapping[str, str]) -> dict[str, str]:
+    """Bind parameters whose names say nothing by their number."""
+    if len(positional) not in BY_COUNT:
+        raise ValueError(f"{len(positional)} parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
+    values = dict(zip((each.name for each in positional), BY_COUNT[len(positional)], strict=True))
+    if set(values.values()) & set(found.values()):
+        raise ValueError(f"what {', '.join(values)} stands for cannot be told")
+    return values
+
+
+def _optional_value(parameter: Parameter, chosen: Mapping[str, str], row: RowNames, *, batched: bool) -> str | None:
+    """Return what a parameter with a default gets: the column of its name, or a value that it waits for, or None."""
+    name = parameter.name
+    if name in (*FIXED[TOKEN_IDS], *FIXED[LOG_METRIC]):
+        return _FIXED_OF[name]
+    value = _value(name, row, batched=batched)
+    if value is None or (value.startswith(COLUMN) and _FIXED_OF.get(name) is None):
+        return value
+    if name == row.answer and value not in chosen.values():
+        return value
+    waits = parameter.default is None or value == name
+    return value if waits and value not in chosen.values() else None
+
+
+def _extra_keywords(
+    chosen: Mapping[str, str], taken: Collection[str], row: RowNames, *, batched: bool
+) -> dict[str, str]:
+    """Return what `**kwargs` gets beside the columns: the answer under its column's name, and TRL's names."""
+    more: dict[str, str] = {}
+    if row.answer is not None and "reference" not in chosen.values():
+        more[row.answer] = "reference"
+    is_of_trl = not chosen or {*FIXED["prompt"], *FIXED["response"], *FIXED[TOKEN_IDS]} & chosen.keys()
+    if batched and is_of_trl:
+        more |= {"prompts": "prompt", "completions": "response", "completion_ids": TOKEN_IDS, LOG_METRIC: LOG_METRIC}
+    elif not chosen:
+        more |= {"prompt": "prompt", "response": "response", "reference": "reference"}
+    return {name: value for name, value in more.items() if name not in taken}
+
+
+def missing_columns(binding: Binding, columns: Sequence[str]) -> list[str]:
+    """Return the columns that a function needs, and that are not among `columns`."""
+    wanted = [*binding.positional, *binding.keywords.values()]
+    return [value.removeprefix(COLUMN) for value in wanted if value.startswith(COLUMN) and value[7:] not in columns]

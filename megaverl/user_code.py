@@ -1,0 +1,135 @@
+"""Boundary around code that the user wrote: whatever it raises becomes one error of megaverl's.
+
+Rewards, environments, data functions, losses, trackers and other plug-ins may raise anything, including exceptions that
+are no `Exception`: `exit()` raises SystemExit, a script may raise KeyboardInterrupt. Such an exception must not end the
+run by itself, and above all not with exit code 0. Every call of user code stands in `user_code`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from megaverl.outside import clean
+
+SHOWN_VALUE = 60  # characters of a value in a message
+
+
+class _Interrupts:
+    """Number of SIGINTs so far. It tells a real Ctrl-C from a KeyboardInterrupt that code raises."""
+
+    count = 0
+
+
+def describe(error: BaseException) -> str:
+    """Return "Type: message" of an exception, also of one whose `__str__` raises, as text that can be printed."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except BaseException as broken:  # the exception's own code
+        if isinstance(broken, KeyboardInterrupt) and _is_real(broken, _Interrupts.count):
+            raise
+        message = f"(its message cannot be shown: __str__ raised {type(broken).__name__})"
+    return clean(f"{name}: {message}" if message else name)
+
+
+def show(value: Any, limit: int = SHOWN_VALUE) -> str:
+    """Return the type and the beginning of the repr of a value that user code gave, even if its `__repr__` raises."""
+    try:
+        text = repr(value)
+    except BaseException as error:  # the value's own code
+        text = f"(cannot be shown: __repr__ raised {type(error).__name__})"
+    return clean(f"{type(value).__name__} {text[:limit]}")
+
+
+def where_raised(error: BaseException, file: str | None = None) -> str:
+    """Return " (FILE, line N)" of the innermost frame in which an exception, or its cause, was raised, or "".
+
+    Args:
+        file: only frames of this file count.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    counted = [frame for frame in frames if file is None or frame.filename == file]
+    return f" ({counted[-1].filename}, line {counted[-1].lineno})" if counted else ""
+
+
+@contextmanager
+def user_code(
+    problem: Callable[[BaseException], Exception], *, keep: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Run a call of user code, and raise `problem` of what it raises. A real Ctrl-C stays a KeyboardInterrupt.
+
+    Args:
+        problem: makes the error from what was raised; `describe` gives its text.
+        keep: errors that are passed on as they are.
+
+    Example:
+        with user_code(lambda error: RewardError(f"reward 'mine' raised {describe(error)}")):
+            value = function(sample)
+    """
+    _count_interrupts()
+    before = _Interrupts.count
+    try:
+        yield
+    except keep:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and _is_real(error, before):
+            raise
+        if _was_interrupted(before):
+            raise KeyboardInterrupt from error
+        raise problem(error) from error
+    if _was_interrupted(before):  # user code has swallowed it, as a bare `except:` does
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def exits_raise() -> Iterator[None]:
+    """Let `os._exit` raise SystemExit in this process, so that a check reports it. Child processes still exit."""
+    process, exit_process = os.getpid(), os._exit
+
+    def leave(code: int) -> NoReturn:
+        if os.getpid() != process:
+            exit_process(code)
+        raise SystemExit(code)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = exit_process
+
+
+def _was_interrupted(before: int) -> bool:
+    return _Interrupts.count != before and threading.current_thread() is threading.main_thread()
+
+
+def _is_real(error: KeyboardInterrupt, before: int) -> bool:
+    """Return whether a signal is behind a KeyboardInterrupt.
+
+    Signals reach the main thread alone. Where a program has a handler of its own, nothing is counted: then each
+    KeyboardInterrupt of the main thread is taken for a real one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return _Interrupts.count != before or signal.getsignal(signal.SIGINT) is not _note_interrupt
+
+
+def _count_interrupts() -> None:
+    """Count SIGINTs from now on, unless the program handles them itself."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _note_interrupt)
+
+
+def _note_interrupt(number: int, frame: FrameType | None) -> None:
+    _Interrupts.count += 1
+    signal.default_int_handler(number, frame)
