@@ -38,6 +38,8 @@ ORDER = (
     "processes",
     "temporary",
     "gpus",
+    "outside",
+    "user_code",
     "plugins",
     "platform",
     "algorithms",

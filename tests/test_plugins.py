@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaverl.errors import ConfigError
-from megaverl.plugins import load_object
+from megaverl.plugins import check_plugins, load_object
 
 SLOW = """
 from tests.test_plugins import begun, go_on
@@ -56,3 +58,66 @@ def test_a_name_written_badly(name: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.py is not there"):
         load_object(f"{tmp_path / 'absent.py'}:Mine", "key")
+
+
+PLUGINS = {
+    "good": "class Mine: ...",
+    "exits": "exit()",
+    "leaves": "import os; os._exit(0)",
+    "broken": "def f(:",
+    "lacks": "other = 1",
+}
+
+
+def test_plugins_are_checked_in_a_child_that_may_end(tmp_path: Path) -> None:
+    for name, source in PLUGINS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    problems = check_plugins({name: f"{tmp_path / name}.py:Mine" for name in PLUGINS})
+    assert set(problems) == set(PLUGINS) - {"good"}
+    assert "cannot be imported: SystemExit" in problems["exits"]
+    assert "leaves.py:Mine: it ended its process with exit code 0 as it was imported" in problems["leaves"]
+    assert "SyntaxError" in problems["broken"] and "has no 'Mine'" in problems["lacks"]
+
+
+OWN = """
+import torch
+
+from megaverl.algorithms.advantages import Advantages
+
+
+def advantage(rewards, response_mask): ...
+def policy_loss(log_probs, advantages, weights): ...
+def value_loss(values, returns, weights): ...
+def aggregation(response_mask, denominators): ...
+def correction(old_log_probs, rollout_log_probs, response_mask): ...
+def kl(log_probs, ref_log_probs): ...
+def divergence(student_log_probs, teacher_log_probs): ...
+def preference(chosen_log_ratios, rejected_log_ratios, weights): ...
+def reward_model(chosen_rewards, rejected_rewards, weights): ...
+def reward(completion): return 1.0
+"""
+OVERRIDES = [
+    "reward={function: mine_of_here:reward}",
+    "algorithm={name: ppo, advantage: mine_of_here:advantage, policy_loss: mine_of_here:policy_loss, value_loss: "
+    "mine_of_here:value_loss, loss_aggregation: mine_of_here:aggregation, correction: {kind: mine_of_here:correction}, "
+    "kl: {coef: 0.1, kind: mine_of_here:kl}, distillation: {divergence: mine_of_here:divergence}}",
+    "preference.loss=mine_of_here:preference",
+    "reward_model.loss=mine_of_here:reward_model",
+]
+
+
+def test_the_console_script_finds_modules_in_the_working_folder(tmp_path: Path) -> None:
+    """`python -m` and pytest put the working folder on the path by themselves; a console script does not."""
+    (tmp_path / "mine_of_here.py").write_text(OWN)
+    script = Path(sys.executable).with_name("megaverl")
+    command = [script, "train", "model.path=model", "data.train=[train.jsonl]", *OVERRIDES, "--dry-run"]
+    ended = subprocess.run(
+        [*map(str, command), "--no-file-checks"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "is not found" not in ended.stderr and "no such" not in ended.stderr.lower(), ended.stderr
+    missing = [text.replace("mine_of_here", "absent_here") for text in OVERRIDES]
+    command = [script, "train", "model.path=model", "data.train=[train.jsonl]", *missing, "--dry-run"]
+    ended = subprocess.run(
+        [*map(str, command), "--no-file-checks"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2 and "module 'absent_here' is not found" in ended.stderr, ended.stderr

@@ -65,13 +65,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for block in all_blocks():
         if block.title:  # what one page makes, another may speak of
             (folder / block.title).write_text(block.text)
-    before = Path.cwd()
+    before, path = Path.cwd(), list(sys.path)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
     os.environ["ALERT_URL"] = "https://hooks.example.org/1"
     yield folder
     del os.environ["ALERT_URL"]
-    sys.path.remove(str(folder))
+    sys.path[:] = path  # the plug-ins' loader has put the folder there
     os.chdir(before)
 
 
