@@ -96,10 +96,10 @@ def exits_raise() -> Iterator[None]:
     """Let `os._exit` raise SystemExit in this process, so that a check reports it. Child processes still exit."""
     process, exit_process = os.getpid(), os._exit
 
-    def leave(code: int) -> NoReturn:
+    def leave(status: int) -> NoReturn:
         if os.getpid() != process:
-            exit_process(code)
-        raise SystemExit(code)
+            exit_process(status)
+        raise SystemExit(status)
 
     os._exit = leave
     try:
