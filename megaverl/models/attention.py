@@ -259,6 +259,10 @@ class SharedKVAttention(SelfAttention):
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 
 
+# transformers normalises the latents of DeepSeek-V3 with this, whatever `rms_norm_eps` says (modeling_deepseek_v3.py).
+LATENT_NORM_EPS = 1e-6
+
+
 class LatentAttention(MLASelfAttention):
     """megatron-core's, with the positions of a packed row in its rotary embeddings, which are inside; and on the groups
     that it is given, where it asks the global `parallel_state`, which we do not have.
@@ -278,6 +282,11 @@ class LatentAttention(MLASelfAttention):
             if (linear := getattr(self, name, None)) is not None:
                 linear._tp_group = pg_collection.tp
                 linear.weight.tensor_model_parallel = False
+        # Transformer Engine keeps these norms in the linear layers behind them
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            module = getattr(self, name, None)
+            if module is not None and hasattr(module, "eps"):
+                module.eps = LATENT_NORM_EPS
         self._positions = AtPositions()
         self._positions.attach(self.rotary_pos_emb)
         if (cached := getattr(self.rotary_pos_emb, "get_cached_cos_sin", None)) is not None:  # of the fused kernels

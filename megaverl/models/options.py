@@ -49,9 +49,6 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "clamped_swiglu": {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
 }
 
-# Llama 3's rotary scaling, whose other constants megatron-core fixes.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     """Rows of the embedding after padding, divisible by `tp_size`.
@@ -202,7 +199,7 @@ def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
 
 
 def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str, Any]:
-    """TransformerConfig's fields for routed and shared experts. No token is ever dropped."""
+    """Return TransformerConfig's fields for routed and shared experts. No token is ever dropped."""
     options: dict[str, Any] = {
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
@@ -219,19 +216,8 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
         # megatron-core's experts take their tokens from sequence-parallel ranks
         "sequence_parallel": shape.tp > 1,
     }
-    if moe.router == "sigmoid" and not moe.normalize_weights and moe.experts_per_token > 1:
-        raise ModelError(
-            "norm_topk_prob is false with sigmoid scores; megatron-core's router always divides these by their sum. "
-            "Use another model."
-        )
-    if moe.num_groups > 1:
-        per_group, rest = divmod(moe.experts_per_token, moe.groups_per_token)
-        if per_group != 2 or rest:
-            raise ModelError(
-                f"num_experts_per_tok {moe.experts_per_token} over topk_group {moe.groups_per_token}: megatron-core "
-                "ranks a group by its best num_experts_per_tok / topk_group experts, Hugging Face by its best two. "
-                "Only models where that quotient is 2 can be trained."
-            )
+    # where a token may choose in every group, groups change nothing
+    if moe.groups_per_token < moe.num_groups:
         options |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.groups_per_token}
     if moe.shared_ffn_hidden_size:
         options["moe_shared_expert_intermediate_size"] = moe.shared_ffn_hidden_size
@@ -255,11 +241,7 @@ def _check_expert_options(options: Mapping[str, Any], shape: GridShape) -> None:
 
 
 def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
-    """MLATransformerConfig's fields.
-
-    Raises:
-        ModelError: a scaling of the rotary embedding that megatron-core cannot express.
-    """
+    """Return MLATransformerConfig's fields. `sharding/model_config.py` refuses scalings other than YaRN."""
     options: dict[str, Any] = {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -274,14 +256,10 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
     scaling = spec.rope_scaling
     if scaling is None:
         return options
-    if scaling.get("rope_type", scaling.get("type")) != "yarn":
-        raise ModelError(
-            f"rope_scaling {scaling} cannot be computed by megatron-core's latent attention. Supported: none, yarn."
-        )
     return options | {
         "rope_type": "yarn",
         "rotary_scaling_factor": float(scaling["factor"]),
-        "original_max_position_embeddings": int(scaling.get("original_max_position_embeddings", spec.max_positions)),
+        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
         "beta_fast": float(scaling.get("beta_fast") or 32),
         "beta_slow": float(scaling.get("beta_slow") or 1),
         "mscale": float(scaling.get("mscale") or 1.0),
@@ -290,44 +268,41 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
 
 
 def rope_options(spec: ModelSpec) -> dict[str, Any]:
-    """Arguments of `GPTModel` for the rotary embedding of `spec`.
-
-    Raises:
-        ModelError: a scaling that megatron-core's GPTModel cannot express.
-    """
+    """Return `GPTModel`'s arguments for the rotary embedding. `sharding/model_config.py` refuses other scalings."""
     options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": spec.rope_theta}
     if spec.rotary_fraction != 1.0:
         options["rotary_percent"] = spec.rotary_fraction
     scaling = spec.rope_scaling
     if scaling is None or spec.mla is not None:  # latent attention has an embedding of its own
         return options
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind = scaling["rope_type"]
     if kind == "linear":
         return options | {"seq_len_interpolation_factor": float(scaling["factor"])}
-    if kind == "llama3" and all(scaling.get(key, value) == value for key, value in LLAMA3_ROPE.items()):
+    if kind == "llama3":
         return options | {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-    if kind == "yarn" and scaling.get("attention_factor") is None and spec.rotary_fraction == 1.0:
-        return options | {"position_embedding_type": "yarn"}
-    raise ModelError(
-        f"rope_scaling {scaling} cannot be computed by megatron-core's GPTModel. "
-        f"Supported: none, linear, yarn without attention_factor, and llama3 with {LLAMA3_ROPE}."
-    )
+    assert kind == "yarn", f"model_config.py lets {kind} pass"
+    return options | {"position_embedding_type": "yarn"}
 
 
 def yarn_options(spec: ModelSpec) -> dict[str, Any]:
-    """Attributes of megatron-core's configuration for YaRN (arXiv 2309.00071) of plain attention; none without it."""
+    """Return attributes of megatron-core's configuration for YaRN (arXiv 2309.00071) of plain attention."""
     scaling = spec.rope_scaling or {}
-    if spec.mla is not None or scaling.get("rope_type", scaling.get("type")) != "yarn":
+    if spec.mla is not None or scaling.get("rope_type") != "yarn":
         return {}
-    given = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
-    both = all(given.values())  # as transformers reads them
+    factor = float(scaling["factor"])
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scaling.get("attention_factor") is not None and factor > 1:
+        # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)
+        mscale = (scaling["attention_factor"] - 1.0) / (0.1 * math.log(factor))
+        mscale_all_dim = 0.0
+    elif not (mscale and mscale_all_dim):  # transformers reads both or none
+        mscale = mscale_all_dim = None
     return {
-        "yarn_rotary_scaling_factor": float(scaling["factor"]),
-        "yarn_original_max_position_embeddings": int(
-            scaling.get("original_max_position_embeddings") or spec.max_positions
-        ),
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
         "yarn_beta_fast": float(scaling.get("beta_fast") or 32),
         "yarn_beta_slow": float(scaling.get("beta_slow") or 1),
         "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
-        **{f"yarn_{key}": float(value) if both and value else None for key, value in given.items()},
+        "yarn_mscale": None if mscale is None else float(mscale),
+        "yarn_mscale_all_dim": None if mscale_all_dim is None else float(mscale_all_dim),
     }

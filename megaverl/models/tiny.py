@@ -45,7 +45,7 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
         "topk_method": "noaux_tc",  # transformers takes these two for granted, vLLM reads them
         "scoring_func": "sigmoid",
-        "rms_norm_eps": 1e-6,  # transformers normalises the latents with this one, whatever is set
+        "rms_norm_eps": 1e-6,  # transformers normalises the latents with this one, vLLM with the one that is set
     },
     "Glm4MoeForCausalLM": GROUPED | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
     "GptOssForCausalLM": EXPERTS

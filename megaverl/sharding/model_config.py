@@ -1,11 +1,32 @@
-"""What a Hugging Face `config.json` must say, and what it may not ask for, to be a model that Megatron-core builds."""
+"""Checks of a Hugging Face `config.json` before Megatron-core builds its model.
+
+A configuration is checked twice: `wrong_types` looks at the file as it is written, and `not_computed` at the keys as
+transformers reads them, with the defaults of the model's class (`transformers_config.py`). Whatever would give other
+logits than transformers, or other logits in vLLM than in the trainer, is refused here, before any rank starts.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 AGAIN = "Copy the file again from its source."
+OTHER_MODEL = "Use another model."
+
+# The supported architectures, and the `model_type` by which transformers finds their configuration's class.
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+    "GemmaForCausalLM": "gemma",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
+}
 
 WHOLE_NUMBERS = (
     "num_hidden_layers",
@@ -16,108 +37,164 @@ WHOLE_NUMBERS = (
     "max_position_embeddings",
 )
 OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim")
-# The number of experts, as each model calls it; transformers 5 writes the second for Qwen3-MoE too.
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-MORE_WHOLE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "MixtralForCausalLM": ("num_experts_per_tok",),
-    "Qwen3MoeForCausalLM": ("num_experts_per_tok", "moe_intermediate_size"),
-    "DeepseekV3ForCausalLM": (
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    ),
-    "Glm4MoeForCausalLM": ("num_experts_per_tok", "moe_intermediate_size"),
-    "GptOssForCausalLM": ("num_experts_per_tok",),
-}
-MORE_OPTIONAL_NUMBERS = {
-    "DeepseekV3ForCausalLM": ("q_lora_rank", "n_group", "topk_group", "n_shared_experts"),
-    "Glm4MoeForCausalLM": ("n_group", "topk_group", "n_shared_experts"),
-}
-# Whose routers score by a sigmoid, with a bias and shared experts, behind first layers that have none.
-SIGMOID_ROUTED = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-# Whose experts are as wide as `intermediate_size` says; they have no other MLP.
-WIDTH_OF_EXPERTS = ("MixtralForCausalLM", "GptOssForCausalLM")
-# Rotary embeddings turn a fraction of each head, by default so much.
-PARTLY_ROTARY = {"Glm4MoeForCausalLM": 0.5}
 
-# Where a config.json may ask for something else: the key, and the only value (besides none) that is computed.
-ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
-    "": (
-        ("quantization_config", None),
-        ("attn_logit_softcapping", None),
-        ("final_logit_softcapping", None),
-        ("mlp_bias", False),
-        ("use_bidirectional_attention", False),
-    ),
-    "MixtralForCausalLM": (("router_jitter_noise", 0.0),),
-    "Qwen3MoeForCausalLM": (
-        ("decoder_sparse_step", 1),
-        ("mlp_only_layers", []),
-        ("shared_expert_intermediate_size", 0),
-    ),
-    "DeepseekV3ForCausalLM": (
-        ("moe_layer_freq", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("rope_interleave", True),
-    ),
+
+class ExpertKeys(NamedTuple):
+    """Names of the keys that describe routed experts.
+
+    Attributes:
+        number: the number of experts.
+        width: the inner width of one expert.
+        by_sigmoid: the router scores by a sigmoid, has a bias and groups, and stands behind first dense layers.
+        has_aux_loss: transformers computes a load-balancing loss.
+    """
+
+    number: str
+    width: str = "moe_intermediate_size"
+    by_sigmoid: bool = False
+    has_aux_loss: bool = True
+
+
+EXPERT_KEYS = {
+    "MixtralForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
+    "Qwen3MoeForCausalLM": ExpertKeys("num_experts"),
+    "DeepseekV3ForCausalLM": ExpertKeys("n_routed_experts", by_sigmoid=True, has_aux_loss=False),
+    "Glm4MoeForCausalLM": ExpertKeys("n_routed_experts", by_sigmoid=True, has_aux_loss=False),
+    "GptOssForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
+}
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
+# Of every head of these, rotary embeddings turn the fraction `partial_rotary_factor`. The others turn whole heads.
+PARTLY_ROTARY = ("Glm4MoeForCausalLM",)
+WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
+# These attend within `sliding_window` in every layer. Qwen2, Qwen3 and gpt-oss follow `layer_types`.
+WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+
+# Keys of which only these values are computed. The first is the one that the message names.
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "": {
+        "quantization_config": (None,),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "mlp_bias": (False, None),
+        "use_bidirectional_attention": (False, None),
+        "per_layer_config": (None,),
+        # transformers and megaverl train without it, a dropout that a run may set is megatron.attention_dropout
+        "attention_dropout": (0.0, None),
+        # transformers ignores these, vLLM (0.32) does not
+        "is_causal": (True,),
+        "logit_scale": (1.0, None),
+        "qkv_bias": (False, None),
+        "qk_norm": (False, None),
+    },
+    "MixtralForCausalLM": {"router_jitter_noise": (0.0,)},
+    "Qwen3MoeForCausalLM": {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "shared_expert_intermediate_size": (0, None),
+    },
+    "DeepseekV3ForCausalLM": {
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "rope_interleave": (True,),
+        "index_topk": (None,),
+    },
     # what vLLM computes, whatever is set (0.32, `gpt_oss.py`)
-    "GptOssForCausalLM": (
-        ("attention_bias", True),
-        ("rms_norm_eps", 1e-5),
-        ("swiglu_alpha", 1.702),
-        ("swiglu_limit", 7.0),
-    ),
+    "GptOssForCausalLM": {
+        "attention_bias": (True,),
+        "rms_norm_eps": (1e-5,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+    },
 }
-# These apply a window wherever `sliding_window` is a number; Qwen's wait for `use_sliding_window`.
-ALWAYS_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
+# Attention projections without biases: of the others, Qwen2's always have them, and GLM-4.5's where it is asked for.
+WITH_OPTIONAL_BIAS = ("Glm4MoeForCausalLM",)
+WITH_ATTENTION_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
+
+# Llama 3's rotary scaling, whose other constants megatron-core (0.16 to 0.19) fixes.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Rotary scalings, and the numbers that each needs.
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", *LLAMA3_ROPE),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+OPTIONAL_ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor")
 
 
-def wrong_numbers(architecture: str, config: dict[str, Any]) -> Iterator[str]:
-    """What is missing in this config.json, or is no number that a model can have."""
-    needed = [*WHOLE_NUMBERS, *MORE_WHOLE_NUMBERS.get(architecture, ())]
-    if architecture in MORE_WHOLE_NUMBERS:
-        needed.append(next((key for key in NUM_EXPERTS if key in config), NUM_EXPERTS[0]))
-    optional = (*OPTIONAL_NUMBERS, *MORE_OPTIONAL_NUMBERS.get(architecture, ()))
-    for key in (*needed, "rms_norm_eps"):
-        if key not in config:
-            yield f"the key {key!r} is missing. {AGAIN}"
-    for key in (*needed, *(key for key in optional if config.get(key) is not None)):
-        if key in config and (type(config[key]) is not int or config[key] < 1):
-            yield f"{key} is {config[key]!r}; expected a whole number above 0. {AGAIN}"
-    eps = config.get("rms_norm_eps", 1.0)
-    if type(eps) not in (int, float) or not eps > 0:
-        yield f"rms_norm_eps is {eps!r}; expected a number above 0. {AGAIN}"
+class Described:
+    """The keys of a config.json as transformers reads them; `written` are those that stand in the file."""
+
+    def __init__(self, architecture: str, values: dict[str, Any], written: dict[str, Any]) -> None:
+        self.architecture = architecture
+        self.values = values
+        self.rope: dict[str, Any] = values.get("rope_parameters") or {}
+        self._written = written
+
+    def says(self, key: str) -> str:
+        """Return "key is value", and that it is transformers' default where the file leaves the key out."""
+        return f"{key} is {self._value(key)}"
+
+    def named(self, *keys: str) -> str:
+        """Return "key=value and key=value", in the same way."""
+        return " and ".join(f"{key}={self._value(key)}" for key in keys)
+
+    def is_written(self, key: str) -> bool:
+        return key in self._written
+
+    def _value(self, key: str) -> str:
+        return f"{self.values.get(key)!r}" + ("" if self.is_written(key) else " (transformers' default)")
 
 
-def computed_otherwise(architecture: str, config: dict[str, Any]) -> Iterator[str]:
-    """What this config.json asks for and would not be given."""
-    rope = config.get("rope_parameters") or {}
-    whole_heads = () if architecture in PARTLY_ROTARY else (("partial_rotary_factor", 1.0),)
-    for key, value in (*ONLY[""], *whole_heads, *ONLY.get(architecture, ())):
-        found = config.get(key, rope.get(key))
-        if found is not None and found != value:
-            yield f"{key} is {found!r}; only {value!r} is computed. {instead_of(key, found)}"
-    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
-    if architecture == "GemmaForCausalLM":
-        # as transformers and vLLM read it: Gemma's first folders say gelu in hidden_act, and mean its tanh form
-        legacy = "hidden_activation" not in config and activation == "gelu"
-        if activation != "gelu_pytorch_tanh" and not legacy:
-            yield f"hidden_act is {activation!r}; only gelu_pytorch_tanh is computed. Use another model."
-    elif activation != "silu":
-        yield f"hidden_act is {activation!r}; only silu is computed. Use another model."
-    yield from _windows(architecture, config)
-    if architecture in MORE_WHOLE_NUMBERS:
-        yield from _impossible_experts(config)
+def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each number of the file that no model can have."""
+    numbers = [*WHOLE_NUMBERS, *OPTIONAL_NUMBERS]
+    optional = {*OPTIONAL_NUMBERS, "q_lora_rank"}
+    experts = EXPERT_KEYS.get(architecture)
+    if experts is not None:
+        numbers += ["num_experts_per_tok", experts.number, "num_experts", "num_local_experts", experts.width]
+        numbers += SIGMOID_NUMBERS if experts.by_sigmoid else ()
+    if architecture in WITH_LATENT_ATTENTION:
+        numbers += [*LATENT_SIZES, "q_lora_rank"]
+    for key in dict.fromkeys(numbers):
+        value = config.get(key, 1)
+        if (type(value) is not int or value < 1) and not (value is None and key in optional):
+            yield f"{key} is {value!r}; expected a whole number above 0. {AGAIN}"
+    factors = ("routed_scaling_factor",) if experts is not None and experts.by_sigmoid else ()
+    for key in ("rms_norm_eps", "rope_theta", *factors):
+        value = config.get(key, 1.0)
+        if not _is_positive(value):
+            yield f"{key} is {value!r}; expected a number above 0. {AGAIN}"
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key), dict | None):
+            yield f"{key} is {config[key]!r}; expected a JSON object or null. {AGAIN}"
+
+
+def not_computed(described: Described) -> Iterator[str]:
+    """Yield a message for everything that would be computed otherwise than transformers does."""
+    architecture, values = described.architecture, described.values
+    allowed = {**ONLY[""], **ONLY.get(architecture, {})}
+    if architecture not in (*WITH_OPTIONAL_BIAS, *WITH_ATTENTION_BIAS):
+        allowed["attention_bias"] = (False, None)
+    for key, expected in allowed.items():
+        if key in values and values[key] not in expected:
+            yield f"{described.says(key)}; only {expected[0]!r} is computed. {instead_of(key, values[key])}"
+    yield from _activation(described)
+    yield from _heads(described)
+    yield from _windows(described)
+    yield from _rope(described)
+    if architecture in EXPERT_KEYS:
+        yield from _experts(described)
 
 
 def instead_of(key: str, found: Any) -> str:
-    """What to do about a value that is not computed."""
+    """Return what to do about a value that is not computed."""
+    if key == "attention_dropout":
+        return "Set it to 0.0. To train with dropout, set megatron.attention_dropout."
     if key != "quantization_config":
-        return "Use another model."
+        return OTHER_MODEL
     if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
         return "Use a folder of the model that is not quantised."
     return (
@@ -127,33 +204,193 @@ def instead_of(key: str, found: Any) -> str:
     )
 
 
-def _windows(architecture: str, config: dict[str, Any]) -> Iterator[str]:
-    """A sliding window that some token of the longest sequence would feel."""
-    window = config.get("sliding_window")
-    if architecture == "GptOssForCausalLM":
-        kinds = config.get("layer_types") or []
-        if any(kind != ("full_attention" if layer % 2 else "sliding_attention") for layer, kind in enumerate(kinds)):
-            yield f"layer_types is {kinds}; windows are computed in every other layer, the first first. {AGAIN}"
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _activation(described: Described) -> Iterator[str]:
+    expected: tuple[str, ...] = ("silu", "swish")
+    if described.architecture == "GemmaForCausalLM":
+        # transformers reads Gemma's first folders, which say gelu, as its tanh form
+        expected = ("gelu_pytorch_tanh",)
+        # transformers ignores hidden_activation, vLLM (0.32) prefers it
+        if described.values.get("hidden_activation") not in (None, *expected):
+            yield f"{described.says('hidden_activation')}; only {expected[0]} is computed. {OTHER_MODEL}"
+    if described.values["hidden_act"] not in expected:
+        yield f"{described.says('hidden_act')}; only {expected[0]} is computed. {OTHER_MODEL}"
+
+
+def _heads(described: Described) -> Iterator[str]:
+    """Check what transformers' attention divides. Latent attention has as many key-value heads as heads."""
+    values = described.values
+    if described.architecture in WITH_LATENT_ATTENTION:
+        if values["qk_rope_head_dim"] % 2:
+            yield f"{described.says('qk_rope_head_dim')}; rotary embeddings turn an even number of dimensions. {AGAIN}"
+        if values["head_dim"] != values["qk_rope_head_dim"]:
+            yield f"{described.says('head_dim')}; only {described.named('qk_rope_head_dim')} is computed. {AGAIN}"
         return
-    if window is None or window >= config["max_position_embeddings"]:
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % kv_heads:
+        named = [described.named(key) for key in ("num_key_value_heads", "num_attention_heads")]
+        yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+
+
+def _windows(described: Described) -> Iterator[str]:
+    """Check for a sliding window that some token of the longest sequence would feel."""
+    values = described.values
+    window, layer_types = values.get("sliding_window"), values.get("layer_types") or []
+    if described.architecture == "GptOssForCausalLM":
+        if any(kind != ("full_attention" if i % 2 else "sliding_attention") for i, kind in enumerate(layer_types)):
+            yield f"layer_types is {layer_types}; windows are computed in every other layer, the first first. {AGAIN}"
+        if type(window) is not int or window < 1:
+            yield f"{described.says('sliding_window')}; expected a whole number above 0. {AGAIN}"
         return
-    everywhere = architecture in ALWAYS_WINDOWED
-    used = config.get("use_sliding_window", everywhere)
-    if used and (everywhere or config["num_hidden_layers"] > config.get("max_window_layers", 28)):
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        yield f"layer_types names {', '.join(unknown)}; only full_attention is computed. {OTHER_MODEL}"
+    everywhere = described.architecture in WINDOWED_EVERYWHERE
+    if window is not None and (type(window) is not int or window < 1):
+        yield f"{described.says('sliding_window')}; expected a whole number above 0, or null. {AGAIN}"
+    elif "sliding_attention" in layer_types and window is None:
         yield (
-            f"use_sliding_window with a window of {window} tokens; only full attention is computed. Use another "
-            f"model, or set {'sliding_window to null' if everywhere else 'use_sliding_window to false'} and train "
-            "with full attention."
+            "layer_types names sliding_attention, and there is no window: sliding_window or use_sliding_window is not "
+            "set. Remove layer_types to train with full attention."
+        )
+    elif (everywhere or "sliding_attention" in layer_types or _asks_for_window(values)) and _is_felt(window, values):
+        # Mistral's and Mixtral's classes have no switch for their window
+        has_switch = described.architecture not in ("MistralForCausalLM", "MixtralForCausalLM")
+        off = "use_sliding_window to false" if has_switch else "sliding_window to null"
+        off += " and remove layer_types" if described.is_written("layer_types") else ""
+        yield (
+            f"{described.says('sliding_window')}: a window of {window} tokens; only full attention is computed. "
+            f"Use another model, or set {off} to train with full attention."
         )
 
 
-def _impossible_experts(config: dict[str, Any]) -> Iterator[str]:
-    num_experts = next(config[key] for key in NUM_EXPERTS if key in config)
-    if config["num_experts_per_tok"] > num_experts:
-        yield f"num_experts_per_tok is {config['num_experts_per_tok']}, of {num_experts} experts. {AGAIN}"
-    groups = config.get("n_group") or 1
-    if num_experts % groups or (config.get("topk_group") or 1) > groups:
-        yield f"n_group is {groups} and topk_group {config.get('topk_group')}, of {num_experts} experts. {AGAIN}"
-    dense = config.get("first_k_dense_replace") or 0
-    if type(dense) is not int or not 0 <= dense < config["num_hidden_layers"]:
-        yield f"first_k_dense_replace is {dense!r}, of {config['num_hidden_layers']} layers. {AGAIN}"
+def _asks_for_window(values: dict[str, Any]) -> bool:
+    """Return whether Qwen2's keys, in a model whose class does not read them, mean some layers to have a window."""
+    first = values.get("max_window_layers", 28)
+    unread = "layer_types" not in values and type(first) is int
+    return bool(unread and values.get("use_sliding_window") and values["num_hidden_layers"] > first)
+
+
+def _is_felt(window: int | None, values: dict[str, Any]) -> bool:
+    return window is not None and window < values["max_position_embeddings"]
+
+
+def _rope(described: Described) -> Iterator[str]:
+    rope, kind = described.rope, described.rope.get("rope_type")
+    is_latent = described.architecture in WITH_LATENT_ATTENTION
+    supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
+    if kind not in supported:
+        yield (
+            f"rope_type is {kind!r} in {rope}; only {', '.join(supported)} are computed for "
+            f"{described.architecture}. {OTHER_MODEL}"
+        )
+        return
+    wrong = [key for key in ("rope_theta", *ROPE_NUMBERS[kind]) if not _is_positive(rope.get(key))]
+    if kind == "yarn":
+        wrong += [key for key in OPTIONAL_ROPE_NUMBERS if rope.get(key) is not None and not _is_positive(rope[key])]
+    for key in wrong:
+        yield f"{key} is {rope.get(key)!r} in the rotary embedding's {rope}; expected a number above 0. {AGAIN}"
+    fraction = rope.get("partial_rotary_factor", 1.0)
+    if described.architecture not in PARTLY_ROTARY and fraction != 1.0:
+        yield f"partial_rotary_factor is {fraction!r}; only 1.0 is computed. {OTHER_MODEL}"
+    elif not (_is_positive(fraction) and fraction <= 1.0):
+        yield f"partial_rotary_factor is {fraction!r}; expected a number above 0, at most 1. {AGAIN}"
+    elif not wrong and kind == "llama3" and any(rope[key] != value for key, value in LLAMA3_ROPE.items()):
+        yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
+    elif not wrong and kind == "yarn":
+        yield from _yarn(described, fraction)
+
+
+def _yarn(described: Described, fraction: float) -> Iterator[str]:
+    rope = described.rope
+    if fraction != 1.0:
+        yield (
+            f"rope_type is yarn with a partial_rotary_factor of {fraction}; megatron-core's turns whole heads. "
+            f"{OTHER_MODEL}"
+        )
+    if rope["factor"] < 1 or (rope["factor"] == 1 and rope.get("attention_factor") not in (None, 1.0)):
+        yield f"factor is {rope['factor']} in {rope}; YaRN is computed with factors above 1. {AGAIN}"
+        return
+    if described.architecture in WITH_LATENT_ATTENTION and not rope.get("truncate", True):
+        yield (
+            f"truncate is {rope['truncate']!r} in {rope}; vLLM (0.32) rounds the bounds of latent attention's YaRN "
+            f"always. Remove the key, or use another model."
+        )
+    if described.architecture in (*WITH_LATENT_ATTENTION, "GptOssForCausalLM"):
+        ours, engines = yarn_attention_factor(rope), _yarn_attention_factor_in_vllm(described)
+        if not math.isclose(ours, engines, rel_tol=1e-6):
+            given = {key: rope[key] for key in ("attention_factor", "mscale", "mscale_all_dim") if key in rope}
+            yield (
+                f"{given} in the rotary embedding of {described.architecture}: transformers multiplies queries and "
+                f"keys by {ours:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
+            )
+
+
+def yarn_attention_factor(rope: dict[str, Any]) -> float:
+    """Return YaRN's factor on rotated queries and keys, as transformers' `_compute_yarn_parameters` does."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
+    return yarn_mscale(rope["factor"], 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's "attention temperature" (arXiv 2309.00071, eq. 22) of a scaling factor."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor_in_vllm(described: Described) -> float:
+    """Return the same of vLLM 0.32: `deepseek_scaling_rope.py`, and `gpt_oss.py`, which passes no such key on."""
+    rope = described.rope
+    if described.architecture not in WITH_LATENT_ATTENTION:
+        return yarn_mscale(rope["factor"], 1.0)
+    mscale, mscale_all_dim = rope.get("mscale", 1.0) or 0.0, rope.get("mscale_all_dim", 0.0) or 0.0
+    return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
+
+
+def _experts(described: Described) -> Iterator[str]:
+    values, keys = described.values, EXPERT_KEYS[described.architecture]
+    num_experts, per_token = values[keys.number], values["num_experts_per_tok"]
+    if per_token > num_experts:
+        yield f"{described.says('num_experts_per_tok')}, of {num_experts} experts. {AGAIN}"
+        return
+    if not keys.by_sigmoid:
+        is_divided = values.get("norm_topk_prob") or described.architecture != "Qwen3MoeForCausalLM"
+        if per_token == 1 and is_divided:
+            yield (
+                f"{described.says('num_experts_per_tok')}, and the weight of the only expert is divided by itself. It "
+                "is 1 for every token, no gradient reaches the router, and megatron-core does not compute it. Use a "
+                "model that sends a token to two experts or more, or one with norm_topk_prob false."
+            )
+        return
+    if bool(values["norm_topk_prob"]) != (per_token > 1):
+        yield (
+            f"{described.named('norm_topk_prob', 'num_experts_per_tok')} cannot be computed: megatron-core's router "
+            "divides sigmoid scores by their sum if a token goes to two experts or more, and never otherwise. "
+            f"{OTHER_MODEL}"
+        )
+    dense = values["first_k_dense_replace"]
+    if type(dense) is not int or not 0 <= dense < values["num_hidden_layers"]:
+        yield f"{described.says('first_k_dense_replace')}, of {values['num_hidden_layers']} layers. {AGAIN}"
+    yield from _groups_of_experts(described, num_experts, per_token)
+
+
+def _groups_of_experts(described: Described, num_experts: int, per_token: int) -> Iterator[str]:
+    groups, chosen = described.values["n_group"], described.values["topk_group"]
+    size, rest = divmod(num_experts, groups)
+    if rest or chosen > groups or per_token > chosen * size:
+        yield (
+            f"{described.named('n_group', 'topk_group')} do not fit {num_experts} experts of which {per_token} are "
+            f"chosen. {AGAIN}"
+        )
+    elif chosen < groups and per_token != 2 * chosen:
+        yield (
+            f"{described.named('num_experts_per_tok', 'topk_group')} cannot be computed: megatron-core ranks a group "
+            "of experts by its best num_experts_per_tok / topk_group experts, transformers by its best two. Use a "
+            "model where that quotient is 2."
+        )

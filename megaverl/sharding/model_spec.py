@@ -5,34 +5,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megaverl.errors import ModelError
 from megaverl.sharding.model_config import (
     AGAIN,
-    MORE_WHOLE_NUMBERS,
-    NUM_EXPERTS,
+    EXPERT_KEYS,
+    LATENT_SIZES,
+    MODEL_TYPES,
     PARTLY_ROTARY,
-    SIGMOID_ROUTED,
-    WIDTH_OF_EXPERTS,
-    computed_otherwise,
-    wrong_numbers,
+    WITH_ATTENTION_BIAS,
+    WITH_LATENT_ATTENTION,
+    Described,
+    not_computed,
+    wrong_types,
 )
+from megaverl.sharding.transformers_config import is_model_type, read_by_transformers
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MistralForCausalLM",
-    "GemmaForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-)
+ARCHITECTURES = tuple(MODEL_TYPES)
 # Why others that are asked for are not among them (megatron-core 0.16).
 NO_TABLE = {
     "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet (0.16 to 0.19) needs flash-linear-attention and Transformer "
@@ -65,6 +57,11 @@ OTHER_NAMES = {
         "seq_length",
     ),
 }
+# Norms over each query and key head: always, or where `use_qk_norm` asks for them.
+WITH_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
+# Whose `norm_topk_prob` decides over the weights of the chosen experts.
+MAYBE_NORMALIZED = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 UNLIMITED = 2**31 - 1  # positions of a model that counts none, such as Mamba
 
@@ -134,8 +131,8 @@ class ModelSpec:
         attention_sinks: attention's softmax has one more score for each head, learned, of nothing.
         is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
             as good as the config.json tells them.
-        source: the config.json of an outline.
-        trusts_code: Python files beside that may be run, as `model.trust_remote_code` says.
+        source: path of the config.json that it was read from.
+        trusts_code: Python files beside `source` may be run (`model.trust_remote_code`).
     """
 
     architecture: str
@@ -214,10 +211,20 @@ class ModelSpec:
                 f"{', '.join(ARCHITECTURES)}. "
                 "Under actor.engine=fsdp any architecture trains that transformers builds."
             )
-        problems = [*wrong_numbers(architecture, config)] or [*computed_otherwise(architecture, config)]
+        written_type, model_type = config.get("model_type"), MODEL_TYPES[architecture]
+        if written_type != model_type and is_model_type(written_type):
+            raise ModelError(
+                f"{source}: model_type is {written_type!r} and the architecture {architecture}, whose type is "
+                f"{model_type!r}: transformers would build the former, vLLM the latter. {AGAIN}"
+            )
+        problems = [*wrong_types(architecture, config)]
+        if not problems:
+            values = read_by_transformers(model_type, config, source)
+            described = Described(architecture, values, written=config)
+            problems = [*not_computed(described)]
         if problems:
             raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
-        return cls(**_read(architecture, config))
+        return cls(**_read(described), source=source)
 
 
 def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:
@@ -236,7 +243,11 @@ def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """What most config.json say under one of a few names; a model with images has its decoder's in `text_config`."""
+    """Return the fields of an outline, under the few names that most config.json have for them.
+
+    A model with images has its decoder's in `text_config`.
+    """
+    config = _with_defaults(config)
     parts = [config, *(part for key in TEXT_PARTS if isinstance(part := config.get(key), dict))]
 
     def number(name: str, default: int) -> int:
@@ -268,70 +279,91 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
-    num_heads = config["num_attention_heads"]
-    # transformers 5 writes `rope_parameters`; older files hold `rope_theta` and `rope_scaling`.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` with the defaults of transformers' class, if transformers knows the model and reads the file."""
+    architecture = (config.get("architectures") or [None])[0]
+    model_type = config.get("model_type") or MODEL_TYPES.get(architecture)
+    if not isinstance(model_type, str) or not is_model_type(model_type):
+        return config
+    try:
+        return {**config, **read_by_transformers(model_type, config)}
+    except ModelError:
+        return config
+
+
+def _read(described: Described) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    architecture, values, rope = described.architecture, described.values, described.rope
+    num_heads = values["num_attention_heads"]
     is_gemma, is_gpt_oss = architecture == "GemmaForCausalLM", architecture == "GptOssForCausalLM"
+    is_partly_rotary = architecture in PARTLY_ROTARY
     fields = {
         "architecture": architecture,
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
+        "num_layers": values["num_hidden_layers"],
+        "hidden_size": values["hidden_size"],
+        "ffn_hidden_size": values["intermediate_size"],
         "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // num_heads,
-        "vocab_size": config["vocab_size"],
-        # Gemma's folders leave the key out, for theirs are always tied
-        "tie_embeddings": bool(config.get("tie_word_embeddings", is_gemma)),
-        "qkv_bias": architecture == "Qwen2ForCausalLM" or is_gpt_oss or bool(config.get("attention_bias", False)),
-        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM") or bool(config.get("use_qk_norm")),
-        "norm_eps": config["rms_norm_eps"],
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        "rope_scaling": None if rope_type == "default" else dict(rope),
-        "rotary_fraction": float(
-            rope.get("partial_rotary_factor")
-            or config.get("partial_rotary_factor")
-            or PARTLY_ROTARY.get(architecture, 1.0)
-        ),
-        "max_positions": config["max_position_embeddings"],
+        "num_kv_heads": values["num_key_value_heads"],
+        # a class without this key leaves it out, or has null
+        "head_dim": values.get("head_dim") or values["hidden_size"] // num_heads,
+        "vocab_size": values["vocab_size"],
+        "tie_embeddings": bool(values["tie_word_embeddings"]),
+        "qkv_bias": architecture in WITH_ATTENTION_BIAS or bool(values.get("attention_bias")),
+        "qk_norm": architecture in WITH_QK_NORM or (architecture in MAYBE_QK_NORM and bool(values["use_qk_norm"])),
+        "norm_eps": values["rms_norm_eps"],
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _rope_scaling(rope),
+        "rotary_fraction": float(rope.get("partial_rotary_factor", 1.0)) if is_partly_rotary else 1.0,
+        "max_positions": values["max_position_embeddings"],
         "activation": "gelu_tanh" if is_gemma else "silu",
         "norm_plus_one": is_gemma,
         "scale_embeddings": is_gemma,
     }
-    if architecture in MORE_WHOLE_NUMBERS:
-        fields["moe"] = _read_experts(architecture, config)
-    if architecture == "DeepseekV3ForCausalLM":
-        mla = MLASpec(
-            config.get("q_lora_rank"), *(config[key] for key in MORE_WHOLE_NUMBERS["DeepseekV3ForCausalLM"][2:])
-        )
+    if architecture in EXPERT_KEYS:
+        fields["moe"] = _read_experts(described)
+    if architecture in WITH_LATENT_ATTENTION:
+        mla = MLASpec(values["q_lora_rank"], *(values[key] for key in LATENT_SIZES))
         # every head has keys and values of its own, whatever num_key_value_heads says
         fields |= {"mla": mla, "num_kv_heads": num_heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
     if is_gpt_oss:
-        fields |= {"sliding_window": config.get("sliding_window", 128), "full_attention_every": 2}
+        fields |= {"sliding_window": values["sliding_window"], "full_attention_every": 2}
         fields |= {"activation": "clamped_swiglu", "linear_bias": True, "attention_sinks": True}
     return fields
 
 
-def _read_experts(architecture: str, config: dict[str, Any]) -> MoESpec:
-    by_sigmoid = architecture in SIGMOID_ROUTED
-    width = config["intermediate_size" if architecture in WIDTH_OF_EXPERTS else "moe_intermediate_size"]
-    return MoESpec(
-        num_experts=next(config[key] for key in NUM_EXPERTS if key in config),
-        experts_per_token=config["num_experts_per_tok"],
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what scales the rotary embedding, by its new name `rope_type`; None: nothing does."""
+    if rope["rope_type"] == "default":
+        return None
+    elsewhere = ("type", "rope_theta", "partial_rotary_factor")
+    return {key: value for key, value in rope.items() if key not in elsewhere}
+
+
+def _read_experts(described: Described) -> MoESpec:
+    values, keys = described.values, EXPERT_KEYS[described.architecture]
+    width = values[keys.width]
+    moe = MoESpec(
+        num_experts=values[keys.number],
+        experts_per_token=values["num_experts_per_tok"],
         ffn_hidden_size=width,
-        # the defaults of transformers' own configurations
-        normalize_weights=bool(config.get("norm_topk_prob", architecture != "Qwen3MoeForCausalLM")),
-        num_dense_layers=config.get("first_k_dense_replace") or 0 if by_sigmoid else 0,
-        shared_ffn_hidden_size=(config.get("n_shared_experts") or 0) * width if by_sigmoid else 0,
-        router="sigmoid" if by_sigmoid else "softmax",
-        router_bias=by_sigmoid,
-        num_groups=config.get("n_group") or 1 if by_sigmoid else 1,
-        groups_per_token=config.get("topk_group") or 1 if by_sigmoid else 1,
-        scaling=float(config.get("routed_scaling_factor") or 1.0) if by_sigmoid else 1.0,
+        # Mixtral's and gpt-oss's classes have no such key: theirs always sum to one
+        normalize_weights=bool(values["norm_topk_prob"]) if described.architecture in MAYBE_NORMALIZED else True,
         # as in transformers, the coefficient counts only where the router's outputs are asked for
-        aux_loss_coef=float(config.get("router_aux_loss_coef") or 0.0) if config.get("output_router_logits") else 0.0,
+        aux_loss_coef=float(values["router_aux_loss_coef"])
+        if keys.has_aux_loss and values["output_router_logits"]
+        else 0.0,
+    )
+    if not keys.by_sigmoid:
+        return moe
+    return replace(
+        moe,
+        num_dense_layers=values["first_k_dense_replace"],
+        shared_ffn_hidden_size=values["n_shared_experts"] * width,
+        router="sigmoid",
+        router_bias=True,
+        num_groups=values["n_group"],
+        groups_per_token=values["topk_group"],
+        scaling=float(values["routed_scaling_factor"]),
     )
 
 

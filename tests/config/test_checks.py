@@ -206,7 +206,7 @@ def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_p
         (lambda path: path.unlink(), "config.json: not found"),
         (lambda path: path.write_text("{"), "not valid JSON"),
         (lambda path: path.write_text('{"architectures": ["GPT2LMHeadModel"]}'), "'GPT2LMHeadModel' is not supported"),
-        (lambda path: path.write_text('{"architectures": ["LlamaForCausalLM"]}'), "is missing"),
+        (lambda path: path.write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 0}'), "vocab_size is 0"),
     ],
 )
 def test_a_model_folder_that_cannot_be_read(mistakes, tmp_path, damage, said):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +91,39 @@ def logits(folder: str, tokens: list[list[int]], **options: Any) -> list[list[li
     micro = MicroBatch(torch.arange(len(batch)), batch.joined(), batch.prompt_lengths, batch.response_lengths)
     model.score([micro] * pp, score, tuple(batch.generated_ids.shape))  # the same on every data-parallel rank
     return found[0].tolist() if found else []
+
+
+def differences(configs: list[dict[str, Any]], tokens: list[list[int]]) -> list[float]:
+    """Return how far logits are from transformers', for each config.json, which is read as it stands."""
+    return [_difference(config, torch.tensor(tokens)) for config in configs]
+
+
+def _difference(config: dict[str, Any], tokens: torch.Tensor) -> float:
+    import transformers
+
+    model_class = getattr(transformers, config["architectures"][0])
+    model = model_class(model_class.config_class.from_dict(json.loads(json.dumps(config)))).eval()
+    _draw_large(model)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        expected = model(tokens).logits
+        model.save_pretrained(folder)
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return float((torch.tensor(logits(folder, tokens.tolist())) - expected).abs().max())
+
+
+@torch.no_grad()
+def _draw_large(model: torch.nn.Module) -> None:
+    """Draw weights so large that attention looks at few tokens, and routers choose."""
+    torch.manual_seed(0)
+    norms_at = 0.0 if type(model).__name__.startswith("Gemma") else 1.0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("inv_freq") or not tensor.dim():
+            continue
+        if tensor.dim() == 1 or name.endswith("bias"):
+            tensor.normal_(norms_at if name.endswith("norm.weight") else 0.0, 0.1)
+        else:
+            is_large = any(part in name for part in ("q_proj", "k_proj", "_a_proj", "_b_proj", "gate.weight", "router"))
+            tensor.normal_(0.0, 0.5 if is_large else 0.15)
 
 
 def values(folder: str, tokens: list[list[int]], **options: Any) -> list[list[float]]:

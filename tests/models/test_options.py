@@ -20,8 +20,10 @@ from megaverl.models.options import (
     rope_options,
     token_multiple,
     transformer_config,
+    yarn_options,
 )
 from megaverl.platform import platform
+from megaverl.sharding.model_config import yarn_attention_factor
 from tests.sharding.specs import make_spec
 
 LLAMA3 = {
@@ -106,7 +108,6 @@ def test_virtual_stages_need_layers() -> None:
     [
         (None, {}),
         ({"rope_type": "linear", "factor": 2}, {"seq_len_interpolation_factor": 2.0}),
-        ({"type": "linear", "factor": 4.0}, {"seq_len_interpolation_factor": 4.0}),
         (LLAMA3, {"rope_scaling": True, "rope_scaling_factor": 8.0}),
         ({"rope_type": "yarn", "factor": 4.0}, {"position_embedding_type": "yarn"}),
     ],
@@ -116,20 +117,14 @@ def test_rotary_embeddings(scaling: dict[str, Any] | None, expected: dict[str, A
     assert rope_options(spec) == {"position_embedding_type": "rope", "rotary_base": 5e5} | expected
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5},
-        {"type": "dynamic", "factor": 2.0},
-        LLAMA3 | {"original_max_position_embeddings": 4096},
-        LLAMA3 | {"high_freq_factor": 8.0},
-    ],
-)
-def test_a_scaling_that_would_be_computed_wrongly_is_refused(scaling: dict[str, Any]) -> None:
-    with pytest.raises(ModelError) as caught:
-        rope_options(replace(make_spec(), rope_scaling=scaling))
-    assert str(scaling) in str(caught.value)
-    assert "Supported: none, linear, yarn without attention_factor, and llama3" in str(caught.value)
+def test_yarns_attention_factor_is_megatron_cores() -> None:
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for keys in ({}, {"attention_factor": 0.7}, {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 1.3}):
+        options = yarn_options(replace(make_spec(), rope_scaling=yarn | keys))
+        found = _yarn_get_concentration_factor(4.0, options["yarn_mscale"], options["yarn_mscale_all_dim"])
+        assert found == pytest.approx(yarn_attention_factor(yarn | keys), rel=1e-12)
 
 
 def test_the_configuration_says_what_the_model_is() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_config import SIGMOID_ROUTED
+from megaverl.sharding.model_config import EXPERT_KEYS
 from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
 from megaverl.sharding.weight import Split, Weight
 
@@ -100,7 +100,7 @@ def make_experts(
 ) -> MoESpec:
     """Experts as the architecture has them."""
     experts = MoESpec(num_experts, 2, ffn_hidden_size, normalize_weights=True)
-    if architecture not in SIGMOID_ROUTED:
+    if not EXPERT_KEYS[architecture].by_sigmoid:
         return experts
     return replace(
         experts,

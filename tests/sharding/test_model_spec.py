@@ -70,7 +70,7 @@ def test_gpt_oss() -> None:
 
 
 def test_what_may_be_left_out() -> None:
-    found = spec(without="num_key_value_heads")
+    found = spec(without="num_key_value_heads")  # of Llama: as many as heads
     assert (found.num_kv_heads, found.tie_embeddings, found.rope_theta, found.rope_scaling) == (6, False, 10000.0, None)
     assert spec(num_key_value_heads=None, head_dim=None).head_dim == 8
     assert spec(head_dim=32).head_dim == 32
@@ -86,7 +86,14 @@ def test_what_the_architecture_decides(architecture: str, qkv_bias: bool, qk_nor
     assert (found.qkv_bias, found.qk_norm) == (qkv_bias, qk_norm)
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -99,9 +106,21 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_f
         (
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
             5e5,
-            {"type": "linear", "factor": 2.0},
+            {"rope_type": "linear", "factor": 2.0},
         ),
-        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, LLAMA3 | {"rope_theta": 5e5}),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, LLAMA3),
+        # transformers prefers the old key where a file has both
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            1e4,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        # YaRN without the length before it was scaled
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            5e5,
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
+        ),
     ],
 )
 def test_rotary_settings_of_either_transformers(
@@ -164,12 +183,6 @@ def test_what_cannot_be_built_is_named(changes: dict[str, Any], said: str) -> No
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size"])
-def test_a_missing_key_is_named(key: str) -> None:
-    with pytest.raises(ModelError, match=f"config.json: the key '{key}' is missing"):
-        spec(without=key)
-
-
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -220,6 +233,8 @@ GLM = {
 }
 GEMMA = {"architectures": ["GemmaForCausalLM"], "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN2, QWEN3 = ({"architectures": [f"{name}ForCausalLM"], "num_key_value_heads": None} for name in ("Qwen2", "Qwen3"))
+WINDOW = {"use_sliding_window": True, "sliding_window": 128}
 
 
 def test_experts_of_mixtral() -> None:
@@ -253,9 +268,8 @@ def test_experts_and_latent_attention_of_deepseek() -> None:
         groups_per_token=2,
         scaling=2.5,
     )
-    without = spec(**DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": None})
-    assert without.mla is not None and without.moe is not None
-    assert (without.mla.q_lora_rank, without.moe.shared_ffn_hidden_size) == (None, 0)
+    without = spec(**DEEPSEEK | {"q_lora_rank": None})
+    assert without.mla is not None and without.mla.q_lora_rank is None
 
 
 def test_glm_as_its_folders_write_it() -> None:
@@ -297,20 +311,66 @@ def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
         (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
-        (DEEPSEEK | {"n_group": 3}, "n_group is 3 and topk_group 2, of 16 experts"),
+        (DEEPSEEK | {"n_group": 3}, "n_group=3 and topk_group=2 do not fit 16 experts"),
         (DEEPSEEK | {"first_k_dense_replace": 3}, "first_k_dense_replace is 3, of 3 layers"),
         (DEEPSEEK | {"q_lora_rank": 0}, "q_lora_rank is 0; expected a whole number"),
-        (GEMMA | {"hidden_activation": "gelu"}, "hidden_act is 'gelu'; only gelu_pytorch_tanh"),
+        (GEMMA | {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only gelu_pytorch_tanh"),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
         ({"mlp_bias": True}, "mlp_bias is True; only False"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window is 4096 (transformers' default): a window of"),
+        (QWEN2 | WINDOW | {"max_window_layers": 2}, "set use_sliding_window to false to train with full attention"),
+        (QWEN2 | WINDOW | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "and remove layer_types"),
+        (QWEN3 | WINDOW | {"max_window_layers": 0}, "a window of 128 tokens"),
+        (QWEN3_MOE | WINDOW, "a window of 128 tokens"),  # in all layers, whatever max_window_layers says
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "there is no window"),
+        (QWEN3 | {"layer_types": ["chunked_attention"] * 3}, "layer_types names chunked_attention"),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window is None; expected a whole number"),
+        (MIXTRAL | {"num_experts_per_tok": 1}, "the weight of the only expert is divided by itself"),
+        (QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "the only expert is divided by itself"),
+        (GPT_OSS | {"num_experts_per_tok": 1}, "the weight of the only expert is divided by itself"),
+        (DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "norm_topk_prob=True and num_experts_p"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob=False and num_experts_per_tok=4 cannot be computed"),
+        (DEEPSEEK | {"topk_group": 1}, "num_experts_per_tok=4 and topk_group=1 cannot be computed"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias is True; only False"),
+        (DEEPSEEK | {"rope_interleave": None}, "rope_interleave is None"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0.7}}, "by 1.139, vLLM (0.32) by 1.097"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"mscale_all_dim": 0.7}}, "{'mscale_all_dim': 0.7} in the rotary"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "by 1.5, vLLM (0.32) by 1.139"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
+        (DEEPSEEK | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only default, yarn are computed"),
+        (GPT_OSS | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "vLLM (0.32) by 1.139"),
+        (GLM | {"rope_scaling": YARN}, "yarn with a partial_rotary_factor of 0.5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "rope_type is llama3"),
+        ({"rope_scaling": {"type": "yarn"}}, 'transformers cannot read it: KeyError: "Missing required keys'),
+        ({"rope_scaling": YARN | {"factor": None}}, "factor is None in the rotary embedding's"),
+        ({"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 1.5}}, "computed with factors above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected a JSON object or null"),
+        ({"rope_theta": None}, "rope_theta is None; expected a number above 0"),
+        ({"attention_bias": True}, "attention_bias is True; only False"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias is True; only False"),  # vLLM reads it
+        ({"attention_dropout": 0.1}, "To train with dropout, set megatron.attention_dropout"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5; only 1.0"),
+        ({"is_causal": False}, "is_causal is False; only True"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4},
+            "num_key_value_heads=4 does not divide num_a",
+        ),
+        ({"model_type": "mistral"}, "transformers would build the former, vLLM the latter"),
+        ({"tie_word_embeddings": "yes"}, "transformers cannot read it: Validation error for field"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError) as caught:
         spec(**changes)
     assert said in str(caught.value)
+
+
+def test_top_1_that_is_not_divided_is_computed() -> None:
+    found = spec(**DEEPSEEK | {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1})
+    assert found.moe is not None and not found.moe.normalize_weights
 
 
 @pytest.mark.parametrize(
@@ -332,7 +392,6 @@ def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ModelError) as caught:
         spec(without="num_experts", **QWEN3_MOE | {"hidden_size": 0, "moe_intermediate_size": "24"})
     assert [line.split()[1] for line in str(caught.value).splitlines()] == [
-        "the",
         "hidden_size",
         "moe_intermediate_size",
     ]

@@ -1,0 +1,86 @@
+"""A `config.json` as transformers' own configuration class reads it.
+
+A key that is absent has the default of the model's class, which differs from class to class (Mixtral's rotary base is
+1e6, gpt-oss scales by YaRN, Mistral has a window of 4,096 tokens), and several spellings of a key mean the same. The
+class decides both, so that no default is written down here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megaverl.errors import ModelError
+
+
+def read_by_transformers(model_type: str, config: dict[str, Any], source: str = "config.json") -> dict[str, Any]:
+    """Return every key of `config` as transformers' class of `model_type` reads it, with its defaults.
+
+    transformers imports torch where it is installed, which takes seconds. A process that has not imported torch has a
+    child process without torch read the file instead.
+
+    Raises:
+        ModelError: transformers has no such model type, or its class refuses the values.
+    """
+    answer = json.loads(_answer(model_type, json.dumps(config)))
+    if "error" in answer:
+        raise ModelError(f"{source}: transformers cannot read it: {answer['error']}")
+    found: dict[str, Any] = answer["config"]
+    return found
+
+
+def is_model_type(name: Any) -> bool:
+    """Return whether transformers has a model of this type, without importing transformers."""
+    package = find_spec("transformers")
+    if not isinstance(name, str) or not name.isidentifier() or package is None or package.origin is None:
+        return False
+    return (Path(package.origin).parent / "models" / name).is_dir()
+
+
+@lru_cache(maxsize=256)
+def _answer(model_type: str, config: str) -> str:
+    if "torch" in sys.modules:
+        return _read(model_type, config)
+    command = [sys.executable, "-m", __name__, model_type]
+    # advice about torch, and progress of imports, are no answer
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(command, input=config, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ModelError(f"transformers cannot be imported to read the model's config.json: {reason}")
+    return done.stdout.splitlines()[-1]
+
+
+def _read(model_type: str, config: str) -> str:
+    """Return JSON: {"config": {...}}, or {"error": "..."}."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.utils import logging
+
+    # What it warns of is refused or said by megaverl, and said again by each rank that loads the model.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        known = CONFIG_MAPPING[model_type].from_dict(json.loads(config))
+        values = {**known.to_dict(), **{name: getattr(known, name, None) for name in known.attribute_map}}
+        return json.dumps({"config": values}, default=str)
+    except Exception as error:  # each class validates in its own way
+        text = " ".join(str(error).split())
+        return json.dumps({"error": text if text.startswith("Validation error") else f"{type(error).__name__}: {text}"})
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def main() -> None:
+    """Read a config.json from standard input, without torch."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    print(_read(sys.argv[1], sys.stdin.read()))
+
+
+if __name__ == "__main__":
+    main()

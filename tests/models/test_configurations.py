@@ -1,0 +1,111 @@
+"""Megatron-core's logits equal transformers' whatever a config.json leaves out or sets otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.models.tiny import TINY, TINY_MORE
+from megaverl.sharding.model_spec import ARCHITECTURES
+from tests.launcher import Launcher
+from tests.sharding.specs import make_spec
+
+TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(5)).tolist()
+# Defaults too large for a test.
+KEPT = {"architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"}
+# Keys whose defaults fit each other alone, and what a tiny model needs to be large enough for them.
+HEADS = {"num_attention_heads", "num_key_value_heads"}
+CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
+LARGE_ENOUGH = {
+    frozenset(CHOICE): dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 16),
+    frozenset({"first_k_dense_replace"}): {"num_hidden_layers": 4},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+# Of every architecture: changes that are computed.
+ANY: list[dict[str, Any]] = [
+    {"tie_word_embeddings": True},
+    {"rms_norm_eps": 1e-2},
+    {"rope_theta": 500.0},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mscale": 2.0}},
+    {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    {"rope_scaling": YARN | {"beta_fast": 10, "beta_slow": 2}},
+    {"rope_scaling": {"type": "yarn", "factor": 2.0}},  # of max_position_embeddings
+    # ignored by transformers in all classes but the one that has the key
+    {"use_qk_norm": True},
+    {"norm_topk_prob": True},
+    {"n_group": 2, "topk_group": 2},
+    {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+]
+PLAIN: list[dict[str, Any]] = [
+    {"num_key_value_heads": 1},
+    {"head_dim": 16},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_scaling": YARN | {"attention_factor": 0.7}},
+    {"rope_scaling": YARN | {"truncate": False}},
+    {"rope_scaling": YARN | {"mscale": 0.7}},
+    {"rope_scaling": YARN | {"mscale_all_dim": 0.7}},
+]
+MORE: dict[str, list[dict[str, Any]]] = {
+    "LlamaForCausalLM": [{"num_key_value_heads": None}, {"head_dim": None}, {"hidden_act": "swish"}],
+    "Qwen2ForCausalLM": [
+        {"use_sliding_window": True, "sliding_window": 8},  # from layer 28 on
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+        {"attention_bias": False},  # which its class does not read
+    ],
+    "Qwen3ForCausalLM": [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}],
+    "MistralForCausalLM": [{"sliding_window": 4096}],
+    "GemmaForCausalLM": [{"hidden_act": "gelu"}],
+    "MixtralForCausalLM": [{"norm_topk_prob": False}, {"num_experts_per_tok": 4}],
+    "Qwen3MoeForCausalLM": [{"num_experts_per_tok": 1, "norm_topk_prob": False}, {"mlp_only_layers": None}],
+    "DeepseekV3ForCausalLM": [
+        {"q_lora_rank": None},
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        {"rope_scaling": YARN},
+        {"rope_scaling": YARN | {"mscale": 1.0}},
+    ],
+    "Glm4MoeForCausalLM": [
+        {"partial_rotary_factor": 0.25},
+        {"attention_bias": False, "use_qk_norm": False},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ],
+    "GptOssForCausalLM": [{"sliding_window": 256}, {"norm_topk_prob": False}],
+}
+
+
+def tiny(architecture: str) -> dict[str, Any]:
+    base = {**TINY, **TINY_MORE.get(architecture, {}), "architectures": [architecture], "num_hidden_layers": 2}
+    return base | {"tie_word_embeddings": False} | ({} if make_spec(architecture).mla else {"head_dim": 8})
+
+
+def without_a_key(architecture: str) -> list[dict[str, Any]]:
+    base, configs = tiny(architecture), []
+    for key in base.keys() - KEPT:
+        left_out = next((keys for keys in (HEADS, CHOICE) if key in keys), {key})
+        larger = LARGE_ENOUGH.get(frozenset(left_out), {})
+        configs.append({k: larger.get(k, value) for k, value in base.items() if k not in left_out})
+    return configs
+
+
+def changed(architecture: str) -> list[dict[str, Any]]:
+    changes = [*ANY, *([] if make_spec(architecture).mla else PLAIN), *MORE[architecture]]
+    return [tiny(architecture) | change for change in changes if not is_refused(architecture, change)]
+
+
+def is_refused(architecture: str, change: dict[str, Any]) -> bool:
+    """Return whether tests/sharding/test_model_spec.py has this change among those that are refused."""
+    rope = change.get("rope_scaling", {})
+    if architecture == "GptOssForCausalLM":  # vLLM reads neither
+        return "rms_norm_eps" in change or bool({"mscale", "mscale_all_dim", "attention_factor"} & rope.keys())
+    return architecture == "Glm4MoeForCausalLM" and "yarn" in rope.values()  # of half of each head
+
+
+@pytest.mark.parametrize("variants", [without_a_key, changed])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits(launch: Launcher, architecture: str, variants: Callable[[str], list[dict[str, Any]]]) -> None:
+    configs = variants(architecture)
+    (found,) = launch.world(1, "tests.models.ranks:differences", configs=configs, tokens=TOKENS)
+    assert len(found) == len(configs)
+    assert max(found) < 2e-4, configs[found.index(max(found))]
