@@ -58,6 +58,19 @@ def test_what_a_ragged_batch_holds_comes_back() -> None:
     assert both.lengths["R"].tolist() == [3, 0, 2]
 
 
+def test_merged_rows_keep_their_fill_values() -> None:
+    """A narrower part is filled up with them, also where a part is merged rows itself."""
+    lengths = {"R": torch.tensor([1])}
+    parts = [
+        RaggedBatch({"a": torch.full((1, width), float(width))}, {"a": "R"}, lengths, {"a": -1.0})
+        for width in (1, 3, 4)
+    ]
+    narrow = merge(2, [([0], parts[0], [0]), ([1], parts[1], [0])])
+    assert narrow.tensors["a"].tolist() == [[1, -1, -1], [3, 3, 3]] and narrow.fills == {"a": -1.0}
+    wide = merge(3, [([0, 1], narrow, [0, 1]), ([2], parts[2], [0])])
+    assert wide.tensors["a"].tolist() == [[1, -1, -1, -1], [3, 3, 3, -1], [4, 4, 4, 4]] and wide.fills == {"a": -1.0}
+
+
 @pytest.mark.parametrize("own", ["host", "device"])
 def test_what_lies_in_a_gpu_comes_to_one(own: str) -> None:
     """And what lies on the host to the host; lengths are there, as shapes follow from them."""

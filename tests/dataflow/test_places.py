@@ -150,6 +150,22 @@ def test_a_change_moves_from_where_it_was_made() -> None:
     assert run_all(flow, [3, 4, 0, 1, 2])[2]["y"] == 2
 
 
+def test_every_change_starts_from_the_one_before() -> None:
+    """And those that only read take the last change, wherever each is made."""
+    roles = ["rollout", "actor", "critic", "actor"]
+    flow = DataFlow([Operator("x", lambda: 1, role="rollout"), Operator("seen", lambda x: x, role="reward")])
+    for number, role in enumerate(roles, start=2):
+        flow.add_operator(Operator(f"times{number}", lambda x, number=number: x * number, ("x",), ("x",), role=role))
+    flow.compile(places=PLACES)
+    chain = ["x", *(f"times{number}" for number in range(2, 6))]
+    assert {name: flow.plan.makers[name]["x"] for name in chain[1:]} == dict(zip(chain[1:], chain, strict=False))
+    assert flow.plan.makers["seen"] == {"x": "times5"}
+    alone = DataFlow([Operator("x", lambda: 1)])
+    for number in range(2, 6):
+        alone.add_operator(Operator(f"times{number}", lambda x, number=number: x * number, ("x",), ("x",)))
+    assert alone.compile().run()["x"] == 2 * 3 * 4 * 5
+
+
 def test_shapes_are_compared_before_and_in_the_run() -> None:
     import torch
 

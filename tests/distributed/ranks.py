@@ -241,6 +241,7 @@ def values_travel(through: str) -> dict[str, Any]:
         courier.send("nothing", None, *to)
         more = courier.receive("experience", *back, base=full)
         found["added"] = torch.equal(more.advantages, full.rollout_log_probs * 3) and more.input_ids is full.input_ids
+        found["changed"] = torch.equal(more.rewards, full.rewards * 2) and more.group_ids is full.group_ids
     else:
         whole = courier.receive("rollouts", *to)
         found["whole"] = same(whole, full)
@@ -257,7 +258,8 @@ def values_travel(through: str) -> dict[str, Any]:
         found["scores"] = torch.equal(scores.total, marks.total) and scores.by_name["a"] == [1, None, "x"]
         found["tuple"] = scores.by_name["b"][0] is True and int(scores.by_name["b"][1]) == 2
         found["nothing"] = courier.receive("nothing", *to) is None
-        courier.send("experience", whole.with_(advantages=whole.rollout_log_probs * 3), *back, base=whole)
+        more = whole.with_(advantages=whole.rollout_log_probs * 3, rewards=whole.rewards * 2)
+        courier.send("experience", more, *back, base=whole)
     courier.settle()
     try:
         courier.send("object", object(), *(to if fabric.rank >= 2 else back))

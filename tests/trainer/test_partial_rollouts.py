@@ -45,6 +45,7 @@ class Counting(Rollout):
 
     def __init__(self, lengths: dict[tuple[int, int], int]) -> None:
         self.lengths, self.version, self.seeds = lengths, 1, list[int]()
+        self.limits = list[int]()
         self.engine: Any = self
         self.resets, self.in_flight = 0, None
 
@@ -64,6 +65,7 @@ class Counting(Rollout):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Any, seeds: Sequence[int], **_: Any) -> Any:
         assert len(set(seeds)) == len(seeds)
         self.seeds += seeds
+        self.limits += [way.max_tokens for way in sampling]
         found = []
         seen: Counter[int] = Counter()
         for (first, *so_far), way in zip(prompts, sampling, strict=True):
@@ -118,6 +120,14 @@ def test_first_is_who_needs_the_fewest_rounds() -> None:
     assert taken(batch) == [6, 7, 8] and found["rollout/rounds"] == 0 and engine.resets == 0
     state.run(engine, prompts(1012, 3), 3)
     assert engine.resets == 1  # no new weights came
+
+
+def test_a_response_goes_on_by_no_more_than_it_may_still_have() -> None:
+    """200 tokens in chunks of 64: the last one is of 8."""
+    engine = Counting(one_length([LONGEST + 300] * 6))
+    batch, _ = PartialRollouts(configured("rollout.partial.chunk_tokens=64"), sampled).run(engine, prompts(1000, 6), 0)
+    assert sorted(set(engine.limits)) == [8, 64]
+    assert batch.response_lengths.tolist() == [LONGEST] * 6
 
 
 def test_what_is_too_old_is_answered_anew() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.trainer.schedule import Schedule
+from megaverl.trainer.saving import append_samples, forget_samples
+from megaverl.trainer.schedule import INDEX_FILE, RolloutFolder, Schedule
 
 ROLES = {"rollout": 0, "reward": 1, "critic": 2, "reference": 3, "actor": 4}
 PLACEMENT = resolve({role: parse_wanted(rank) for role, rank in ROLES.items()}, 5, dict.fromkeys(ROLES))
@@ -44,3 +48,18 @@ def test_weights_that_come_while_a_step_is_generated_wait_for_nobody() -> None:
         begun = [schedule.begins_after(step, schedule.lag(rank)) for rank in range(5)]
         assert max(taken, begun[0]) <= step and all(taken <= other for other in begun[1:])
         assert taken <= begun[0] or taken % 4, "nobody saves inside a step"
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 5])
+def test_a_run_that_goes_on_forgets_what_it_writes_again(tmp_path: Path, done: int) -> None:
+    """After `done` of five steps: stored rollouts count steps from 0, samples from 1."""
+    folder, samples = RolloutFolder(tmp_path), tmp_path / "samples.jsonl"
+    index = tmp_path / INDEX_FILE
+    entries = [{"file": f"{step}", "step": step} for step in range(5)]
+    index.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries) + '{"file": "to', encoding="utf-8")
+    folder.forget(done)
+    assert sorted(folder.entries()) == list(range(done))
+    for step in range(1, 6):
+        append_samples(samples, step, [{"response": f"{step}"}])
+    forget_samples(samples, done)
+    assert [json.loads(line)["step"] for line in samples.read_text("utf-8").splitlines()] == list(range(1, done + 1))

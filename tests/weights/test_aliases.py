@@ -49,6 +49,15 @@ def test_a_version_moves_as_its_parts_get_their_new_values(launch: Launcher, ipc
         assert found["bytes"] == [found["needs"]] * 2, "no element travels twice, whatever its part"
         before, after = found["shared"]
         assert before == after and (before > 0) == alias
+        assert found["unordered_early"] == [], "what is in no part comes last"
+        assert found["unordered"] > 0 and found["early"] > 0
+
+
+def test_a_destination_that_was_lost_gets_all_weights_once(launch: Launcher) -> None:
+    """Also those that do not change, which travel no more otherwise."""
+    for found in launch.world(2, f"{RANKS}:lost"):
+        assert found["first"] == found["told"] == []
+        assert found["untold"] == found["untold_again"] != []
 
 
 def test_weights_go_through_files(launch: Launcher, tmp_path: Any) -> None:

@@ -18,7 +18,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
-from megaverl.weights.reshard import FinalParts, Resharder
+from megaverl.weights.reshard import FinalParts, Resharder, parts_of
 from megaverl.weights.transports import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
@@ -127,7 +127,31 @@ def overlap(ipc: bool, alias: bool) -> dict[str, Any]:
     sides.multiply(2)
     again = resharder.run()  # nobody says what is final: all is
     found |= {"wrong_again": sides.wrong(4), "waited": again.hidden_seconds, "usable": refusal(resharder)}
+    layout = sides.plan.source_layout
+    early = frozenset[str]().union(*parts_of(layout, in_order, None))
+    unordered = {piece.tensor for piece in layout.pieces if layout.stored_in(piece.local) == names[-1]}
+    found |= {"unordered": len(unordered), "unordered_early": sorted(unordered & early), "early": len(early)}
     return found | {"bytes": [stats.bytes_received, again.bytes_received], "needs": sides.plan.num_received * 4}
+
+
+def lost() -> dict[str, Any]:
+    """What is wrong after versions of which only some weights change: before and after the destination was lost."""
+    sides = Sides({"tp": 2}, 2)
+    names = sorted({piece.tensor for piece in sides.plan.dest_layout.pieces})
+    changing = names[: len(names) // 2]
+    resharder = Resharder(sides.plan, sides.source, sides.dest, changing=changing)
+
+    def emptied(*, told: bool) -> list[str]:
+        for tensor in sides.dest.values():
+            tensor.data.zero_()
+        if told:
+            resharder.destination_lost()
+        resharder.run()
+        return sides.wrong(1)
+
+    resharder.run()
+    found = {"first": sides.wrong(1), "untold": emptied(told=False), "told": emptied(told=True)}
+    return found | {"untold_again": emptied(told=False)}
 
 
 def through_files(folder: str) -> dict[str, Any]:

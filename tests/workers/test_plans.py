@@ -13,7 +13,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.distributed.grid import GridShape
 from megaverl.models.packing import pack
-from megaverl.workers.micro_batches import Weighting, plan_for, run_updates
+from megaverl.workers.micro_batches import Weighting, mini_batch_mask, plan_for, run_updates
 
 
 def lengths() -> SequenceLengths:
@@ -85,3 +85,10 @@ def test_an_episode_weighs_one_sequence_over_the_mini_batches_that_it_is_split_o
         for row, weights in each.items():
             expected = mask[row] * parts[row] / sum(parts[other] for other in each)
             torch.testing.assert_close(weights, expected.float())
+
+
+def test_the_mask_of_a_mini_batch_has_its_own_samples_alone() -> None:
+    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
+    assert mini_batch_mask(mask, [1, 2]).tolist() == [[False, False], [True, False], [False, False], [False, False]]
+    assert mini_batch_mask(mask, []).sum() == 0 and torch.equal(mini_batch_mask(mask, [0, 1, 2, 3]), mask)
+    assert mask.sum() == 5, "the whole batch's mask stays as it is"

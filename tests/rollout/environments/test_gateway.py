@@ -23,6 +23,7 @@ from megaverl.errors import ConfigError, EpisodeError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import ALONE, Codec, Limits, Request, Start, Turns, View, check_options, play
+from megaverl.rollout.environments.conversation import CHAT, COMPLETIONS, Call, CallRefused, Conversations
 from megaverl.rollout.environments.environment import Alone, make_game
 from megaverl.rollout.environments.gateway import ProgramEpisode
 from megaverl.rollout.hf_engine import HFEngine
@@ -250,6 +251,33 @@ def test_a_program_that_is_told_of_no_room_goes_on_with_less(engine: HFEngine) -
     assert len(drawn) == 2 and len(extra["refused"]) >= limits.max_turns and view.finish_reason == "stop"
     with pytest.raises(EpisodeError, match=r"without a call.* more than data.max_prompt_tokens=5"):
         played(engine, {"function": f"{OWN}:talk"}, limits=Limits(4, 6, 90, prompt_tokens=5))
+
+
+@pytest.mark.parametrize("kind", [CHAT, COMPLETIONS])
+def test_a_refused_call_leaves_no_token_behind(kind: str) -> None:
+    """The next call goes on as if the refused one had never come: the policy reads exactly what it was asked."""
+
+    def call(*texts: str) -> Call:
+        if kind == COMPLETIONS:
+            return Call(kind, {"prompt": "".join(texts)})
+        roles = ["user", "assistant", "user", "assistant", "user"]
+        said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        return Call(kind, {"messages": said})
+
+    found = []
+    for refused in (True, False):
+        held = Conversations(Codec(Letters(), chat=kind == CHAT))
+        held.limits = Limits(max_turns=4, turn_tokens=6, total_tokens=60, prompt_tokens=40)
+        begun = held.take(call("hi"))
+        assert begun is not None
+        one = held.held[begun[0]]
+        one.answer(written("ok$"), call("hi"))
+        if refused:
+            with pytest.raises(CallRefused, match="no room for another turn"):
+                held.take(call("hi", "ok", "x" * 80))
+        before = one.said, list(one.token_ids)
+        found.append((*before, held.take(call("hi", "ok", "go")), one.token_ids))
+    assert found[0] == found[1]
 
 
 def test_a_published_harness_is_trained_as_it_is() -> None:
