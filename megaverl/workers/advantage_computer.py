@@ -9,6 +9,7 @@ import torch
 from megaverl.algorithms import (
     AllReduce,
     advantage_estimators,
+    check_finite_tokens,
     kl_estimators,
     mean,
     moments,
@@ -50,15 +51,19 @@ class AdvantageComputer:
     def assign_each(
         self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """`assign`, for every agent by itself where there are several; metrics are means over the agents.
+        """Run `assign` for every agent by itself where there are several; metrics are means over the agents.
 
         Of a batch that ranks have parts of, each rank computes the groups that it speaks for. A sample whose reward is
-        NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`. So does a
-        token whose `ref_log_probs` are NaN: a teacher of other tokens could not say anything of it; those are on the
-        host.
+        NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`. Under
+        `distillation` so does a token whose `ref_log_probs` are NaN: a teacher of other tokens could not read it.
+
+        Raises:
+            DataError: a `ref_log_probs` on the host that is NaN, of any other estimator: the reference model failed.
         """
         ref_on_host = "ref_log_probs" in batch and batch.ref_log_probs.device.type == "cpu"
         if ref_on_host and bool((unread := batch.ref_log_probs.isnan()).any()):
+            if self.estimator.name != "distillation":
+                check_finite_tokens(batch.response_mask & unread, ref_log_probs=batch.ref_log_probs)
             filled = batch.ref_log_probs.masked_fill(unread, 0.0)
             batch = batch.with_(response_mask=batch.response_mask & ~unread, ref_log_probs=filled)
         scored = ~batch.rewards.isnan()

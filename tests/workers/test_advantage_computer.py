@@ -8,7 +8,7 @@ import torch
 from megaverl.algorithms import gae, grpo, policy_losses, remax, rloo, token_rewards, whiten
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, DataError
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.policy import policy_loss_options
 
@@ -251,3 +251,15 @@ def test_tokens_that_a_teacher_could_not_read_do_not_train() -> None:
     torch.testing.assert_close(found.advantages, torch.where(mask, -0.5 - given.rollout_log_probs, 0.0))
     expected = computer.assign(given.with_(response_mask=mask), kl_coef=0.0)[1]
     assert metrics == pytest.approx(expected) and metrics["kl"] > 0
+
+
+def test_a_reference_that_is_not_finite_is_named() -> None:
+    """A teacher of other tokens alone may leave some out; any other reference has failed."""
+    log_probs = torch.full((4, 3), -0.5)
+    log_probs[2] = torch.nan  # an empty response
+    given = batch(ref_log_probs=log_probs)
+    computer = AdvantageComputer(config(name="grpo", group_size=2))
+    computer.assign_each(given, kl_coef=0.0, extra={})
+    given.ref_log_probs[3, 1] = torch.nan
+    with pytest.raises(DataError, match="ref_log_probs of sample 3 is nan at response token 1"):
+        computer.assign_each(given, kl_coef=0.0, extra={})
