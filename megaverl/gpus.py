@@ -39,6 +39,18 @@ def gpu_name() -> str | None:
     return (listing.stdout.splitlines() or [""])[0].strip() or None if listing.returncode == 0 else None
 
 
+def gpu_memory() -> list[tuple[int, int]]:
+    """Return (free, total) MiB of each visible GPU, as nvidia-smi reports them; empty where it reports none."""
+    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False)
+    rows = re.findall(r"^(\d+), (\d+), (\d+)$", listing.stdout, flags=re.MULTILINE)
+    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    chosen = [row for row in rows if row[0] in visible] or rows
+    return [(int(free), int(total)) for _, free, total in chosen]
+
+
 def cpu_torch_beside_gpus() -> str | None:
     """What is wrong where GPUs are visible and the torch of this environment is built without CUDA; else None.
 

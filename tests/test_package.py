@@ -35,6 +35,7 @@ MAX_FUNCTION_LINES = 80
 ORDER = (
     "errors",
     "version",
+    "announcements",
     "processes",
     "temporary",
     "gpus",

@@ -16,6 +16,8 @@ from megaverl.config.passthrough import PLACES
 from megaverl.config.section import described_keys, field_meanings
 
 ROOT = Path(__file__).resolve().parents[1]
+# On a phone the style sheet puts a row's cells below each other, in the tables inside (docs/site.css).
+TABLE_BEGINS, TABLE_ENDS = '<div class="keys" markdown>', "</div>"
 INTRODUCTION = """\
 # Every key of the configuration
 
@@ -42,12 +44,13 @@ def keys_page() -> str:
     for entry in described_keys(Config):
         top = entry.key.partition(".")[0]
         if top != section:
+            lines += ["", TABLE_ENDS] if section is not None else []
             section = top
-            meaning = meanings[top]
-            lines += [f"## {top}", "", meaning, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+            lines += [f"## {top}", "", meanings[top], "", TABLE_BEGINS, ""]
+            lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         cells = (f"`{entry.key}`", entry.type, f"`{entry.default}`", entry.meaning)
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
-    return "\n".join(_spaced(lines)) + "\n"
+    return "\n".join([*_spaced(lines), "", TABLE_ENDS]) + "\n"
 
 
 def _spaced(lines: list[str]) -> Iterator[str]:

@@ -35,7 +35,7 @@ COMMANDS = {
     "data": ("plan", "check: what is wrong with which rows of a data set"),
     "flow": ("plan", "show: the operators of a configuration's training step"),
     "rollout-pool": ("serve", "add, remove, list: the inference servers of a run, while it goes on"),
-    "serve": ("serve", "reward: a reward or judge model that several jobs share, on vLLM's server"),
+    "serve": ("serve", "vLLM's server: for a run's responses, or a reward or judge model that several jobs share"),
     "report": ("report", "one HTML page about a run, or about several side by side"),
     "watch": ("report", "a run that goes on, in the terminal: curves, stages, who waits"),
     "trace": ("report", "one trace of all ranks of a profiled step, for Perfetto"),

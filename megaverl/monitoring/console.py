@@ -21,6 +21,7 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megaverl.announcements import announcements
 from megaverl.errors import MegaverlError
 from megaverl.outside import clean
 from megaverl.user_code import describe
@@ -119,6 +120,13 @@ class Console:
         where = f"[rank {self.rank}] " if self.rank else ""
         self._err_line(f"{where}error: {text}")
 
+    def announce(self, text: str, *, is_warning: bool = False) -> None:
+        """Show a line from any rank, on the terminal and in this rank's log."""
+        line = f"warning: {text}" if is_warning else text
+        self._rich.print(line)
+        if self._has_terminal:
+            print(line, flush=True)
+
     @contextlib.contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar over long work: yields a function that takes how many more are done.
@@ -194,6 +202,26 @@ def _turned_to(log: Path) -> tuple[int, int]:
     return saved
 
 
+class _Announcer(logging.Handler):
+    """Handler that shows announcements on a console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one announcement."""
+        self._console.announce(record.getMessage(), is_warning=record.levelno >= logging.WARNING)
+
+
+def show_announcements(console: Console) -> None:
+    """Show announcements of this process on `console` from here on, and on no other."""
+    for handler in [handler for handler in announcements.handlers if isinstance(handler, _Announcer)]:
+        announcements.removeHandler(handler)
+    announcements.addHandler(_Announcer(console))
+    announcements.setLevel(logging.INFO)
+
+
 def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     """Send whatever this process prints, from C++ too, to `log_dir`/rank_N.log; return a way to the terminal.
 
@@ -206,6 +234,7 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     saved = _turned_to(log)
     out, err = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for fd in saved)
     console = Console(rank, out, err, log.parent)  # type: ignore[arg-type]
+    show_announcements(console)
     faulthandler.enable(file=saved[1])
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megaverl.errors import RolloutError
@@ -212,12 +213,14 @@ class SavedWork:
     Attributes:
         prompt_tokens, cached_tokens: of requests, and of them those whose keys and values were in the prefix cache.
         draft_tokens, accepted_tokens: what a speculator proposed, and of it what was drawn.
+        by_server: responses of each inference server, where servers generate.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    by_server: Counter[str] = field(default_factory=Counter)
 
     def add_cached(self, prompts: Prompts, cached: Iterable[int]) -> None:
         """Of each prompt, how many of its tokens were in the cache."""
@@ -225,10 +228,14 @@ class SavedWork:
         self.cached_tokens += sum(cached)
 
     @staticmethod
-    def shares(of_engines: Sequence[Mapping[str, int]]) -> dict[str, float]:
-        """Metrics of several engines together."""
-        total = {name: sum(each[name] for each in of_engines) for name in vars(SavedWork())}
-        found = {}
+    def shares(of_engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the metrics of several engines together, from `vars` of each."""
+        by_server = Counter[str]()
+        for engine in of_engines:
+            by_server.update(engine["by_server"])
+        found = {f"rollout/server_samples/{server}": float(count) for server, count in sorted(by_server.items())}
+        numbers = [name for name, value in vars(SavedWork()).items() if isinstance(value, int)]
+        total = {name: sum(each[name] for each in of_engines) for name in numbers}
         if total["prompt_tokens"]:
             found["rollout/prefix_cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
         if total["draft_tokens"]:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,7 @@ class ServerEngine(Engine):
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
         self.saved_work = SavedWork()
+        self._counting = threading.Lock()
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         servers = config.servers
@@ -190,6 +192,8 @@ class ServerEngine(Engine):
             raise ServerLost(f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}.")
         if generation.finish_reason not in ("stop", "length"):
             raise ServerLost(f"{server.url}: a response ended with {generation.finish_reason!r}.")
+        with self._counting:
+            self.saved_work.by_server[urlsplit(server.url).netloc] += 1
         return generation
 
     def named_parameters(self) -> dict[str, Tensor]:

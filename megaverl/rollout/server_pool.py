@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from megaverl.announcements import announcements
 from megaverl.errors import RolloutError
 from megaverl.rollout.server_api import ExpectedModel, InferenceServer, ServerLost, ServerRefused
 
@@ -58,6 +59,7 @@ class Member:
         asked: a thread speaks with it.
         checked: it is a server that this run can use.
         failed_loads: in a row.
+        is_announced: the console was told that it joined, and not that it left.
         reads: the folder that it is reading.
         compared: log-probs of the trainer and of the server, when it was last given weights.
     """
@@ -69,6 +71,7 @@ class Member:
     asked: bool = False
     checked: bool = False
     failed_loads: int = 0
+    is_announced: bool = False
     reads: str | None = None
     compared: tuple[Sequence[float], Sequence[float]] | None = None
 
@@ -184,8 +187,9 @@ class ServerPool:
         wanted = dict.fromkeys(self._addresses())
         with self._changed:
             for url in [url for url in self.members if url not in wanted]:
-                del self.members[url]
+                member = self.members.pop(url)
                 logger.warning("rollout server %s is out of the pool.", url)
+                self._announce(member, "it was removed from the pool.")
             for url in wanted:
                 if url not in self.members and url not in self._strangers:
                     self._add(url)
@@ -303,10 +307,31 @@ class ServerPool:
     def _set(self, member: Member, state: Literal["ready", "lost", "refused"], why: str) -> None:
         with self._changed:
             before, member.state, member.why = member.state, state, why
+            self._announce(member, why)
             self._changed.notify_all()
         if state != before:
             log = logger.info if state == "ready" else logger.warning
             log("rollout server %s is %s. %s", member.server.url, state, why)
+
+    def _announce(self, member: Member, why: str) -> None:
+        """Tell the console that a server joined or left, from the rank that brings weights to servers.
+
+        A server that only waits for the next weights has not left. The caller holds the lock.
+        """
+        url = member.server.url
+        is_in_pool = self.members.get(url) is member and member.state in ("ready", "waiting")
+        if not self._admits or is_in_pool == member.is_announced:
+            return
+        if is_in_pool and member.state != "ready":  # not in use before it has the weights
+            return
+        member.is_announced = is_in_pool
+        count = sum(each.is_announced for each in self.members.values())
+        if is_in_pool:
+            announcements.info("rollout server %s joined (%d in the pool)", url, count)
+        else:
+            announcements.warning(
+                "rollout server %s left (%d in the pool): %s", url, count, why.removeprefix(f"{url}: ")
+            )
 
     # --- requests -------------------------------------------------------------------------------------------------
 

@@ -9,25 +9,40 @@ from typing import Any
 
 import pytest
 
+from megaverl.cli import serve
 from megaverl.cli.options import UsageError
 from megaverl.cli.serve import COMMANDS, PER_JOB, TOKEN, JobQueues, server_command
 
 
-def told(*given: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+def told(*given: str, what: str = "reward", **environment: str) -> tuple[list[str], dict[str, str]]:
     parser = argparse.ArgumentParser()
     COMMANDS["serve"].add_options(parser)
-    return server_command(parser.parse_args(["reward", *given]), environment)
+    return server_command(parser.parse_args([what, *given]), environment)
 
 
-def test_a_classifier_or_a_judge_at_one_interface() -> None:
+def test_a_classifier_or_a_judge_at_one_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "default_arguments", lambda model, given: ["--enforce-eager"])
     command, more = told("runs/rm/hf", "--port", "9", "--vllm=--max-model-len 64")
     at = ["--host", "127.0.0.1", "--port", "9", "--middleware", "megaverl.cli.serve.JobQueues"]
     kind = ["--runner", "pooling", "--convert", "classify"]
-    assert command == ["serve", "runs/rm/hf", *kind, *at, "--max-model-len", "64"]
+    assert command == ["serve", "runs/rm/hf", *kind, *at, "--enforce-eager", "--max-model-len", "64"]
     assert more == {PER_JOB: "64"}
     command, more = told("m", "--judge", "--host", "10.0.0.5", "--token-env", "KEY", "--per-job", "2", KEY="secret")
     assert "pooling" not in command and "secret" not in command
     assert more == {PER_JOB: "2", TOKEN: "secret"}
+
+
+def test_a_server_that_generates_for_runs() -> None:
+    command, more = told("m", "--token-env", "KEY", what="rollout", KEY="secret")
+    assert command[:2] == ["serve", "m"] and "secret" not in command
+    for option in ("--enable-scale-out", "--skip-tokenizer-init"):
+        assert option in command
+    values = dict(zip(command, command[1:], strict=False))
+    assert values["--logprobs-mode"] == "processed_logprobs" and values["--generation-config"] == "vllm"
+    assert values["--port"] == "8000" and values["--middleware"] == "megaverl.cli.serve.TokenGuard"
+    assert more == {"VLLM_SERVER_DEV_MODE": "1", TOKEN: "secret"}
+    with pytest.raises(UsageError, match="serve reward"):
+        told("m", "--judge", what="rollout")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_recipe_and_a_reward_are_written_and_can_be_run(desk: Path, capsys: py
     assert main(["init", "mine", *told]) == 0
     assert "megaverl train --config mine/train.yaml\n" in capsys.readouterr().out
     config = load_config("mine/train.yaml", [], check_paths=False)
-    assert (config.run.nproc, config.algorithm.name, config.model.path) == (4, "ppo", "llama")
+    assert (config.run.nproc, config.algorithm.name, config.model.path) == (4, "ppo", str(desk / "llama"))
     assert (config.data.prompt_key, config.data.answer_key) == ("question", "solution")
     assert main(["check-plugin", "reward", "mine/rewards.py:score"]) == 0
     lines = (desk / "mine" / "train.yaml").read_text(encoding="utf-8").splitlines()
@@ -42,6 +42,25 @@ def test_a_recipe_and_a_reward_are_written_and_can_be_run(desk: Path, capsys: py
     with pytest.raises(SystemExit):  # what is there stays
         main(["init", "mine", *told])
     assert "mine/train.yaml is there" in capsys.readouterr().err
+
+
+def test_a_recipe_works_from_every_folder(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (desk / "rows.py").write_text("def train():\n    return []\n")
+    for name, data in (("a", "train.jsonl"), ("b", "*.jsonl"), ("c", "rows.py:train"), ("d", "org/name")):
+        assert main(["init", name, "--model", "llama", "--data", data, "--reward", "function", "--nproc", "2"]) == 0
+    monkeypatch.chdir("a")
+    given = {}
+    for name in "abcd":
+        config = load_config(f"../{name}/train.yaml", [], check_paths=name == "a")
+        given[name] = [source.path for source in config.data.train]
+        assert config.reward[0].function == f"{desk / name / 'rewards.py'}:score"
+    assert given == {
+        "a": [f"{desk}/train.jsonl"],
+        "b": [f"{desk}/*.jsonl"],
+        "c": [f"{desk}/rows.py:train"],
+        "d": ["org/name"],
+    }
+    assert main(["check-plugin", "reward", config.reward[0].function or ""]) == 0
 
 
 def test_what_nobody_says_is_seen(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ from tools.write_docs import outdated
 BASE: dict[str, Any] = {"model": {"path": "models/small"}, "data": {"train": "train.jsonl"}, "reward": "exact_match"}
 GROUPS = {"group_size": 4}  # what most recipes have
 DRY = ("train", "sft", "eval", "generate", "quickstart", "dpo", "reward")
-ONLY_LOOKED_AT = ("pip", "apt-get", "sbatch", "cd", "source", "export", "mkdocs", "tensorboard", "docker", "git")
+ONLY_LOOKED_AT = ("cp", "pip", "apt-get", "sbatch", "cd", "source", "export", "mkdocs", "tensorboard", "docker", "git")
 NOT_A_CONFIG = ("mkdocs",)
 
 
@@ -58,6 +58,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("a", "quickstart", "mine", "before", "after", "b"):
         make_run(folder / "runs" / name, 12)
     (folder / "runs" / "quickstart" / "hf").symlink_to(folder / "models" / "small")
+    (folder / "runs" / "quickstart" / "inputs").mkdir()
+    for name in ("train.jsonl", "held_out.jsonl"):
+        (folder / "runs" / "quickstart" / "inputs" / name).symlink_to(folder / name)
     for name in ("configs", "tools", "launch"):
         (folder / name).symlink_to(ROOT / name)
     config = folder / "models" / "small" / "config.json"  # a context as real models have it
@@ -124,7 +127,7 @@ def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
         }  # fmt: skip
     if values.get("reward") is None and "reward_function" in values.get("model", {}):
         del complete["reward"]
-    load_config(complete, check_paths=False)
+    load_config(complete, command="eval" if block.title == "eval.yaml" else "train", check_paths=False)
 
 
 def run_bash(block: Block, namespace: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -62,6 +63,41 @@ def test_it_builds_and_every_page_is_in_it(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'(?:src|<link[^>]*href)="(https?:[^"]+)"', page.read_text(encoding="utf-8"))
         assert loaded == [], f"{page.name} loads {loaded}"
+
+
+def test_links_between_pages_lead_somewhere(site: Path) -> None:
+    """... also those of notebooks, whose links name the pages' sources."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
+    known = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    wrong = []
+    for page, text in pages.items():
+        for link in set(re.findall(r'<a\b[^>]*\bhref="([^"]+)"', text)):
+            target, _, anchor = link.partition("#")
+            if re.match(r"\w+:", link):
+                continue
+            path = (page.parent / target).resolve() if target else page
+            if not path.exists() or (anchor and path in known and unquote(anchor) not in known[path]):
+                wrong.append(f"{page.relative_to(site)}: {link}")
+    assert wrong == []
+
+
+def test_the_menu_is_grouped_by_task() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    groups = re.findall(r"^  - (.+)$", text, re.MULTILINE)
+    assert 3 < len(groups) < 10 and all(group.endswith(":") for group in groups)
+
+
+@pytest.mark.parametrize("width", [360, PHONE])
+def test_the_keys_can_be_read_on_a_phone(site: Path, window: Browser, width: int) -> None:
+    """Every cell is inside the screen, without scrolling to the side, and wide enough for words."""
+    window.resize(width, 800, phone=True)
+    window.open(site / "keys.html")
+    cells = window.run(
+        "return [...document.querySelectorAll('.keys td')].map(c => c.getBoundingClientRect())"
+        ".map(c => [c.left, c.right])"
+    )
+    assert len(cells) > 1000
+    assert all(left >= 0 and right <= width and right - left > 0.8 * width for left, right in cells)
 
 
 def test_every_page_fits_a_phone_and_can_be_read(site: Path, window: Browser) -> None:

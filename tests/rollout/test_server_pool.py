@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from megaverl.config import RolloutConfig
 from megaverl.errors import RolloutError
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.engine import SamplingOptions, SavedWork
 from megaverl.rollout.hf_engine import HFEngine
 from megaverl.rollout.server_engine import POOL_FILE, ServerEngine
 from megaverl.rollout.server_pool import PublishedWeights, addresses_of, change
@@ -104,8 +105,11 @@ def test_a_server_that_dies_costs_no_sample(made: list[ServerEngine], model: Pat
         assert asked.pool.members[dies.url].state == "lost"
 
 
-def test_servers_join_and_leave(made: list[ServerEngine], model: Path, newer: Path, tmp_path: Path) -> None:
+def test_servers_join_and_leave(
+    made: list[ServerEngine], model: Path, newer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Through the watched file: the one that joins gets the weights first, the one that left is asked no more."""
+    caplog.set_level(logging.INFO, "megaverl.announcements")
     with SGLangLike(model) as first, SGLangLike(model) as second:
         asked = engine(made, model, tmp_path, first, wait_seconds=20.0)
         asked.use(version(newer, "run-1"))
@@ -117,6 +121,15 @@ def test_servers_join_and_leave(made: list[ServerEngine], model: Path, newer: Pa
         assert [each.token_ids for each in asked.generate(PROMPTS, WAY, SEEDS)] == plainly(newer)
         assert list(asked.pool.members) == [second.url]  # strangers, and those without a token, are nobody
         assert first.calls["/generate"] == before and second.calls["/update_weights_from_disk"] == 1
+        asked.use(version(newer, "run-2"))  # a server that waits for new weights has not left
+        told = [text for name, _, text in caplog.record_tuples if name == "megaverl.announcements"]
+        assert told == [
+            f"rollout server {first.url} joined (1 in the pool)",
+            f"rollout server {first.url} left (0 in the pool): it was removed from the pool.",
+            f"rollout server {second.url} joined (1 in the pool)",
+        ]
+        names = {f"rollout/server_samples/{second.url.removeprefix('http://')}": float(len(PROMPTS))}
+        assert SavedWork.shares([vars(asked.saved_work)]) == names
         change(tmp_path / POOL_FILE, [first.url], adds=True)
         assert addresses_of(
             RolloutConfig.model_validate({"servers": {"urls": [first.url]}}).servers, tmp_path / POOL_FILE

@@ -49,26 +49,8 @@ def letters(prompt, response, reference, extra):
         os.killpg(int(Path(FOLDER, FIRST + ".pid").read_text()), signal.SIGKILL)
     return sum(ord(letter) % 7 for letter in response) / 40
 """
-SERVE = [
-    "--enforce-eager",
-    "--logprobs-mode",
-    "processed_logprobs",
-    "--generation-config",
-    "vllm",
-    "--dtype",
-    "float32",
-]
-SERVE += ["--skip-tokenizer-init", "--kv-cache-memory-bytes", "20000000", "--block-size", "32", "--max-model-len", "64"]
-SERVE += [
-    "--enable-scale-out",
-    "--disable-log-stats",
-    "--max-num-seqs",
-    "32",
-    "--max-num-batched-tokens",
-    "2048",
-    "--host",
-    "127.0.0.1",
-]
+SERVE = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64 --disable-log-stats --max-num-seqs 32"
+SERVE += " --max-num-batched-tokens 2048"
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +88,13 @@ def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str]]:
         f"{first},{second}",
         str(inputs / "model"),
     ]
-    vllm = "--enforce-eager --dtype float32 --kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64"
+    vllm = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64"
     told = [str(classifier), "--port", reward, "--token-env", "REWARD_TOKEN", "--per-job", "3", f"--vllm={vllm}"]
-    environment = {**os.environ, "TEST_REWARD_SERVER": json.dumps(told), "REWARD_TOKEN": REWARD_TOKEN}
+    environment = {**os.environ, "TEST_REWARD_SERVER": json.dumps(told)}
+    environment |= {"REWARD_TOKEN": REWARD_TOKEN, "POOL_TOKEN": TOKEN}
     with (inputs / "servers.log").open("w") as log:
         servers = subprocess.Popen(
-            ending_with_parent([*command, *SERVE, "--api-key", TOKEN]),
+            ending_with_parent([*command, "--token-env", "POOL_TOKEN", f"--vllm={SERVE}"]),
             stdout=log,
             stderr=log,
             cwd=ROOT,
@@ -193,9 +176,15 @@ def test_one_joins_and_one_is_killed(launch: Launcher, inputs: Path, ports: tupl
     assert ended.codes == [0, 0], ended.text
     log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*"))
     assert f"rollout server http://127.0.0.1:{first} is lost" in log, log
+    for news in (f"{first} joined (1 in", f"{first} left (", f"{second} joined ("):
+        assert f"rollout server http://127.0.0.1:{news}" in ended.text
     left = VLLMServer(f"http://127.0.0.1:{second}", TOKEN, generating=60.0, loading=60.0)
     [newest] = (tmp_path / "run" / "rollout_weights").iterdir()
     assert left.weight_version() == newest.name and newest.name.endswith("-5")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    name = "rollout/server_samples/127.0.0.1:"
+    samples = [[each.get(f"{name}{port}", 0.0) for port in ports] for each in records if f"{name}{first}" in each]
+    assert samples[0] == [8.0, 0.0]
+    assert any(each.get(f"{name}{second}") for each in records)
     differences = [each["rollout/logprob_diff_max"] for each in records if "rollout/logprob_diff_max" in each]
     assert len(differences) == 4 and max(differences) < 1e-3

