@@ -243,8 +243,7 @@ def _layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]
     from megaverl.planner.search import LayoutSearch, hardware_of, shown
 
     try:
-        texts = {key: yaml.safe_dump(value, default_flow_style=True) for key, value in {**values, **ON_GPUS}.items()}
-        make = layered(None, [f"{key}={text}" for key, text in texts.items()])
+        make = layered(None, list({**values, **ON_GPUS}.items()))
         hardware = hardware_of(make({}), world)
         best = LayoutSearch(make, find_spec(make({})), world, hardware).best(1).choices[0]
     except MegaverlError as error:

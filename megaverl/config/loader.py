@@ -129,7 +129,7 @@ def load_config(
     return config
 
 
-def layered(path: str | Path | None, overrides: list[str] | None = None) -> Make:
+def layered(path: str | Path | None, overrides: Sequence[Override] | None = None) -> Make:
     """The configuration as a function of settings that are still laid over it; keys that are `auto` are left out.
 
     Raises:

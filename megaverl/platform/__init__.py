@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from megaverl.platform.hidden_imports import hide_from_megatron
+from megaverl.platform.quiet import hide_from_megatron, leave_out_expected_warnings
 from megaverl.processes import raise_open_files
 from megaverl.temporary import use_temporary_folder
 
@@ -61,6 +61,7 @@ class Platform:
     def adapt_megatron(self) -> None:
         """Adapt megatron-core to this machine. Call before importing `megatron.core`."""
         hide_from_megatron()
+        leave_out_expected_warnings()
         if not self.is_cuda:
             from megaverl.platform.megatron_cpu import ADAPTATIONS
 
@@ -68,7 +69,8 @@ class Platform:
                 adaptation.apply()
 
     def adapt_vllm(self) -> None:
-        """Adapt vLLM to this machine; on CUDA nothing. Call before importing `vllm`."""
+        """Adapt vLLM to this machine. Call before importing `vllm`."""
+        leave_out_expected_warnings()
         if not self.is_cuda:
             from megaverl.platform.vllm_cpu import ADAPTATIONS
 

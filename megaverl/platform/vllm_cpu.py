@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megaverl.errors import RolloutError
 from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
+from megaverl.platform.quiet import native_stderr_without
 from megaverl.temporary import MARK, SHARED_MEMORY, claim_shared_memory, release_shared_memory
 
 FROM_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
@@ -311,6 +312,17 @@ def _expand_to_drafts() -> None:
     ) -> torch.Tensor:  # fmt: skip
         counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
         return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
+@_adapts("memory bound without a warning")
+def _bind_memory_quietly() -> None:
+    """vLLM's worker binds memory to a NUMA node, and warns about it from C++, past logging and Python's warnings."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    @replaces(CPUWorker, "__init__")
+    def start_quietly(start: Any, *args: Any, **kwargs: Any) -> None:
+        with native_stderr_without("NUMA binding"):
+            start(*args, **kwargs)
 
 
 @_adapts("shared memory by job")
