@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +40,7 @@ GPU_SHARE = 0.9  # of a GPU's memory, if that much is free
 FREE_SHARE = 0.95  # of a GPU's free memory
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2
+HEALTH_SECONDS = 5.0  # between two looks at a server that answers: it logs each of them
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -242,9 +244,12 @@ def watch_server(
             start_new_session=True,
         )
         try:
-            is_ready, health = False, 0
+            is_ready, next_look = False, 0.0
             while server.poll() is None and not received:
-                health = _health(host, port)
+                health = 0
+                if time.monotonic() >= next_look:
+                    health = _health(host, port)
+                    next_look = time.monotonic() + (HEALTH_SECONDS if is_ready or health == 200 else POLL_SECONDS)
                 if health == 200 and not is_ready:
                     is_ready = True
                     on_ready()

@@ -67,7 +67,8 @@ def wait_until_engine_ends(log: Path) -> None:
             os.sched_yield()
 
 
-def test_a_server_ends_with_its_engine(tmp_path: Path) -> None:
+def test_a_server_ends_with_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "HEALTH_SECONDS", 0.05)
     told: list[str] = []
     with pytest.raises(MegaverlError, match="the server ended: "):
         run(tmp_path / "log", 503, told)
