@@ -2,10 +2,14 @@
 
 torchrun --nproc-per-node 2 tools/check_answers.py [ARCHITECTURE ...] [--tp 2]
 
-For each architecture transformers makes a tiny model and writes its folder. Its parameters are cut over the ranks by
-rows, as PyTorch's FSDP cuts them, and resharded into vLLM by the layouts that vLLM's own loader gives; no architecture
-has a table here. `same`: the engine answers token for token as one that has loaded the folder, at temperature 0, and
-transformers gives these tokens the same log-probs in float32; `wrong`: it does not, so vLLM computes another model.
+For each architecture, transformers makes a tiny model and writes its folder. An FSDP2 actor loads that folder, sharded
+over all ranks, and its weights are resharded into vLLM as in a run. No architecture has a table here. Verdicts:
+
+same: at temperature 0 the engine gives the same tokens as one that has loaded the folder, and transformers gives these
+    tokens the same log-probs in float32.
+differs: the tokens differ.
+wrong: transformers' log-probs differ, so vLLM computes another model.
+refused: the model could not be built, loaded or resharded.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrun has the
 from tools import check_layouts
 
 if TYPE_CHECKING:
+    from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.rollout.vllm_engine import VLLMEngine
-    from megaverl.sharding.layout import Layout
 
 # Heads as vLLM's CPU attention has kernels for, and weights so large that no two tokens are as likely.
 SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 150, "initializer_range": 0.1}
@@ -222,32 +227,34 @@ def log_probs_of(folder: str, tokens: list[int]) -> list[float]:
 
 
 def reshard(folder: str, made: VLLMEngine) -> None:
-    """The folder's weights into the engine, from parameters that are cut over all ranks."""
-    from transformers import AutoModelForCausalLM
-
-    from megaverl.distributed.worlds import default_group
-    from megaverl.models.hf_shards import module_without_data, weights_of_module
+    """Load the folder into an FSDP2 actor on all ranks and reshard it into the engine, as a run does."""
+    from megaverl.config.fsdp import FsdpConfig
+    from megaverl.distributed.grid import GridShape
+    from megaverl.sharding.weight import shapes_of
+    from megaverl.workers.fsdp_model import FSDPModel
     from megaverl.workers.weight_sync import ActorWeights, WeightSync
 
-    weights = weights_of_module(module_without_data(folder))
-    layouts = [weights.layout.shard(rows_of(weights.layout, rank)) for rank in range(dist.get_world_size())]
-    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    mine = rows_of(weights.layout, dist.get_rank())
-    tensors = {name: state[name][box.slices].clone() for name, box in mine.items()}
-    source = ActorWeights(layouts.__getitem__, tensors, torch.float32)
-    WeightSync(source, made.layouts(weights.shapes), made, default_group()).reshard()
+    groups = group_manager()
+    model = FSDPModel(
+        folder,
+        groups.grid(GridShape(dp=dist.get_world_size())),
+        groups,
+        fsdp=FsdpConfig(),
+        dtype=torch.float32,
+        seed=0,
+        trained=True,
+        initialize=False,
+    )
+    model.load(folder)
+    WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world).reshard()
 
 
-def rows_of(layout: Layout, rank: int) -> dict[str, Any]:
-    """What fully sharded data parallelism gives a rank of each parameter: ceil(rows / ranks) of them."""
-    from megaverl.sharding.boxes import cut
+@cache
+def group_manager() -> ProcessGroupManager:
+    """Return the process's group manager, so that all architectures share one set of groups."""
+    from megaverl.distributed.groups import ProcessGroupManager
 
-    held = {}
-    for name, shape in layout.local_shapes.items():
-        chunk = -(-shape[0] // dist.get_world_size())
-        low, high = (min(place * chunk, shape[0]) for place in (rank, rank + 1))
-        held[name] = cut(shape, 0, low, high)
-    return held
+    return ProcessGroupManager()
 
 
 if __name__ == "__main__":

@@ -376,9 +376,10 @@ def shard_module(
     reshard_after_forward: bool,
     cpu_offload: bool,
 ) -> FSDPModule:
-    """`fully_shard` a module in place: each decoder block, embeddings that are not tied, and the rest as one.
+    """Apply `fully_shard` in place: to each decoder block, to embeddings that are not tied, and to the rest as one.
 
-    Gradients are added up over the ranks, not averaged. Parameters without data get memory, with anything in it.
+    Gradients are summed over the ranks, not averaged. Parameters without data get uninitialised memory, which the
+    caller may write to at once.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -400,6 +401,9 @@ def shard_module(
         each.set_force_sum_reduction_for_comms(True)
         each.unshard()  # from here on parameters stay where they are in memory
         each.reshard()
+    if cpu_offload:
+        # unshard() copies page-locked parameters to the device without waiting, and the caller fills them next
+        platform.synchronize()
     return module  # type: ignore[return-value]  # `fully_shard` has changed its class
 
 
@@ -409,14 +413,23 @@ def sharded(module: nn.Module) -> list[FSDPModule]:
 
 
 def local_tensors(module: PolicyModule) -> dict[str, torch.Tensor]:
-    """What this rank holds, by the names that transformers gives it: parts of parameters, saved buffers; each once."""
-    found: dict[str, torch.Tensor] = {}
+    """Return this rank's shards of parameters and its saved buffers, each once, by transformers' names.
+
+    A parameter with fewer rows than ranks has empty shards on some of them. These are left out, as in layouts
+    (`Layout.local_shapes`).
+    """
+    return {name: shard for name, shard in all_shards(module).items() if shard.numel()}
+
+
+def all_shards(module: PolicyModule) -> dict[str, torch.Tensor]:
+    """Return what `local_tensors` returns and the empty shards, whose storage is not empty: FSDP2 pads it."""
     state = module.model.state_dict(keep_vars=True)
-    seen: set[int] = set()
     if hasattr(module, VALUE_HEAD):
         state = {**state, VALUE_WEIGHT: module.get_submodule(VALUE_HEAD).weight}
+    shards: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
     for name, tensor in state.items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen:  # else it is tied to one that is there already
             seen.add(id(tensor))
-            found[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    return found
+            shards[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return shards

@@ -18,7 +18,7 @@ from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.vision import VisionReader, auto_class_of
 from megaverl.sharding.boxes import Box, cut, whole
-from megaverl.sharding.layout import Layout, join_layouts, whole_layout
+from megaverl.sharding.layout import Layout, join_layouts, shard_box, whole_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import Split, Weight
@@ -120,7 +120,7 @@ def sharded_weights(
             name: shard_box(parts.box(name, shape, tp_rank), index, num_shards) if name in sharded else whole(shape)
             for name, shape in full.local_shapes.items()
         }
-        return full.shard({name: box for name, box in boxes.items() if box.numel})
+        return full.shard(boxes)
 
     weights = _weights(full.global_shapes, spec, value_head=int(value_head), beside_logits=beside_logits)
 
@@ -136,17 +136,6 @@ def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:
     others = {id(p) for module in model.modules() if module is not head for p in module.parameters(recurse=False)}
     own = {id(parameter) for parameter in head.parameters()} - others
     return {name for name, parameter in model.named_parameters() if id(parameter) in own}
-
-
-def shard_box(box: Box, index: int, count: int) -> Box:
-    """What the shard `index` of `count` holds of a box: rows of even chunks, the last of which may be shorter or empty.
-
-    Rule (torch 2.13, `_fsdp_param.py` and `_fsdp_common.py`): that of `torch.chunk` along the first axis.
-    """
-    rows = box.shape[0]
-    chunk = -(-rows // count)
-    low, high = (box.start[0] + min(place * chunk, rows) for place in (index, index + 1))
-    return Box((low, *box.start[1:]), (high, *box.stop[1:]))
 
 
 def _weights(

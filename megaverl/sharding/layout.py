@@ -31,7 +31,8 @@ class Layout:
 
     Attributes:
         pieces: in the order of the weights' table, those of routed experts after the others.
-        local_shapes: shape of every local tensor, by its name in the engine.
+        local_shapes: shape of every local tensor, by its name in the engine. A rank whose shard of a tensor is empty
+            does not list it.
         global_shapes: shape of every global tensor of which the rank holds a piece.
         quantised: of the local tensors, those that hold 8-bit numbers: rows and columns of the blocks of a matrix that
             share a scale; None: the whole matrix does (`sharding/vllm.py`).
@@ -79,10 +80,14 @@ class Layout:
         )
 
     def shard(self, held: Mapping[str, Box]) -> Layout:
-        """What a rank holds of this whole one that has these boxes of the local tensors, each as its local tensor.
+        """Return the layout of a rank that holds a box of each local tensor of this whole layout, as FSDP2 shards a
+        module.
 
-        A fully sharded module's: its parameters whole, and a rank's box of each. What is not in `held` is left out.
+        Args:
+            held: local tensor -> the box of it that becomes the rank's local tensor. Tensors that are not named, and
+                boxes without elements, are left out.
         """
+        held = {name: box for name, box in held.items() if box.numel}
         pieces, views = [], {}
         for piece in self.pieces:
             name = self.stored_in(piece.local)
@@ -227,17 +232,19 @@ def padded_tensors(layout: Layout) -> list[str]:
     return [name for name, shape in layout.local_shapes.items() if covered[name] < whole(shape).numel]
 
 
-def even_layout(weights: Sequence[Weight], world: int, rank: int) -> Layout:
-    """Even chunks along axis 0, under the global names: what `rank` of `world` holds under FSDP2.
+def shard_box(box: Box, index: int, count: int) -> Box:
+    """Return shard `index` of `count` of a box: even chunks of rows, of which the last ones may be shorter or empty.
 
     Rule (torch 2.13, `distributed/fsdp/_fully_shard/_fsdp_param.py` and `_fsdp_common.py`, which follow `torch.chunk`):
-    every chunk has ceil(rows / ranks) rows, so the last ranks may hold fewer, or nothing.
+    every chunk has ceil(rows / shards) rows.
     """
-    builder = LayoutBuilder()
-    for weight in weights:
-        rows = weight.shape[0]
-        chunk = -(-rows // world)
-        low = min(rank * chunk, rows)
-        part = cut(weight.shape, 0, low, min(low + chunk, rows))
-        builder.add(weight.name, [weight], stack([(0, part)]))
-    return builder.build()
+    rows = box.shape[0]
+    chunk = -(-rows // count)
+    low, high = (box.start[0] + min(place * chunk, rows) for place in (index, index + 1))
+    return Box((low, *box.start[1:]), (high, *box.stop[1:]))
+
+
+def even_layout(weights: Sequence[Weight], world: int, rank: int) -> Layout:
+    """Return what `rank` of `world` holds of these weights under FSDP2, under their global names."""
+    shapes = [(weight.name, weight.shape) for weight in weights]
+    return whole_layout(shapes).shard({name: shard_box(whole(shape), rank, world) for name, shape in shapes})

@@ -21,6 +21,7 @@ from megaverl.errors import ConfigError
 from megaverl.models.hf_attention import packed
 from megaverl.models.hf_model import (
     PolicyModule,
+    all_shards,
     blocks_of,
     build_module,
     checkpoint_block,
@@ -191,7 +192,7 @@ class FSDPModel(TrainingModel):
 
     @property
     def held(self) -> list[torch.Tensor]:
-        return list(local_tensors(self.module).values())
+        return list(all_shards(self.module).values())
 
     @property
     def buffers(self) -> list[torch.Tensor]:

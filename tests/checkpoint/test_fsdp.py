@@ -30,6 +30,13 @@ def test_resumes_exactly(launch: Launcher, tied: Path, tmp_path: Path, options: 
     check_exact(launch.world(2, RANKS + "interrupted_run", folder=tied, root=tmp_path, grids=grids, **more))
 
 
+def test_resumes_exactly_where_ranks_hold_no_row_of_some_parameters(launch: Launcher, tmp_path: Path) -> None:
+    """Qwen2-MoE gates its shared expert by a weight of one row."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    folder = make_tiny_folder(tmp_path / "model", "Qwen2MoeForCausalLM", shared_expert_intermediate_size=16, **sizes)
+    check_exact(launch.world(2, RANKS + "interrupted_run", folder=folder, root=tmp_path, grids={"actor": FULL}))
+
+
 def test_replicas_resume_exactly_and_other_ranks_go_on(launch: Launcher, tied: Path, tmp_path: Path) -> None:
     saved = {"actor": HYBRID, "critic": FULL}
     expected = launch.world(4, RANKS + "save_run", folder=tied, root=tmp_path, grids=saved, steps=[2])[0]

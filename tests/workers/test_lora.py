@@ -44,14 +44,15 @@ def updated(
 
 
 @pytest.mark.parametrize(
-    ("targets", "options"),
-    [("all-linear", ACTOR), (["q_proj", "down_proj"], ACTOR), ("all-linear", CRITIC)],
+    ("targets", "rank", "options"),
+    # of a factor of rank 2, two of four FSDP2 ranks hold nothing
+    [("all-linear", 4, ACTOR), (["q_proj", "down_proj"], 2, ACTOR), ("all-linear", 4, CRITIC)],
     ids=["actor", "some targets", "critic"],
 )
 def test_same_update_on_every_grid(
-    launch: Launcher, folder: Path, tmp_path: Path, targets: str | list[str], options: dict[str, Any]
+    launch: Launcher, folder: Path, tmp_path: Path, targets: str | list[str], rank: int, options: dict[str, Any]
 ) -> None:
-    lora = {**LORA, "targets": targets}
+    lora = {**LORA, "targets": targets, "rank": rank}
     role = {"value_head": True, "role": "critic"} if options.get("critic") else {}
     start = {"output": tmp_path / "start", "shape": SHAPES["dp4"]}
     launch.world(4, f"{RANKS}random_adapter", folder=folder, lora=lora, **start, **role)

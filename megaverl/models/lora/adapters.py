@@ -31,7 +31,7 @@ from torch import nn
 
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
-from megaverl.models.hf_shards import ShardedWeights, shard_box
+from megaverl.models.hf_shards import ShardedWeights
 from megaverl.models.layers import sum_gradients
 from megaverl.models.lora import (
     ADAPTER,
@@ -47,7 +47,7 @@ from megaverl.models.lora import (
 from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.platform import platform
 from megaverl.sharding.boxes import whole
-from megaverl.sharding.layout import Layout, Piece, join_layouts
+from megaverl.sharding.layout import Layout, Piece, join_layouts, shard_box
 from megaverl.sharding.weight import Split, Weight
 
 platform.adapt_megatron()
@@ -315,16 +315,15 @@ class LayerFactors(NamedTuple):
         }
 
     def layout(self, shard: int, num_shards: int) -> Layout:
-        """What a shard holds of the factors."""
-        pieces: list[Piece] = []
-        local_shapes: dict[str, tuple[int, ...]] = {}
-        global_shapes: dict[str, tuple[int, ...]] = {}
-        for local, (factor, low_rank) in self.factors.items():
-            box = shard_box(whole(low_rank.shapes[factor]), shard, num_shards)
-            if box.numel:
-                pieces.append(Piece(factor, box, local, whole(box.shape)))
-                local_shapes[local], global_shapes[factor] = box.shape, low_rank.shapes[factor]
-        return Layout(tuple(pieces), local_shapes, global_shapes)
+        """Return what a shard holds of the factors."""
+        shapes: dict[str, tuple[int, ...]] = {
+            local: low_rank.shapes[factor] for local, (factor, low_rank) in self.factors.items()
+        }
+        names = {local: factor for local, (factor, _) in self.factors.items()}
+        boxes = {local: whole(shape) for local, shape in shapes.items()}
+        pieces = tuple(Piece(names[local], box, local, box) for local, box in boxes.items())
+        unsharded = Layout(pieces, shapes, {names[local]: shape for local, shape in shapes.items()})
+        return unsharded.shard({local: shard_box(box, shard, num_shards) for local, box in boxes.items()})
 
     def beside(self, layouts: Layouts, num_shards: int) -> Layouts:
         """Layouts of the model's weights, each with the factors that the rank holds."""
