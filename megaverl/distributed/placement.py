@@ -187,6 +187,11 @@ class World:
         return len(self.ranks)
 
 
+# Roles that may run ahead of training, and through how many hands the samples have gone before them. The critic may
+# value the samples of a step while the actor is still at the step before; for its own update it waits.
+HANDS = {"rollout": 0, "reward": 1, "reference": 1}
+
+
 @dataclass(frozen=True)
 class ResolvedPlacement:
     """Who is where.
@@ -224,6 +229,29 @@ class ResolvedPlacement:
     def colocated(self, role: str, other: str) -> bool:
         """Whether two roles have the same ranks."""
         return self.ranks[role] == self.ranks[other]
+
+    def lag(self, rank: int, max_staleness: int, *, in_rounds: bool = False) -> int:
+        """Return how many steps the world of a rank may be ahead of training.
+
+        Args:
+            max_staleness: how many steps rollouts may be ahead; 0 where they take turns with training.
+            in_rounds: samples are made in rounds of generating and scoring (dynamic sampling), so that engines and
+                rewards begin a step together.
+        """
+
+        def own_lag(rank: int) -> int:
+            roles = set(self.roles_of(rank)) - {"coordinator"}
+            if not max_staleness or not roles or not roles <= {*HANDS, "critic"}:
+                return 0
+            if "critic" in roles:
+                return 1
+            hands = HANDS | ({"reward": 0} if in_rounds else {})
+            return max(0, max_staleness - min(hands[role] for role in roles))
+
+        makers = ("rollout", "reward")
+        if not in_rounds or not {*makers} & set(self.roles_of(rank)):
+            return own_lag(rank)
+        return min(own_lag(each) for each in (rank, *(self.ranks[role][0] for role in makers)))
 
     @property
     def coordinator(self) -> int:

@@ -36,6 +36,7 @@ class Operation:
         worlds: names of the worlds that it runs on.
         seconds: with a processor for each rank.
         work: seconds of processors, over all ranks.
+        ahead: how many steps it may be ahead of training.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Operation:
     seconds: float
     work: float = 0.0
     lanes: tuple[Lane, ...] = field(default=(), repr=False)
+    ahead: int = 0
 
     @property
     def cores(self) -> float:
@@ -148,7 +150,26 @@ def operations(load: StepLoad) -> list[Operation]:
     work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
     lanes = _around(job, [("wake", copied or 0.0), ("reshard", moving.seconds)], sleeps=copied is not None)
     found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), seconds, work, lanes))
-    return found
+    return _running_ahead(job, found)
+
+
+def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]:
+    """Say of every operator how many steps it may be ahead of training.
+
+    An operator is as far ahead as its worlds are, but no further than those that it needs and those before it in the
+    same world: a critic beside the engines values samples ahead of training, but waits for the actor's advantages.
+    """
+    rollout, sampling = job.config.rollout, job.config.algorithm.dynamic_sampling
+    staleness = rollout.max_staleness if rollout.async_rollout else 0
+    in_rounds = sampling.metric is not None and job.config.trainer.replay_rollouts is None
+    lags = {
+        world.name: job.placement.lag(world.ranks[0], staleness, in_rounds=in_rounds) for world in job.placement.worlds
+    }
+    ahead: dict[str, int] = {}
+    for op in ops:
+        ahead[op.name] = min([lags[world] for world in op.worlds] + [ahead[name] for name in op.needs])
+        lags |= dict.fromkeys(op.worlds, ahead[op.name])
+    return [replace(op, ahead=ahead[op.name]) for op in ops]
 
 
 def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool) -> tuple[Lane, ...]:

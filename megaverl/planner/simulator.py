@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megaverl.config import Config
+from megaverl.errors import ConfigError
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, find_spec, make_job
@@ -110,7 +111,7 @@ def simulate(
     played = [op.times((factors or {}).get(op.name, 1.0)) for op in operations(load)]
     ahead = job.config.rollout.max_staleness if job.config.rollout.async_rollout else 0
     steps = 1 if not ahead and job.placement.is_colocated else 2 * ahead + 3
-    timed = _play(played, steps, ahead, hardware, job)
+    timed = _play(played, steps, hardware, job)
     return _predict(load, played, timed, steps - 1 - ahead)
 
 
@@ -118,10 +119,15 @@ def simulate(
 Timed = dict[tuple[int, str], tuple[float, float, tuple[int, str] | None]]
 
 
-def _play(ops: Sequence[Operation], steps: int, ahead: int, hardware: Hardware, job: PlannedJob) -> Timed:
-    """Start every operator as soon as its inputs are there and its ranks are free; where ranks share cores, those at
-    work at once share their rate."""
-    waits = {(step, op.name): _before(ops, step, op, ahead, steps) for step in range(steps) for op in ops}
+def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: PlannedJob) -> Timed:
+    """Start every operator as soon as its inputs are there and its ranks are free.
+
+    Operators that run at the same time on ranks that share cores share the cores' rate.
+
+    Raises:
+        ConfigError: operators that wait for each other in a circle. This is a bug of `_before`.
+    """
+    waits = {(step, op.name): _before(ops, step, op, steps) for step in range(steps) for op in ops}
     by_name = {op.name: op for op in ops}
     timed: Timed = {}
     begun: dict[tuple[int, str], tuple[float, tuple[int, str] | None]] = {}
@@ -133,8 +139,10 @@ def _play(ops: Sequence[Operation], steps: int, ahead: int, hardware: Hardware, 
                 last = max(before, key=lambda each: timed[each][1], default=None)
                 begun[key] = (now, last)
                 left[key] = by_name[key[1]].seconds
+        if not left:
+            raise ConfigError(_circle(waits, timed))
         rates = _rates([(key, by_name[key[1]]) for key in left], hardware, job)
-        passed = min((left[key] / rates[key] for key in left), default=0.0)
+        passed = min(left[key] / rates[key] for key in left)
         now += passed
         for key in list(left):
             left[key] -= passed * rates[key]
@@ -145,24 +153,42 @@ def _play(ops: Sequence[Operation], steps: int, ahead: int, hardware: Hardware, 
     return timed
 
 
-def _before(ops: Sequence[Operation], step: int, op: Operation, ahead: int, steps: int) -> list[tuple[int, str]]:
-    """What must have ended before an operator of a step begins."""
-    found = [(step, name) for name in op.needs]
+def _circle(waits: Mapping[tuple[int, str], Sequence[tuple[int, str]]], timed: Timed) -> str:
+    """Describe operators that wait for each other, where none can begin."""
+    path = [next(key for key in waits if key not in timed)]
+    while path[-1] not in path[:-1]:
+        path.append(next(each for each in waits[path[-1]] if each not in timed))
+    circle = path[path.index(path[-1]) :]
+    names = " -> ".join(f"{name} of step {step + 1}" for step, name in circle)
+    return (
+        f"The step's time cannot be predicted: operators wait for each other in a circle ({names}). This is a bug of "
+        "the planner: please report it with the configuration. `megaverl plan` without --hardware, and settings "
+        "without `auto`, do without the prediction."
+    )
+
+
+def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> list[tuple[int, str]]:
+    """Return what must have ended before an operator of a step begins.
+
+    A world runs the operators of a step one after the other, and then those of the next step. Weights of step k reach
+    it behind what it does of step k + `ahead`, and before what it does of the step after that:
+
+        ahead 0:   rollout 0  reshard 0  rollout 1  reshard 1  rollout 2 ...
+        ahead 2:   rollout 0  rollout 1  rollout 2  reshard 0  rollout 3  reshard 1 ...
+    """
+    before = [(step, name) for name in op.needs]
     place = ops.index(op)
     for number, other in enumerate(ops):
-        if not op.worlds & other.worlds or other is op:
+        if other is op or not op.worlds & other.worlds:
             continue
-        if number < place:
-            found.append((step, other.name))
-        elif step and not (ahead and op.name == "rollout" and other.name == "reshard"):
-            found.append((step - 1, other.name))
-    if step:
-        found.append((step - 1, op.name))
-    if ahead and op.name == "rollout":
-        found.append((step - 1 - ahead, "reshard"))
-    if ahead and op.name == "reshard" and step + ahead < steps:  # engines take weights between generations
-        found.append((step + ahead, "rollout"))
-    return [each for each in dict.fromkeys(found) if each[0] >= 0]
+        if op.name == "reshard":
+            before.append((min(step + other.ahead, steps - 1), other.name))
+        elif other.name == "reshard":
+            before.append((step - 1 - op.ahead, other.name))
+        else:
+            before.append((step if number < place else step - 1, other.name))
+    before.append((step - 1, op.name))
+    return [each for each in dict.fromkeys(before) if each[0] >= 0]
 
 
 def _rates(

@@ -184,10 +184,6 @@ def _scores(rows: list[dict[str, Any]]) -> Scores:
     )
 
 
-# What may run ahead of training, and how many hands its work goes through from the rollout on. The critic may value the
-# samples of a step while the actor is still at the one before; for its own update it waits.
-AHEAD = {"rollout": 0, "reward": 1, "reference": 1}
-
 # What is measured of samples when they are made: it goes with them over an interruption.
 KEPT = ("rollout/", "reward/", "queue/depth")
 
@@ -223,20 +219,8 @@ class Schedule:
         return cls(placement, limit, saves, validates, in_rounds, rollout.in_flight_updates)
 
     def lag(self, rank: int) -> int:
-        """How many steps a rank's world may be ahead of training."""
-        own, makers = self._own_lag(rank), ("rollout", "reward")
-        if not self.in_rounds or not {*makers} & set(self.placement.roles_of(rank)):
-            return own
-        return min(own, *(self._own_lag(self.placement.ranks[role][0]) for role in makers))
-
-    def _own_lag(self, rank: int) -> int:
-        roles = set(self.placement.roles_of(rank)) - {"coordinator"}
-        if not self.max_staleness or not roles or not roles <= {*AHEAD, "critic"}:
-            return 0
-        if "critic" in roles:
-            return 1
-        hands = AHEAD | ({"reward": 0} if self.in_rounds else {})
-        return max(0, self.max_staleness - min(hands[role] for role in roles))
+        """Return how many steps a rank's world may be ahead of training."""
+        return self.placement.lag(rank, self.max_staleness, in_rounds=self.in_rounds)
 
     def begins_after(self, step: int, lag: int) -> int:
         """How many steps are behind all when a world of this lag begins its part of `step`."""

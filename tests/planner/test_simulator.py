@@ -19,10 +19,10 @@ from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
-from megaverl.planner.operators import StepLoad, micro_batches, operations, parameters_of_stage
+from megaverl.planner.operators import Operation, StepLoad, micro_batches, operations, parameters_of_stage
 from megaverl.planner.picture import draw
 from megaverl.planner.report import as_dict, as_text, memory_over_time, sleep_and_wake, survey
-from megaverl.planner.simulator import MeasuredRate, Prediction, default_lengths, simulate
+from megaverl.planner.simulator import MeasuredRate, Prediction, _play, default_lengths, simulate
 from megaverl.planner.stages import pipeline
 from megaverl.planner.trial_steps import WARM_UP, MeasuredOperator, Watch, steps_of_trace
 from megaverl.sharding.model_spec import ModelSpec
@@ -47,6 +47,18 @@ SPEC = ModelSpec.from_config(SMALL)
 GRIDS = ("", "actor.tp=2", "actor.pp=2", "actor.cp=2", "actor={tp: 2, pp: 4}", "actor={pp: 2, vpp: 2}")
 SPLIT = ("placement={rollout: 8-15, actor: rest}",)
 ASYNC = (*SPLIT, "rollout.async_rollout=true")
+# Who is beside the engines, and who else has ranks of its own, where engines run ahead.
+BESIDE_ENGINES = {
+    "rewards": "placement={rollout: 8-15, reward: 8-15, actor: rest}",
+    "rewards beside the actor": "placement={rollout: 8-15, reward: actor, actor: rest}",
+    "rewards apart": "placement={rollout: 8-11, reward: 12-15, actor: rest}",
+    "reference": "placement={rollout: 8-15, reference: 8-15, actor: rest}",
+    "reference and rewards": "placement={rollout: 8-15, reference: 8-15, reward: 8-15, actor: rest}",
+    "critic": "placement={rollout: 8-15, critic: 8-15, actor: rest}",
+    "critic and rewards": "placement={rollout: 8-15, critic: 8-15, reward: 8-15, actor: rest}",
+    "critic apart, with rewards": "placement={rollout: 8-11, critic: 12-15, reward: 12-15, actor: rest}",
+    "the actor": "placement={rollout: 0-15, actor: 0-15}",
+}
 
 
 def job(*more: str, world: int = 16) -> PlannedJob:
@@ -153,6 +165,45 @@ def test_what_runs_ahead_hides_behind_training() -> None:
     training = sum(phase.seconds for phase in ahead.phases if phase.name not in ("rollout", "reshard"))
     assert waits.step_seconds == pytest.approx(generating + training + waits.seconds_of("reshard"), rel=0.1)
     assert ahead.step_seconds == pytest.approx(max(generating, training) + ahead.seconds_of("reshard"), rel=0.1)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("beside", BESIDE_ENGINES)
+def test_engines_run_ahead_whoever_is_beside_them(beside: str, staleness: int) -> None:
+    """Every step ends, its parts take turns on their ranks, and the critical path makes it up."""
+    if beside == "the actor" and staleness > 1:
+        pytest.skip("who is beside the actor is not ahead")
+    settings = ["rollout.async_rollout=true", f"rollout.max_staleness={staleness}", BESIDE_ENGINES[beside]]
+    settings += (
+        ["algorithm.name=ppo", "algorithm.group_size=1"]
+        if "critic" in beside
+        else ["algorithm.kl={in: loss, coef: 0.1}"]
+    )
+    found = simulate(job(*settings), H100)
+    assert sum(seconds for _, seconds in found.critical_path) == pytest.approx(found.step_seconds)
+    names = {phase.name for phase in found.phases}
+    assert {"rollout", "reward", "actor_update", "reshard"} <= names
+    assert ("critic_update" in names) == ("critic" in beside)
+
+
+def test_more_staleness_is_never_slower() -> None:
+    """Rewards beside the engines do not hold them: with one step ahead all of the generation is hidden already."""
+    seconds = []
+    for staleness in (0, 1, 2, 4):
+        ahead = [f"rollout={{async_rollout: true, max_staleness: {staleness}}}"] if staleness else []
+        seconds.append(simulate(job(BESIDE_ENGINES["rewards"], *ahead), H100).step_seconds)
+    assert seconds[0] > seconds[1]
+    assert seconds[1:] == pytest.approx([seconds[1]] * 3, rel=1e-6)
+
+
+def test_a_circle_of_operators_is_named() -> None:
+    ranks, worlds = (0,), frozenset({"world"})
+    ops = [
+        Operation("rollout", "rollout", ranks, worlds, ("reward",), 1.0),
+        Operation("reward", "reward", ranks, worlds, (), 1.0),
+    ]
+    with pytest.raises(ConfigError, match=r"\(rollout of step 1 -> reward of step 1 -> rollout of step 1\)"):
+        _play(ops, 3, H100, job())
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
