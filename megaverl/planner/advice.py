@@ -12,7 +12,7 @@ from megaverl.config import Config
 from megaverl.config.errors import divisors
 from megaverl.config.roles import PlacementConfig
 from megaverl.distributed.placement import ResolvedPlacement, ranks_text
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, RolloutError
 from megaverl.planner.job import GB, Machine, PlannedJob, make_job
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
 from megaverl.sharding.model_spec import ModelSpec
@@ -104,8 +104,8 @@ def advise(job: PlannedJob) -> Advice:
             try:
                 other = with_settings(job, settings)
                 memory = MemoryModel(other).ranks(other.stage_ranks())
-            except ConfigError:
-                continue  # a grid that does not divide the world or the model
+            except (ConfigError, RolloutError):
+                continue  # a grid that does not divide the world or the model, or an engine that vLLM does not build
             if not shortages(other, memory):
                 return Advice(settings, tried, max(rank.peak for rank in memory))
     return Advice((), tried)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaverl.config.fsdp import FsdpConfig
+from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.planner.buffers import ITEMSIZE, TrainedBytes
 from megaverl.sharding.boxes import whole
@@ -18,6 +19,8 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from megaverl.models.hf_shards import ShardedWeights
 
 MASTER = 4  # bytes of what is trained: float32, and so are gradients and both moments of Adam
@@ -51,15 +54,33 @@ def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
     return [weight._replace(shape=shapes[weight.name]) for weight in weights]
 
 
+@lru_cache(maxsize=64)
 def _of_module(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> ShardedWeights:
-    """Of the module that transformers builds: a plan imports neither torch nor transformers else."""
-    from megaverl.models.hf_shards import module_without_data, sharded_weights, tensor_cuts
+    """Return the weights of the module that transformers builds from the model's config.json, and their layouts.
 
-    source = Path(spec.source)
-    if spec.trusts_code and source.name == "config.json":
-        source = source.parent  # transformers looks for a model's own code in a folder
-    model = module_without_data(source, trust_remote_code=spec.trusts_code)
+    Raises:
+        ModelError: the config.json is not there, or transformers builds no such model.
+        ConfigError: transformers has no tensor-parallel plan for so many ranks.
+    """
+    from megaverl.models.hf_shards import sharded_weights, tensor_cuts
+
+    model = _module(spec.source, spec.trusts_code)
     return sharded_weights(model, spec, count, value_head=int(value_head), cuts=tensor_cuts(model, tp, "actor"))
+
+
+@lru_cache(maxsize=4)
+def _module(config: str, trusts_code: bool) -> PreTrainedModel:
+    """Build a model without data from its config.json. Importing torch and transformers here keeps other plans fast."""
+    from megaverl.models.hf_shards import module_without_data
+
+    path = Path(config)
+    if not path.is_file():
+        raise ModelError(
+            f"{path}: not found. A plan of this model under FSDP2 builds it from its config.json: give that file with "
+            "--model-config FILE or model.config."
+        )
+    folder_or_file = path.parent if trusts_code else path  # transformers looks for a model's own code in a folder
+    return module_without_data(folder_or_file, trust_remote_code=trusts_code)
 
 
 class Shards(NamedTuple):

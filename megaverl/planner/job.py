@@ -214,7 +214,7 @@ def find_spec(config: Config, model_config: str | None = None, *, beside: str | 
         spec = _read_spec("model.config", Path(beside or "").parent / config.model.config, config.actor.engine)
     else:
         raise _no_model(config)
-    return spec if spec.is_tabled else replace(spec, trusts_code=config.model.trust_remote_code)
+    return replace(spec, trusts_code=config.model.trust_remote_code)
 
 
 def _no_model(config: Config) -> ConfigError:

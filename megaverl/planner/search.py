@@ -23,7 +23,7 @@ from megaverl.config.key_types import type_at
 from megaverl.config.loader import AUTO_KEYS, Make
 from megaverl.config.typed_yaml import read_argument
 from megaverl.config.yaml_source import put
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, RolloutError
 from megaverl.gpus import gpu_name
 from megaverl.planner.advice import shortages, yaml_text
 from megaverl.planner.buffers import BufferOptions
@@ -144,6 +144,7 @@ class LayoutSearch:
         self.config = make({})
         self.counts_memory = hardware.cores is None and self.config.rollout.engine == "vllm"
         self.looked_at = self.counted = 0
+        self._refusal = ""  # why the first candidate that a run would refuse is refused
         self._rollout_seconds: dict[Key, float] = {}  # of engines with all the memory that they may have
         self.lengths = lengths or likely_lengths(self.config)
 
@@ -179,9 +180,10 @@ class LayoutSearch:
                 candidate.rung += 1
                 self._push(waiting, candidate)
         if not found:
+            refused = f" One of them was refused: {self._refusal}" if self._refusal else ""
             raise ConfigError(
                 f"auto: no layout of {self.world:,} ranks holds this run; {self.looked_at} were looked at. Use more "
-                "nodes, or run `megaverl plan` without --auto for what is missing."
+                f"nodes, or run `megaverl plan` without --auto for what is missing.{refused}"
             )
         choices = sorted(found.values(), key=lambda each: (each.prediction.step_seconds, key_of(each.settings)))
         return Found(tuple(choices), self.looked_at, self.counted)
@@ -292,14 +294,16 @@ class LayoutSearch:
     def _counted(self, candidate: _Candidate, job: PlannedJob, prediction: Prediction) -> tuple[Choice | None, bool]:
         """(the choice if it fits, whether less training memory would not help)."""
         settings = candidate.settings
-        if cross_mistakes(job.config, "train", False, self.world):
+        if mistakes := list(cross_mistakes(job.config, "train", False, self.world)):
+            self._refusal = self._refusal or f"{mistakes[0].key}: {mistakes[0].message}"
             return None, True
         if not self.counts_memory:
             return Choice(settings, job, prediction), False
         self.counted += 1
         try:
             memory = MemoryModel(job).ranks(job.stage_ranks())
-        except ConfigError:  # what only shows when layers and heads are dealt out
+        except (ConfigError, RolloutError) as error:  # what only shows when a layout is made, such as vLLM's refusal
+            self._refusal = self._refusal or str(error)
             return None, True
         missing = shortages(job, memory, ROOM)
         if missing and self.further and self._only_engine(missing):

@@ -214,15 +214,21 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
 
     @cache
     def layout_of(place: int) -> Layout:
+        assert Path(folder.name).is_dir()
         try:
-            assert Path(folder.name).is_dir()
             return laid_out(trace(config, place, shapes).whole(shapes), shapes)
-        except (KeyError, ValueError, AttributeError, RuntimeError, TypeError) as error:
+        except (KeyError, ValueError, AttributeError, RuntimeError, TypeError, AssertionError) as error:
             text = " ".join(str(error).split())[:MOST_SAID]
+            architectures = ", ".join(config.model_config.architectures)
+            if isinstance(error, AssertionError):  # how vLLM's layers say that sizes do not divide
+                raise RolloutError(
+                    f"{described}: vLLM does not build {architectures} at rollout.tp={tp}: one of its layers does not "
+                    f"divide over {tp} ranks{': ' + text if text else ''}. Use a smaller rollout.tp."
+                ) from error
             raise RolloutError(
-                f"{described}: vLLM does not build {', '.join(config.model_config.architectures)} as its own class or "
-                f"through its Transformers backend, or does not load its weights: {type(error).__name__}: {text}. A "
-                "model's own code must name AutoModel in auto_map. Else use rollout.engine=hf."
+                f"{described}: vLLM does not build {architectures} as its own class or through its Transformers "
+                f"backend, or does not load its weights: {type(error).__name__}: {text}. A model's own code must name "
+                "AutoModel in auto_map. Else use rollout.engine=hf."
             ) from error
 
     return lambda rank: layout_of(rank % tp)
