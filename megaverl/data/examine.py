@@ -14,6 +14,7 @@ from megaverl.config.run import DataConfig
 from megaverl.data.images import Images
 from megaverl.data.preferences import Judged, PreferenceColumns
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, RowColumns, load_tools, value_at
+from megaverl.data.row_values import is_converted
 from megaverl.data.sources import RowChain, RowSource, as_source, open_source
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import DataError
@@ -48,6 +49,7 @@ class Examined:
         lengths: tokens of every usable prompt.
         answer_lengths: characters of every answer that is text.
         keys: columns, and in how many rows each stands.
+        converted: columns whose values JSON does not have -> their type; see `row_values.plain_value`.
         num_pairs: rows with a better and a worse response. num_desirable, num_undesirable: with a single one.
         prompts: digest of every usable prompt's text -> where it stands first.
     """
@@ -60,6 +62,7 @@ class Examined:
     lengths: list[int] = field(default_factory=list)
     answer_lengths: list[int] = field(default_factory=list)
     keys: Counter[str] = field(default_factory=Counter)
+    converted: dict[str, str] = field(default_factory=dict)
     num_pairs: int = 0
     num_desirable: int = 0
     num_undesirable: int = 0
@@ -81,6 +84,7 @@ class Examined:
             "prompt_tokens": quantiles(self.lengths),
             "answer_characters": quantiles(self.answer_lengths),
             "columns": dict(self.keys),
+            "converted_columns": dict(self.converted),
             "images": self.num_images,
             "pairs": self.num_pairs,
             "single_responses": {"desirable": self.num_desirable, "undesirable": self.num_undesirable},
@@ -103,6 +107,9 @@ class Examined:
                 numbers = "   ".join(f"{word} {value}" for word, value in quantiles(values).items())
                 lines.append(f"  {what}: {numbers}")
         lines.append(f"  columns: {', '.join(f'{key} ({count})' for key, count in self.keys.items())}")
+        if self.converted:
+            columns = ", ".join(f"{key} ({kind})" for key, kind in self.converted.items())
+            lines.append(f"  read as text or numbers, as JSON has no such values: {columns}")
         if self.example:
             example = self.example if len(self.example) <= 400 else self.example[:400] + " ..."
             lines += ["  the first prompt, as the model sees it:", *(f"    | {line}" for line in example.splitlines())]
@@ -130,7 +137,10 @@ def examine(
         where = rows.where(number)
         try:
             row = rows[number]
-            found.keys.update(row.keys())
+            found.keys.update(_printable(key) for key, value in row.items() if value is not None)
+            found.converted.update(
+                (_printable(key), type(value).__name__) for key, value in row.items() if is_converted(value)
+            )
             judged = preferences or _usual(row, columns)
             read = (replace(columns, answer=None) if judged else columns).read(row, where)
             responses = judged.read(row, where) if judged else []
@@ -182,6 +192,11 @@ def encoder_of(
     made = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     images = Images.of(data.images, model or tokenizer, made)
     return PromptEncoder(made, PromptFormat.of(data), images.processor.token_id if images else None), images
+
+
+def _printable(key: Any) -> str:
+    """The name of a column; what is not text in it is written out."""
+    return str(key).encode(errors="backslashreplace").decode()
 
 
 def _usual(row: Mapping[str, Any], columns: Columns) -> PreferenceColumns | None:

@@ -128,7 +128,8 @@ class Images:
         Raises:
             DataError: too many; more or fewer than there are places for; one that cannot be read, by its number.
         """
-        given = list(column) if isinstance(column, list | tuple) else [] if column is None else [column]
+        entries = column if isinstance(column, list | tuple) else [column]
+        given = [entry for entry in entries if entry is not None]
         key, found = self.config.key, list[Any]()
         if given and None not in parts and IN_TEXT not in _text(prompt):
             prompt = _before(prompt, MARK * len(given))

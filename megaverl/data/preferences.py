@@ -15,6 +15,8 @@ from megaverl.data.images import image_column
 from megaverl.data.prompts import PromptEncoder, value_at
 from megaverl.errors import DataError
 
+MOST_MARGIN = 1e30  # float32, in which losses take it, ends at 3e38
+
 
 class Judged(NamedTuple):
     """A response. which: what messages call it."""
@@ -77,10 +79,10 @@ class PreferenceColumns:
             DataError: it is no number of at least 0.
         """
         value = value_at(row, str(self.margin))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MARGIN:
             raise DataError(
-                f"{where}: {self.margin!r} is {value!r}; a margin is a number of at least 0. Correct the row, or leave "
-                "preference.margin_key out."
+                f"{where}: {self.margin!r} is {value!r:.60}; a margin is a number of at least 0 and at most "
+                f"{MOST_MARGIN:g}. Correct the row, or leave preference.margin_key out."
             )
         return float(value)
 
@@ -88,8 +90,8 @@ class PreferenceColumns:
         value = value_at(row, self.label)
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise DataError(
-                f"{where}: {self.label!r} is {value!r}; it says whether a single response is desirable: true or false "
-                "(or 1 or 0). Correct the row, or name the right column with preference.label_key."
+                f"{where}: {self.label!r} is {value!r:.60}; it says whether a single response is desirable: true or "
+                "false (or 1 or 0). Correct the row, or name the right column with preference.label_key."
             )
         return bool(value)
 

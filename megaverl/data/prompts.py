@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megaverl.data.images import Images, text_of_parts
+from megaverl.data.row_values import parse_text, plain_columns, plain_value
+from megaverl.data.tool_calls import without_nulls
 from megaverl.distributed.ragged import SharedItem
 from megaverl.errors import DataError
 
@@ -119,6 +120,8 @@ def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
     if not isinstance(content, str):
         raise DataError(f"{where} has content of type {type(content).__name__}; it must be text, or a list of parts.")
     more = {key: message[key] for key in OF_TOOLS if message.get(key) is not None}
+    if isinstance(more.get("tool_calls"), list):
+        more["tool_calls"] = [without_nulls(call) for call in more["tool_calls"]]
     return {"role": role, "content": content, **more}
 
 
@@ -293,31 +296,42 @@ class Columns:
         """
         parts: list[Any] = []
         prompt = check_prompt(_column(row, self.prompt, where, "data.prompt_key"), where, self.prompt, parts)
-        reference = None if self.answer is None else _column(row, self.answer, where, "data.answer_key")
+        prompt = plain_value(prompt, where, self.prompt)
+        reference = None
+        if self.answer is not None:
+            reference = plain_value(_column(row, self.answer, where, "data.answer_key"), where, self.answer)
         tools = self.default_tools
         if row.get(self.tools):
             tools = check_tools(row[self.tools], f"{where}: {self.tools!r}")
         own: list[str | None] = [self.prompt, self.answer, self.tools]
+        rest: Mapping[str, Any] = row
         images: list[SharedItem] | None = None
         if self.images is not None:
-            own.append(key := self.images.config.key)
+            key = self.images.config.key
+            own.append(key)
             prompt, images = self.images.of_row(prompt, parts, value_at(row, key), where)
+            rest = _without(row, key)
         elif parts:
             raise DataError(f"{where}: the prompt has images, and the model takes none (no vision_config there).")
-        return RowColumns(prompt, reference, tools, {key: row[key] for key in row if key not in own}, images)
+        extra = plain_columns({key: rest[key] for key in rest if key not in own}, where)
+        return RowColumns(prompt, reference, tools, extra, images)
 
 
 def check_tools(value: Any, where: str) -> Tools:
-    """Tools as chat templates take them: a list of JSON schemas of functions; as text, JSON of such.
+    """Return tools as chat templates take them, a list of JSON schemas of functions, from such a list or its JSON text.
+
+    A field that is null is left out: Parquet and what `datasets` writes give every tool the fields of all the others.
+    Only `default` and `const` of a schema may be null themselves.
 
     Raises:
         DataError: says what was found.
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = parse_text(value)
+        except ValueError as error:
             raise DataError(f"{where}: not valid JSON ({error}).") from error
+    value = _schema_without_nulls(plain_value(value, where, "tools"))
     for tool in value if isinstance(value, list) else [value]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if (
@@ -332,15 +346,31 @@ def check_tools(value: Any, where: str) -> Tools:
     return list(value)
 
 
+NULL_IN_SCHEMA = ("default", "const")
+
+
+def _schema_without_nulls(value: Any, *, of_properties: bool = False) -> Any:
+    """Drop fields that are null. of_properties: the keys are names of properties, not words of JSON Schema."""
+    if isinstance(value, list):
+        return [_schema_without_nulls(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _schema_without_nulls(item, of_properties=key == "properties" and not of_properties)
+        for key, item in value.items()
+        if item is not None or (key in NULL_IN_SCHEMA and not of_properties)
+    }
+
+
 def load_tools(path: str | Path) -> Tools:
-    """The tools in a JSON file (`data.tools`).
+    """Read the tools in a JSON file (`data.tools`).
 
     Raises:
-        DataError: it is not there, or not such a list.
+        DataError: it cannot be read, or is not such a list.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.tools: {path} cannot be read ({error}).") from error
     return check_tools(text, f"data.tools: {path}")
 
@@ -353,6 +383,16 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _without(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The row without the value of `key`, or of the path `a.b`."""
+    first, _, rest = key.partition(".")
+    if key in row:
+        return {name: row[name] for name in row if name != key}
+    if rest and isinstance(row.get(first), Mapping):
+        return {**row, first: _without(row[first], rest)}
+    return row
 
 
 def _column(row: Mapping[str, Any], key: str, where: str, setting: str) -> Any:

@@ -10,12 +10,13 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaverl.config.run import SourceConfig, is_hub_name
+from megaverl.data.row_values import Conversion, arrow_conversion, parse_row, without_null_fields
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
 from megaverl.rewards.reasoning_gym import PREFIX, ReasoningGymRows
@@ -101,8 +102,27 @@ class HubRows:
         return f"{self._name}, row {index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._rows[index]
-        return row
+        try:
+            return hub_row(self._rows[index], self._rows.features)
+        except Exception as error:  # whatever datasets raises of damaged files and of values
+            raise DataError(f"{self.where(index)}: it cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def hub_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A row of `datasets`, without the null fields with which Arrow fills up its structs.
+
+    Args:
+        features: those of the data set. A column of JSON text holds the nulls that were written.
+    """
+    found = {}
+    for name, value in row.items():
+        is_json = "Json(" in repr((features or {}).get(name))
+        found[name] = value if is_json else _without_null_fields_inside(value)
+    return found
+
+
+def _without_null_fields_inside(value: Any) -> Any:
+    return without_null_fields(value) if isinstance(value, Mapping | list | tuple) else value
 
 
 def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
@@ -196,7 +216,10 @@ class OwnRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         with raised_by(f"{self._name}, row {index + 1}"):
-            return self._rows[index]
+            row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.where(index)}: found {type(row).__name__}; expected a mapping of columns.")
+        return dict(row)
 
     def where(self, index: int) -> str:
         """Name a row as its reader would look for it."""
@@ -267,19 +290,7 @@ class JsonlFile:
         with self.path.open("rb") as stream:
             stream.seek(self._starts[index])
             line = stream.readline()
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{self.where(index)}: not valid JSON ({error}). Each line must hold one whole JSON object; "
-                "correct or remove this line."
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(
-                f'{self.where(index)}: a JSON object is expected, like {{"prompt": "...", "answer": "..."}}; '
-                f"found {_kind(row)}."
-            )
-        return row
+        return parse_row(line, self.where(index))
 
 
 class ParquetFile:
@@ -292,15 +303,17 @@ class ParquetFile:
         self.path = path
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
+            schema = self._file.schema_arrow
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(
                 f"{path}: not a whole Parquet file ({error}). Copy the file again from its source."
             ) from error
+        self._conversions = _arrow_conversions(path, schema)
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._ends = _running_sum(sizes)
         self._group: tuple[int, Any] | None = None
-        facts = f"{path.stat().st_size} {sizes} {self._file.schema_arrow}"
+        facts = f"{path.stat().st_size} {sizes} {schema}"
         self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
     def __len__(self) -> int:
@@ -321,7 +334,29 @@ class ParquetFile:
                     f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source."
                 ) from error
         first = self._ends[group - 1] if group else 0
-        return self._group[1].slice(index - first, 1).to_pylist()[0]
+        try:
+            row: dict[str, Any] = self._group[1].slice(index - first, 1).to_pylist()[0]
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # dates beyond Python's, text not UTF-8
+            raise DataError(
+                f"{self.where(index)}: it holds a value that cannot be read ({type(error).__name__}: {error}). Correct "
+                "or remove the row, or convert the column to text."
+            ) from error
+        for name, conversion in self._conversions.items():
+            row[name] = conversion(row[name])
+        return row
+
+
+def _arrow_conversions(path: Path, schema: Any) -> dict[str, Conversion]:
+    """What has to be done to columns of a file after they are read."""
+    found = {}
+    for column in schema:
+        try:
+            conversion = arrow_conversion(column.type)
+        except DataError as error:
+            raise DataError(f"{path}: the column {column.name!r} has {error}. Convert it, or remove it.") from error
+        if conversion is not None:
+            found[column.name] = conversion
+    return found
 
 
 class RowList:
@@ -330,7 +365,10 @@ class RowList:
     def __init__(self, rows: Sequence[dict[str, Any]], name: str = "rows") -> None:
         self._rows = rows
         self.name = name
-        text = json.dumps(list(rows), sort_keys=True, default=str)
+        try:
+            text = json.dumps(list(rows), sort_keys=True, default=str)
+        except (TypeError, ValueError, RecursionError):  # values that a reader of the rows refuses, by row and column
+            text = str(len(rows))
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def __len__(self) -> int:
@@ -419,15 +457,3 @@ def _running_sum(sizes: Sequence[int]) -> list[int]:
         total += size
         ends.append(total)
     return ends
-
-
-def _kind(value: Any) -> str:
-    names = {
-        list: "a list",
-        str: "text",
-        int: "a number",
-        float: "a number",
-        bool: "true/false",
-        type(None): "null",
-    }
-    return names.get(type(value), type(value).__name__)

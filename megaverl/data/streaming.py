@@ -9,7 +9,6 @@ sees what it would have seen.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 from megaverl.config.run import SourceConfig
 from megaverl.data.datasets import Mixture, PromptDataset, PromptRecord, PromptSampler, make_record, weights_of
 from megaverl.data.prompts import Columns, PromptEncoder
+from megaverl.data.row_values import parse_row
 from megaverl.data.sources import (
     Entry,
     ParquetFile,
@@ -27,6 +27,7 @@ from megaverl.data.sources import (
     as_source,
     expand_paths,
     folder_files,
+    hub_row,
     kind_of,
     load_hub,
     open_source,
@@ -90,13 +91,7 @@ class FilesReader:
                 if not line.strip():
                     continue
                 where = Place(f"{path}, line {self._line}", path.parent)
-                try:
-                    row = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    raise DataError(f"{where}: not valid JSON ({error}). Correct or remove this line.") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{where}: found {type(row).__name__}; expected a JSON object of columns.")
-                return Row(row, where)
+                return Row(parse_row(line, where), where)
         return None
 
     def _parquet_row(self, path: Path) -> Row | None:
@@ -140,20 +135,28 @@ class HubReader:
         self._beginning = copy.deepcopy(self._data.state_dict())
         self._rows: Iterator[dict[str, Any]] = iter(self._data)
         self._next = 0
+        # Until the first row after a restore is read, the data set reports the state that it had before.
+        self._restored: dict[str, Any] | None = None
 
     def read(self) -> Row | None:
+        where = f"{self._name}, row {self._next + 1}"
         try:
-            row = next(self._rows)
+            row = hub_row(next(self._rows), self._data.features)
         except StopIteration:
             self.restore({"next": 0, "stream": self._beginning})
             return None
+        except Exception as error:  # whatever datasets raises of the network, of damaged files and of values
+            raise DataError(f"{where}: it cannot be read ({type(error).__name__}: {error}).") from error
         self._next += 1
-        return Row(dict(row), f"{self._name}, row {self._next}")
+        self._restored = None
+        return Row(row, where)
 
     def state(self) -> dict[str, Any]:
-        return {"next": self._next, "stream": copy.deepcopy(self._data.state_dict())}
+        stream = self._data.state_dict() if self._restored is None else self._restored
+        return {"next": self._next, "stream": copy.deepcopy(stream)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        self._restored = copy.deepcopy(state["stream"])
         self._data.load_state_dict(copy.deepcopy(state["stream"]))
         self._rows, self._next = iter(self._data), int(state["next"])
 
@@ -221,6 +224,8 @@ class StreamedPrompts:
         self._rows: list[Row] = []
         self._read = self._passes = self._current = 0
         self._begin = self._place()
+        for reader in self._readers:
+            self._check_first_row(reader)
 
     def take(self, count: int) -> list[PromptRecord]:
         """The next `count` prompts.
@@ -245,6 +250,18 @@ class StreamedPrompts:
             taken.append(record)
         self.position += count
         return taken
+
+    def _check_first_row(self, reader: SourceReader) -> None:
+        """Read the first row of a source, so that a column that cannot be used ends a run at its start.
+
+        Raises:
+            DataError: the row cannot be used.
+        """
+        beginning = reader.state()
+        row = reader.read()
+        if row is not None:
+            self._columns.read(row.columns, row.where)
+        reader.restore(beginning)
 
     @property
     def losses(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaverl.data.tool_calls import tool_arguments, with_arguments
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
@@ -306,18 +307,42 @@ class Tokenizer:
         if self.chat_template is None:
             raise DataError(f"{where}: the tokenizer {self.source} has no chat template to write chat messages with.")
         try:
-            return self.backend.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=messages[-1]["role"] != "assistant",
-            )
+            return self._render(list(messages), list(tools) if tools else None, where)
         except Exception as error:  # a template is a program: jinja2's errors, TypeError, KeyError, ...
             raise DataError(
                 f"{where}: the chat template of {self.source} refuses these messages "
                 f"({type(error).__name__}: {error}). Correct the roles or their order in the row, or the "
                 "template."
             ) from error
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str) -> str:
+        """Render with the arguments of tool calls in the form that the template takes.
+
+        OpenAI writes arguments as JSON text, and some templates take that; others take a mapping and encode it
+        themselves, which encodes text twice. Text that the template does not write as it stands is parsed for it, and
+        mappings that the template raises for become text.
+        """
+
+        def render(conversation: list[dict[str, Any]]) -> str:
+            text: str = self.backend.apply_chat_template(
+                conversation,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=conversation[-1]["role"] != "assistant",
+            )
+            return text
+
+        arguments = tool_arguments(messages)
+        texts = [each for each in arguments if isinstance(each, str)]
+        other_form = with_arguments(messages, where, as_text=not texts) if arguments else messages
+        if other_form == messages:
+            return render(messages)
+        try:
+            rendered = render(messages)
+        except Exception:  # whatever the template raises of this form
+            return render(other_form)
+        encoded_once = all(text in rendered and json.dumps(text, ensure_ascii=False) not in rendered for text in texts)
+        return rendered if encoded_once else render(other_form)
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files into `folder`, for AutoTokenizer of transformers 4 and 5.

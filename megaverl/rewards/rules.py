@@ -65,13 +65,14 @@ FORMAT_MODES = ("search", "fullmatch")
 
 
 def references(sample: RewardSample) -> list[str]:
-    """The reference answers as texts: one, or any of a list.
+    """Return the reference answers as texts: one, or any of a list. A null in the list is none.
 
     Raises:
         ValueError: the sample has none.
     """
-    found = sample.reference if isinstance(sample.reference, list) else [sample.reference]
-    if not found or found[0] is None:
+    given = sample.reference if isinstance(sample.reference, list) else [sample.reference]
+    found = [reference for reference in given if reference is not None]
+    if not found:
         raise ValueError("the row has no reference answer; name its column with data.answer_key")
     return [str(reference) for reference in found]
 
@@ -215,7 +216,10 @@ def extract_code(response: str) -> str:
 
 
 def row_tests(reference: Any) -> list[dict[str, Any]]:
-    """A row's tests: each has `input` and `output`, or `call` and `expected`, or `code`.
+    """Return a row's tests: each has `input` and `output`, or `call` and `expected`, or `code`.
+
+    A field that is null is one that the test does not have, as Parquet gives every test the fields of all the others.
+    `expected: null` says that the function returns None, and so does a `call` without it.
 
     Args:
         reference: tests, one or a list: mappings as above, or Python's text (`assert f(1) == 2`). Also the forms of
@@ -225,36 +229,58 @@ def row_tests(reference: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is none of them.
     """
-    found = _parsed(reference)
-    if isinstance(found, str):
-        return [{"code": found}]
-    if isinstance(found, list):
-        return [test for entry in found for test in row_tests(entry)]
-    if not isinstance(found, Mapping):
+    parsed = _parsed(reference)
+    if isinstance(parsed, str):
+        return [{"code": parsed}]
+    if isinstance(parsed, list):
+        return [test for entry in parsed if entry is not None for test in row_tests(entry)]
+    if not isinstance(parsed, Mapping):
         raise ValueError(f"tests are text, mappings or lists of them; found {type(reference).__name__}")
-    if "inputs" in found and "outputs" in found:
-        return _pairs(found)
-    if "test_list" in found:
-        setup = str(found.get("test_setup_code") or "")
-        return [{"code": f"{setup}\n{test}"} for test in found["test_list"]]
-    if "test" in found and "entry_point" in found:
-        return [{"code": f"{found['test']}\ncheck({found['entry_point']})"}]
-    for first, second in (("input", "output"), ("call", "expected")):
-        if first in found and second in found:
-            return [dict(found)]
-    if isinstance(found.get("code"), str):
-        return [{"code": found["code"]}]
+    test = {key: value for key, value in parsed.items() if value is not None}
+    if "inputs" in test and "outputs" in test:
+        return _pairs(test)
+    if "test_list" in test:
+        setup = str(test.get("test_setup_code", ""))
+        return [{"code": f"{setup}\n{line}"} for line in test["test_list"] if line is not None]
+    if "test" in test and "entry_point" in test:
+        return [{"code": f"{test['test']}\ncheck({test['entry_point']})"}]
+    if _is_script_test(test, parsed):
+        return [test]
+    if "call" in test and ("expected" in parsed or test.keys() <= FIELDS_OF_CALL):
+        if "kwargs" in test:
+            test["kwargs"] = {key: value for key, value in test["kwargs"].items() if value is not None}
+        return [{"expected": None, **test}]
+    if isinstance(test.get("code"), str):
+        return [{"code": test["code"]}]
     raise ValueError(
-        f"a test has input and output, call and expected, or code; found one with {', '.join(map(str, found))}"
+        f"a test has input and output, call and expected, or code; found one with {', '.join(map(str, test))}"
     )
 
 
+# Where `expected` or `input` is left out, a field that is not known may be a misspelt one.
+FIELDS_OF_CALL = {"call", "args", "kwargs", "tolerance"}
+FIELDS_OF_SCRIPT = {"output", "testtype", "type", "name", "id"}
+
+
+def _is_script_test(test: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
+    """Whether a test runs the program as a script; one that reads nothing may have no input, or null.
+
+    Args:
+        written: the test with its null fields.
+    """
+    if "output" not in test:
+        return False
+    if "input" in test:
+        return True
+    return "call" not in test and ("input" in written or test.keys() <= FIELDS_OF_SCRIPT)
+
+
 def _parsed(reference: Any) -> Any:
-    """JSON text of a list or a mapping as what it says; numbers and other text stay."""
+    """Return what JSON text of a list or a mapping says; numbers and other text stay."""
     if isinstance(reference, str) and reference.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(reference)
-        except ValueError:
+        except (ValueError, RecursionError):
             return reference
     return reference
 
@@ -264,9 +290,18 @@ def _pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     if name := found.get("fn_name"):
         # APPS puts the value of a function into a list of one
         values = [o[0] if isinstance(o, list) and len(o) == 1 else o for _, o in pairs]
-        return [{"call": name, "args": i, "expected": value} for (i, _), value in zip(pairs, values, strict=True)]
-    texts = [["\n".join(map(str, each)) if isinstance(each, list) else str(each) for each in pair] for pair in pairs]
-    return [{"input": given, "output": wanted} for given, wanted in texts]
+        return [
+            {"call": name, "args": [] if i is None else i, "expected": value}
+            for (i, _), value in zip(pairs, values, strict=True)
+        ]
+    return [{"input": _script_text(given), "output": _script_text(wanted)} for given, wanted in pairs]
+
+
+def _script_text(value: Any) -> str:
+    """Return what a script reads or writes: text, or the lines of a list; null is nothing."""
+    if isinstance(value, list):
+        return "\n".join("" if line is None else str(line) for line in value)
+    return "" if value is None else str(value)
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:

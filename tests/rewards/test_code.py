@@ -51,10 +51,70 @@ def test_the_forms_of_tests(reference: Any, tests: list[Any]) -> None:
         assert row_tests(json.dumps(reference)) == wanted
 
 
-@pytest.mark.parametrize("reference", [3, None, {"input": "1"}, [{"a": 1}], {"inputs": ["1"], "outputs": []}])
+FIELDS = ("input", "output", "call", "args", "kwargs", "expected", "code", "inputs", "outputs", "fn_name", "test")
+ALL_FIELDS = dict.fromkeys((*FIELDS, "entry_point", "test_list", "test_setup_code"))
+
+
+@pytest.mark.parametrize(
+    ("test", "read"),
+    [
+        ({"call": "f", "args": [1, None], "expected": 3}, {"call": "f", "args": [1, None], "expected": 3}),
+        ({"call": "f", "expected": None}, {"call": "f", "expected": None}),
+        ({"call": "f", "kwargs": {"a": 1, "b": None}, "expected": 3}, {"call": "f", "kwargs": {"a": 1}, "expected": 3}),
+        ({"input": "7", "output": "7"}, {"input": "7", "output": "7"}),
+        ({"output": "7"}, {"output": "7"}),
+        ({"code": "assert a"}, {"code": "assert a"}),
+        ({"test_list": ["assert a", None]}, {"code": "\nassert a"}),
+        ({"test": "def check(f): pass", "entry_point": "f"}, {"code": "def check(f): pass\ncheck(f)"}),
+        ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}, {"call": "f", "args": [1, 2], "expected": 3}),
+        ({"inputs": [None], "outputs": ["7"]}, {"input": "", "output": "7"}),
+        ({"inputs": [None], "outputs": [None], "fn_name": "f"}, {"call": "f", "args": [], "expected": None}),
+    ],
+)
+def test_null_fields_are_absent(test: dict[str, Any], read: dict[str, Any]) -> None:
+    """As Parquet fills them in, as the data reader leaves them out, and in a list with nulls."""
+    left_out = {key: value for key, value in test.items() if value is not None}
+    for reference in (ALL_FIELDS | test, left_out, [None, ALL_FIELDS | test]):
+        assert row_tests(reference) == [read]
+
+
+def test_programs_are_judged_the_same_with_null_fields() -> None:
+    add, echo, nothing = "def f(a, b): return a + b", "print(input())", "def f(): return {'a': 1, 'b': None}"
+    read_all = "import sys\nprint(len(sys.stdin.read()))"
+    samples = [
+        RewardSample("", add, [ALL_FIELDS | {"call": "f", "args": [1, 2], "expected": 3}]),
+        RewardSample("", add, [ALL_FIELDS | {"call": "f", "args": [1], "kwargs": {"b": 2, "c": None}, "expected": 3}]),
+        RewardSample("", "print(None)", [ALL_FIELDS | {"call": "f", "args": [1, 2], "expected": 3}]),
+        RewardSample("", echo, [ALL_FIELDS | {"input": "7\n", "output": "7\n"}]),
+        RewardSample("", read_all, [ALL_FIELDS | {"output": "0"}]),
+        RewardSample("", nothing, [{"call": "f", "expected": {"a": 1}}]),
+        RewardSample("", "def f(): return {'a': 1}", [{"call": "f", "expected": {"a": 1, "b": None}}]),
+        RewardSample("", "def f(): pass", [ALL_FIELDS | {"call": "f"}]),
+        RewardSample("", "def f(): return 0", [ALL_FIELDS | {"call": "f"}]),
+    ]
+    assert build_reward("code").score(samples).total == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+NO_TESTS = [
+    3,
+    None,
+    {"input": "1"},
+    [{"a": 1}],
+    {"inputs": ["1"], "outputs": []},
+    {"call": "f", "expect": 3},
+    {"in": "7", "output": "7"},
+    "[" * 100_000 + "3",
+]
+
+
+@pytest.mark.parametrize("reference", NO_TESTS[:-1])
 def test_what_is_no_test_is_refused(reference: Any) -> None:
     with pytest.raises(ValueError):
         row_tests(reference)
+
+
+def test_brackets_without_end_are_text() -> None:
+    assert row_tests(NO_TESTS[-1]) == [{"code": NO_TESTS[-1]}]
 
 
 @pytest.mark.parametrize(

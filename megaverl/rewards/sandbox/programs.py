@@ -281,7 +281,10 @@ def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
 
 
 def same(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Whether two plain values are equal: lists and tuples are the same, keys are compared as JSON writes them."""
+    """Return whether two plain values are equal: lists and tuples are the same, keys are compared as JSON writes them.
+
+    A key whose value is None equals one that is absent: rows from Parquet cannot tell them apart.
+    """
     if isinstance(expected, list | tuple):
         return (
             isinstance(found, list | tuple)
@@ -299,4 +302,4 @@ def same(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def _by_text(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    return {key if isinstance(key, str) else json.dumps(key): value for key, value in items}
+    return {key if isinstance(key, str) else json.dumps(key): value for key, value in items if value is not None}
