@@ -4,16 +4,18 @@ step takes, of one source or of several with weights: arithmetic on (seed, step)
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megaverl.config.run import SourceConfig
+from megaverl.data.digests import RowsDigest
 from megaverl.data.prompts import Columns, Message, PromptEncoder, RowColumns
 from megaverl.data.sources import Entry, RowChain, RowSource, as_source, open_source
 from megaverl.distributed.ragged import SharedItem
@@ -31,10 +33,18 @@ class PromptSampler:
         prompts_per_step: rows of one step, at least 1; may exceed `num_rows`.
         seed: any integer >= 0.
         fingerprint: of the data set; a resumed run is refused if it has changed.
+        digests: (name, digest of its rows) of each source, for the same purpose.
     """
 
     def __init__(
-        self, num_rows: int, prompts_per_step: int, seed: int, *, shuffle: bool = True, fingerprint: str = ""
+        self,
+        num_rows: int,
+        prompts_per_step: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        fingerprint: str = "",
+        digests: Sequence[tuple[str, str]] = (),
     ) -> None:
         if num_rows < 1:
             raise DataError("the data set is empty: there are no rows to take prompts from.")
@@ -45,6 +55,7 @@ class PromptSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.fingerprint = fingerprint
+        self.digests = tuple(digests)
 
     def indices(self, step: int) -> list[int]:
         """Row numbers of step `step` (the first is 0), the same whichever steps were asked for before."""
@@ -79,6 +90,7 @@ class PromptSampler:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "fingerprint": self.fingerprint,
+            "rows": [digest for _, digest in self.digests],
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -88,7 +100,12 @@ class PromptSampler:
             DataError: names each value that differs.
         """
         mine = self.state_dict()
+        before = mine.pop("rows")
         changed = [f"{key}: was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]]
+        saved = state.get("rows", before)  # absent from checkpoints of earlier versions
+        if len(saved) == len(self.digests):
+            pairs = zip(self.digests, saved, strict=True)
+            changed += [f"{name}: its rows are others" for (name, digest), was in pairs if digest != was]
         if changed:
             raise DataError(
                 "the checkpoint was made with other prompts, so the run cannot go on exactly: "
@@ -148,8 +165,9 @@ class MixedSampler(PromptSampler):
         *,
         shuffle: bool = True,
         fingerprint: str = "",
+        digests: Sequence[tuple[str, str]] = (),
     ) -> None:
-        super().__init__(sum(sizes), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint)
+        super().__init__(sum(sizes), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint, digests=digests)
         if empty := [number for number, size in enumerate(sizes) if not size]:
             raise DataError(f"source {empty[0] + 1} has no rows left, but a weight. Leave it out.")
         self.sizes, self.weights = tuple(sizes), tuple(weights)
@@ -259,7 +277,8 @@ class PromptDataset:
 
     Args:
         columns: which columns are read, see `Columns`.
-        sources: (rows, weight) of each source that `rows` is a chain of, where they have weights.
+        sources: (name, number of rows) of each source that `rows` is a chain of.
+        weights: one for each source, or none.
 
     Raises:
         DataError: a row without a prompt or an answer, of a wrong type, or too long, named by file and line;
@@ -272,16 +291,21 @@ class PromptDataset:
         encoder: PromptEncoder,
         columns: Columns | None = None,
         *,
-        sources: Sequence[tuple[int, float]] = (),
+        sources: Sequence[tuple[str, int]] = (),
+        weights: Sequence[float] = (),
     ) -> None:
         self._rows = rows
         self._encoder = encoder
         self._columns = columns or Columns()
         self._kept = array("Q")
+        sources = sources or [("data", len(rows))]
+        ends = list(accumulate(size for _, size in sources))
+        digests = [RowsDigest() for _ in sources]
         num_truncated = num_short = 0
         for number in range(len(rows)):
             where = rows.where(number)
             read = self._columns.read(rows[number], where)
+            digests[bisect_right(ends, number)].add(read)
             if encoder.is_short(read.prompt, where, read.tools):
                 num_short += 1
                 continue
@@ -297,8 +321,8 @@ class PromptDataset:
             num_truncated=num_truncated,
             num_short=num_short,
         )
-        self._weights = tuple(weight for _, weight in sources)
-        ends = [sum(size for size, _ in sources[: number + 1]) for number in range(len(sources))]
+        self._digests = [(name, digest.value()) for (name, _), digest in zip(sources, digests, strict=True)]
+        self._weights = tuple(weights)
         kept_before = [bisect_left(self._kept, end) for end in ends]
         self._sizes = [end - start for start, end in zip([0, *kept_before], kept_before, strict=False)]
 
@@ -316,8 +340,8 @@ class PromptDataset:
             raise DataError("no data file is named. Give at least one .jsonl or .parquet file.")
         opened = [open_source(source) for source in given]
         rows = opened[0] if len(opened) == 1 else RowChain(opened)
-        sizes = [len(some) for some in opened]
-        return cls(rows, encoder, columns, sources=list(zip(sizes, weights_of(given), strict=False)))
+        sources = [(source.path, len(some)) for source, some in zip(given, opened, strict=True)]
+        return cls(rows, encoder, columns, sources=sources, weights=weights_of(given))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -334,17 +358,15 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the rows do, or when other rows are dropped for their length."""
+        """Changes when the files do, or when other rows are dropped for their length."""
         return f"{self._rows.fingerprint}-{len(self._kept)}"
 
     def sampler(self, prompts_per_step: int, seed: int, *, shuffle: bool = True) -> PromptSampler:
         """The order in which steps take these prompts."""
-        fingerprint = self.fingerprint
+        facts: dict[str, Any] = {"shuffle": shuffle, "fingerprint": self.fingerprint, "digests": self._digests}
         if self._weights:
-            return MixedSampler(
-                self._sizes, self._weights, prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint
-            )
-        return PromptSampler(len(self), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint)
+            return MixedSampler(self._sizes, self._weights, prompts_per_step, seed, **facts)
+        return PromptSampler(len(self), prompts_per_step, seed, **facts)
 
 
 def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str) -> PromptRecord | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from megaverl.config.run import SourceConfig
 from megaverl.data.datasets import Mixture, PromptDataset, PromptRecord, PromptSampler, make_record, weights_of
+from megaverl.data.digests import digest_of_files, digest_of_rows
 from megaverl.data.prompts import Columns, PromptEncoder
 from megaverl.data.row_values import parse_row
 from megaverl.data.sources import (
@@ -76,6 +77,11 @@ class FilesReader:
         self._file = 0
         return None
 
+    @property
+    def fingerprint(self) -> str:
+        """Return a digest of the files, of samples where they are large."""
+        return digest_of_files(self._files)
+
     def state(self) -> dict[str, Any]:
         return {"file": self._file, "place": self._place, "line": self._line}
 
@@ -119,6 +125,11 @@ class NumberedReader:
         self._next += 1
         return row
 
+    @property
+    def fingerprint(self) -> str:
+        """Return the rows' own fingerprint."""
+        return self._rows.fingerprint
+
     def state(self) -> dict[str, Any]:
         return {"next": self._next}
 
@@ -131,6 +142,7 @@ class HubReader:
 
     def __init__(self, source: SourceConfig) -> None:
         self._name = f"{source.path}, {source.split}"
+        self._folder = Path(source.path)
         self._data = load_hub(source, streaming=True)
         self._beginning = copy.deepcopy(self._data.state_dict())
         self._rows: Iterator[dict[str, Any]] = iter(self._data)
@@ -150,6 +162,11 @@ class HubReader:
         self._next += 1
         self._restored = None
         return Row(row, where)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a digest of a saved data set's files; the contents of one on the hub are not known before it comes."""
+        return digest_of_files(sorted(self._folder.rglob("*.arrow"))) if self._folder.is_dir() else ""
 
     def state(self) -> dict[str, Any]:
         stream = self._data.state_dict() if self._restored is None else self._restored
@@ -176,6 +193,11 @@ class FirstReader:
             return None
         self._read += 1
         return row
+
+    @property
+    def fingerprint(self) -> str:
+        """Return that of the other reader."""
+        return self._reader.fingerprint
 
     def state(self) -> dict[str, Any]:
         return {"read": self._read, "inner": self._reader.state()}
@@ -217,11 +239,13 @@ class StreamedPrompts:
         self._weights = weights_of(sources)
         self._mixture = Mixture(self._weights, seed) if self._weights else None
         self._readers: list[SourceReader] = [open_reader(source) for source in sources]
+        self._fingerprints = [reader.fingerprint for reader in self._readers]
         self._encoder, self._columns = encoder, columns
         self._seed, self._buffer = seed, shuffle_buffer
         self.position = self.num_dropped = 0
         self._block, self._within = 0, 0
         self._rows: list[Row] = []
+        self._block_digest = ""
         self._read = self._passes = self._current = 0
         self._begin = self._place()
         for reader in self._readers:
@@ -292,6 +316,8 @@ class StreamedPrompts:
             "block": self._block,
             "within": self._within,
             "begin": copy.deepcopy(self._begin),
+            "fingerprints": self._fingerprints,
+            "block_rows": self._block_digest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], next_step: int = 0) -> None:
@@ -303,16 +329,26 @@ class StreamedPrompts:
         mine = self.state_dict()
         keys = ("sources", "weights", "seed", "shuffle_buffer")
         changed = [f"{key}: was {state.get(key)!r}, is {mine[key]!r}" for key in keys if state.get(key) != mine[key]]
+        before = state.get("fingerprints", self._fingerprints)  # absent from checkpoints of earlier versions
+        if len(before) == len(self._names):
+            facts = zip(self._names, self._fingerprints, before, strict=True)
+            changed += [f"{name}: its data are others" for name, digest, was in facts if digest != was]
         if changed:
             raise DataError(
                 "the checkpoint was made with other prompts, so the run cannot go on exactly: "
-                f"{'; '.join(changed)}. Restore these settings, or start a new run from the saved weights."
+                f"{'; '.join(changed)}. Restore the data and these settings, or start a new run from the saved weights."
             )
         self.position, self.num_dropped = int(state["position"]), int(state["dropped"])
         self._block = int(state["block"])
         self._restore(state["begin"])
         if state["within"]:
             self._fill()
+            if self._block_digest != state.get("block_rows", self._block_digest):
+                raise DataError(
+                    f"{self._rows[0].where}, and the rows read with it, are not those that the checkpoint was made "
+                    "with, so the run cannot go on exactly. Restore the data, or start a new run from the saved "
+                    "weights."
+                )
         self._within = int(state["within"])
 
     def _next(self) -> Row:
@@ -326,6 +362,7 @@ class StreamedPrompts:
         """The next block of rows, shuffled."""
         self._begin = self._place()
         rows = [self._read_one() for _ in range(self._buffer)]
+        self._block_digest = digest_of_rows(row.columns for row in rows)
         order = np.random.Generator(np.random.PCG64([self._seed, self._block])).permutation(len(rows))
         self._rows = [rows[number] for number in order] if self._buffer > 1 else rows
         self._within = 0
