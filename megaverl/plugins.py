@@ -9,24 +9,17 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megaverl.errors import ConfigError, MegaverlError
-from megaverl.processes import ending_with_parent
 from megaverl.user_code import describe, user_code, where_raised
 
-CHECK_SECONDS = 120.0
 _importing = threading.RLock()  # a module stands in sys.modules before it is whole: no other thread may look then
 
 
@@ -145,59 +138,3 @@ def _import_file(path: Path, key: str) -> ModuleType:
             del sys.modules[name]
             raise
         return module
-
-
-def check_plugins(names: Mapping[str, str], seconds: float = CHECK_SECONDS) -> dict[str, str]:
-    """Load plug-ins in a child process, and return what is wrong with those that cannot be loaded, by their keys.
-
-    The child protects the caller: a module may end its process as it is imported, change the working folder, or hang.
-
-    Args:
-        names: plug-ins by the keys that name them.
-        seconds: for all of them.
-    """
-    problems: dict[str, str] = {}
-    left = dict(names)
-    end = time.monotonic() + seconds
-    while left:
-        answered, why = _check_in_child(left, max(end - time.monotonic(), 0.0))
-        problems |= {key: problem for key, problem in answered.items() if problem}
-        left = {key: name for key, name in left.items() if key not in answered}
-        if left:  # the child ended, or hung, in the first of these
-            key, name = next(iter(left.items()))
-            problems[key] = f"{key}: {name}: {why}"
-            del left[key]
-    return problems
-
-
-def _check_in_child(names: Mapping[str, str], seconds: float) -> tuple[dict[str, str], str]:
-    """Load plug-ins in one child; return the answers that came, and why none came after them."""
-    with tempfile.TemporaryFile() as answers:
-        # The child answers into a file of its own: what user code prints must not mix with the answers.
-        command = ending_with_parent([sys.executable, "-m", "megaverl.plugins", str(answers.fileno())])
-        try:
-            child = subprocess.run(
-                command, input=json.dumps(dict(names)).encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=[answers.fileno()], timeout=seconds, check=False,
-            )  # fmt: skip
-            why = f"it ended its process with exit code {child.returncode} as it was imported."
-        except subprocess.TimeoutExpired:
-            why = f"it was not imported within {seconds:.0f} s."
-        answers.seek(0)
-        return dict(json.loads(line) for line in answers.read().splitlines()), why
-
-
-def _answer_checks(answers: int) -> None:
-    """Load the plug-ins that the standard input names, and write a line for each to the descriptor `answers`."""
-    for key, name in json.loads(sys.stdin.buffer.read()).items():
-        problem = ""
-        try:
-            load_object(name, key)
-        except ConfigError as error:
-            problem = str(error)
-        os.write(answers, json.dumps([key, problem]).encode() + b"\n")
-    os._exit(0)  # user code may have left threads and exit handlers behind
-
-
-if __name__ == "__main__":
-    _answer_checks(int(sys.argv[1]))

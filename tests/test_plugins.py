@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaverl.errors import ConfigError
-from megaverl.plugins import check_plugins, load_object
+from megaverl.plugins import load_object
 
 SLOW = """
 from tests.test_plugins import begun, go_on
@@ -58,25 +58,6 @@ def test_a_name_written_badly(name: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.py is not there"):
         load_object(f"{tmp_path / 'absent.py'}:Mine", "key")
-
-
-PLUGINS = {
-    "good": "class Mine: ...",
-    "exits": "exit()",
-    "leaves": "import os; os._exit(0)",
-    "broken": "def f(:",
-    "lacks": "other = 1",
-}
-
-
-def test_plugins_are_checked_in_a_child_that_may_end(tmp_path: Path) -> None:
-    for name, source in PLUGINS.items():
-        (tmp_path / f"{name}.py").write_text(source)
-    problems = check_plugins({name: f"{tmp_path / name}.py:Mine" for name in PLUGINS})
-    assert set(problems) == set(PLUGINS) - {"good"}
-    assert "cannot be imported: SystemExit" in problems["exits"]
-    assert "leaves.py:Mine: it ended its process with exit code 0 as it was imported" in problems["leaves"]
-    assert "SyntaxError" in problems["broken"] and "has no 'Mine'" in problems["lacks"]
 
 
 OWN = """

@@ -52,7 +52,7 @@ _USAGE = """usage: megaverl COMMAND [--config FILE] [key=value ...]
 examples:
   megaverl quickstart                                          a tiny model learns a task, from nothing
   megaverl train --config configs/gsm8k_smollm2/grpo_pp2.yaml model.path=DIR 'data.train=[train.jsonl]'
-  megaverl train --config FILE --dry-run                       check everything, print the resolved configuration
+  megaverl train --config FILE --dry-run                       check everything that a start checks, and stop
   megaverl report runs/quickstart                              what came of it, as one HTML page
 
 megaverl COMMAND --help shows a command's options; megaverl --version the version.

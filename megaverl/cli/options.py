@@ -46,7 +46,8 @@ def add_nproc(parser: argparse.ArgumentParser, help: str = "processes to start o
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved configuration, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything that a start checks, and stop")
+    parser.add_argument("--print", action="store_true", help="with --dry-run: print the resolved configuration")
     parser.add_argument(
         "--no-file-checks",
         action="store_true",
@@ -79,6 +80,8 @@ def read_config(
     """
     if getattr(arguments, "no_file_checks", False) and not arguments.dry_run:
         raise ConfigError("--no-file-checks: only together with --dry-run; a run needs its files.")
+    if getattr(arguments, "print", False) and not arguments.dry_run:
+        raise ConfigError("--print: only together with --dry-run; a run writes its configuration into its folder.")
     overrides = list(arguments.overrides)
     for option, key in (("nproc", "run.nproc"), ("resume", "checkpoint.resume")):
         if getattr(arguments, option, None) is not None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_dry_run, add_nproc, add_resume, read_config
-from megaverl.config import Config, load_config
+from megaverl.config import Config, InvalidConfig, load_config, smallest_world
 from megaverl.config.checks import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
+from megaverl.config.preflight import Preflight, preflight
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
@@ -80,6 +81,9 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         unused_gpus = cpu_torch_beside_gpus()
         if unused_gpus and not arguments.dry_run and command != "quickstart":  # whose model is tiny
             raise ConfigError(unused_gpus)
+        checked = None
+        if not arguments.no_file_checks and rank is None:  # ranks of torchrun load what the command would load
+            checked = check_code_and_data(config, command)
     except ConfigError as error:
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)
@@ -88,7 +92,7 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         print(f"warning: {unused_gpus}", file=sys.stderr)
     if arguments.dry_run:
         if not rank:
-            print(config.to_yaml(), end="")
+            print(config.to_yaml() if arguments.print else f"{summary(config, command, checked)}\n", end="")
             for line in [*(f"warning: {warning}" for warning in config.warnings), *config.choices]:
                 print(line, file=sys.stderr)
         return 0
@@ -101,6 +105,57 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return exit_code(error)
+
+
+def check_code_and_data(config: Config, command: str) -> Preflight:
+    """Load what the configuration names and read some rows, outside of this process where that runs others' code.
+
+    Raises:
+        InvalidConfig: lists what is wrong.
+    """
+    checked = preflight(config, command)
+    if checked.issues:
+        raise InvalidConfig(checked.issues, "code and data that it names")
+    return checked
+
+
+def summary(config: Config, command: str, checked: Preflight | None) -> str:
+    """Return the line that a good dry run ends with: the size of the run, and what was not looked at.
+
+    Args:
+        checked: None where files were not looked at.
+    """
+    planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
+    ranks = config.run.nproc or smallest_world(config, command)
+    parts = [f"{ranks:,} rank{'s' if ranks > 1 else ''}"]
+    if checked is not None and checked.num_rows is not None:
+        parts.append(f"{checked.num_rows:,} training rows")
+    if command not in ("generate", "eval"):
+        parts.append(f"{planned.get(command, config.trainer.steps):,} steps")
+    parts += planned_memory(config, command, ranks)
+    left_out = ["prompts in tokens (megaverl data check)", "weights"] if checked is not None else []
+    left_out = [*(checked.not_checked if checked else ["files, code and data (--no-file-checks)"]), *left_out]
+    return f"{command}: the configuration is good: {', '.join(parts)}. Not looked at: {', '.join(left_out)}."
+
+
+def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
+    """Return the memory of the fullest rank as the planner counts it; nothing for a model that it has no table of."""
+    if command != "train" or not (Path(config.model.path) / "config.json").is_file():
+        return []
+    from megaverl.planner.job import GB, find_spec, make_job
+    from megaverl.planner.memory import MemoryModel
+
+    try:
+        spec = find_spec(config)
+        if not spec.is_tabled:
+            return []
+        memory = MemoryModel(make_job(config, spec, ranks)).ranks()
+    except MegaverlError:
+        return []
+    # The cache takes whatever its share of a GPU leaves, and the reserve is the driver's.
+    moments = [used for rank in memory for used in rank.moments.values()]
+    peak = max(sum(size for part, size in used.items() if part not in ("KV cache", "reserve")) for used in moments)
+    return [f"{peak / GB:.3g} GB on the fullest rank besides the engine's cache"]
 
 
 def _choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:

@@ -16,6 +16,7 @@ from megaverl.config.section import (
     Positive,
     PositiveFloat,
     Section,
+    Several,
     Text,
     known_or_own,
 )
@@ -182,7 +183,7 @@ class AlgorithmConfig(Section):
     token_selector: str | None = None
     """Tokens that a policy loss which reads `selected` treats apart: kl_cov, clip_cov, or module:function. null: the
     policy loss's own."""
-    group_size: Positive = 1
+    group_size: Several = 1
     """Responses sampled for each prompt; grpo needs at least 2."""
     opponent_beta: Fraction | None = None
     """Of advantage nash_md, with rollout.engine: hf. The second half of each group are opponents, drawn token by token
@@ -227,7 +228,7 @@ class AlgorithmConfig(Section):
     """Penalty on leaving the reference model."""
     distillation: DistillationConfig = DistillationConfig()
     """A teacher over the whole vocabulary (arXiv 2306.13649)."""
-    num_epochs: Positive = 1
+    num_epochs: Several = 1
     """Passes over the samples of one step."""
     num_mini_batches: Positive = 1
     """Optimizer steps in one epoch; divides the samples of a step. Responses to one prompt lie in the same one, as far

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes, is_placed, used_roles
+from megaverl.config.preflight import probe_modules
 from megaverl.config.rollout_checks import (
     environment_mistakes,
     length_mistakes,
@@ -185,6 +187,9 @@ def _validation(config: Config) -> Iterator[ConfigIssue]:
 
 def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
     names_are_known = True
+    if check_paths and "RANK" not in os.environ and (broken := probe_modules(config.reward_modules)):
+        yield from broken  # importing them here could end or block this process
+        return
     for index, module in enumerate(config.reward_modules):
         try:
             load_modules([module])
@@ -284,10 +289,14 @@ def _run_folder(config: Config) -> Iterator[ConfigIssue]:
     there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     if not there.is_dir():
         yield ConfigIssue("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
-    elif not os.access(there, os.W_OK):
-        yield ConfigIssue(
-            "run.dir", f"found {found(config.run.dir)}, but {there} cannot be written. Name another folder."
-        )
+        return
+    try:  # os.access says yes to root everywhere, /proc included
+        with tempfile.TemporaryDirectory(prefix=".megaverl-", dir=there):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        text = f"found {found(config.run.dir)}, but nothing can be made in {there} ({reason}). Name another folder."
+        yield ConfigIssue("run.dir", text)
 
 
 def _packages(config: Config, command: str) -> Iterator[ConfigIssue]:

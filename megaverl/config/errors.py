@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -86,7 +87,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    """Return the divisors of `number`, ascending."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def listed(values: Iterable[Any], most: int = 16) -> str:

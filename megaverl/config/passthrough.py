@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed, nearest
+from megaverl.config.field_ranges import field_out_of_range
 from megaverl.config.signatures import DTYPES, External, class_fields, installed_version
 from megaverl.plugins import load_object
 
@@ -308,6 +309,8 @@ def _check(
             yield ConfigIssue(key, f"{target.owner} has no such field.{_suggest(at, str(name), target)}", place(key))
         elif fields is not None and not fields[name].accepts(value):
             yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
+        elif expected := field_out_of_range(target.name, str(name), value):
+            yield ConfigIssue(key, f"found {found(value)}; expected {expected}.", place(key))
 
 
 # Other libraries' names of fields.

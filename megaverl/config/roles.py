@@ -10,14 +10,19 @@ from pydantic import BeforeValidator, Field
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.section import (
+    MOST,
     Fraction,
     Function,
+    GridSize,
+    LearningRate,
+    Minutes,
     NonNegative,
-    NonNegativeFloat,
     Passthrough,
     Positive,
     PositiveFloat,
+    Seconds,
     Section,
+    Several,
     Text,
     known_or_own,
     over,
@@ -48,18 +53,18 @@ class GridConfig(Section):
     engine: Literal["megatron", "fsdp"] = "megatron"
     """What computes and trains it. megatron: Megatron-core, for the architectures that it has tables for. fsdp: the
     Hugging Face model itself, cut over the ranks by PyTorch's FSDP2, for any architecture that transformers has."""
-    tp: Positive = 1
+    tp: GridSize = 1
     """Tensor-parallel size."""
-    pp: Positive = 1
+    pp: GridSize = 1
     """Pipeline-parallel size."""
-    cp: Positive = 1
+    cp: GridSize = 1
     """Context-parallel size: sequences are cut over so many ranks, each of which has a cp-th of a micro-batch's tokens.
     For samples whose activations one rank cannot hold."""
-    ep: Positive = 1
+    ep: GridSize = 1
     """Expert-parallel size."""
-    etp: Positive | None = None
+    etp: GridSize | None = None
     """Tensor-parallel size inside an expert. null: tp."""
-    vpp: Positive | None = None
+    vpp: GridSize | None = None
     """Model chunks (virtual stages) per pipeline rank. null: one."""
     micro_batch_tokens: Positive = 4096
     """Most tokens (prompt and response) in one micro-batch: a hard cap."""
@@ -79,7 +84,7 @@ class GridConfig(Section):
 class LoraConfig(Section):
     """`lora`: train low-rank adapters (arXiv 2106.09685) and keep the model's own weights as they are."""
 
-    rank: Positive = 16
+    rank: Several = 16
     """Rank of an adapter; peft's r."""
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank; peft's lora_alpha."""
@@ -196,7 +201,7 @@ class PlacementConfig(Section):
     """Short for reward: its ranks."""
     rollout_devices: list[int | str] | None = None
     """Short for rollout: its ranks."""
-    actor_islands: Positive = 1
+    actor_islands: GridSize = 1
     """Worlds into which the actor's ranks are split; the coordinator joins their gradients."""
     check_memory: bool = True
     """Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it."""
@@ -265,7 +270,7 @@ class CoordinatorConfig(Section):
     update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo)."""
     islands_compress: Literal["none", "bfloat16"] = "none"
     """What goes from the islands to the coordinator: as it is, or rounded, and the next gets what rounding took."""
-    outer_lr: PositiveFloat = 0.7
+    outer_lr: LearningRate = 0.7
     """Of the outer optimizer, SGD with Nesterov momentum."""
     outer_momentum: Fraction = 0.9
     """Of the outer optimizer."""
@@ -278,7 +283,7 @@ class SamplingRule(Section):
     """For prompts of fewer tokens than this."""
     over: NonNegative | None = None
     """For prompts of more tokens than this."""
-    temperature: NonNegativeFloat | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Instead of rollout.sampling.temperature. 0: greedy."""
     top_k: NonNegative | None = None
     """Instead of rollout.sampling.top_k: draw from the k likeliest tokens. 0: all."""
@@ -316,15 +321,15 @@ class ServersConfig(Section):
     """nccl: the rollout's first rank, on a GPU, sends what is in the folder, which vLLM's servers then need not see."""
     max_requests: Positive = 64
     """Requests at each server at once, of all ranks together."""
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Seconds = 600.0
     """How long a response may take; after that the server counts as lost, and another one is asked."""
-    load_timeout_seconds: PositiveFloat = 600.0
+    load_timeout_seconds: Seconds = 600.0
     """How long a server may take to read new weights."""
-    retries: NonNegative = 5
+    retries: Annotated[int, Field(ge=0, le=10_000)] = 5
     """How many more servers are asked for a response where one is lost over it, before the run stops."""
-    wait_seconds: PositiveFloat = 600.0
+    wait_seconds: Seconds = 600.0
     """How long a run waits while no server can be used, before it stops."""
-    poll_seconds: PositiveFloat = 2.0
+    poll_seconds: Seconds = 2.0
     """Between two looks at who is in the pool, and whether those that were lost are back."""
     fingerprint_tolerance: PositiveFloat | None = None
     """Largest mean difference, in nats, of a server's log-probs of 16 tokens. null: 1e-3 in float32, else 0.1."""
@@ -333,7 +338,7 @@ class ServersConfig(Section):
 class PartialConfig(Section):
     """`rollout.partial`: a step takes the groups that are finished first."""
 
-    over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    over_sample: Annotated[float, Field(ge=1, le=1000)] = 2.0
     """Groups in progress for each that a step takes; 1: none are left over. rollout.partial: true has all defaults."""
     chunk_tokens: Positive = 64
     """Tokens that every unfinished response goes on by, at most, before it is seen which groups are finished. First is
@@ -357,7 +362,7 @@ class RolloutConfig(Section):
     engine: Annotated[str, known_or_own(ENGINES, "module:function")] = "vllm"
     """vllm; hf: plain transformers, slow, for tests and for comparison; server: servers of vLLM or SGLang that come and
     go by themselves (rollout.servers); or your own as module:function, see docs/extend/engine.md."""
-    tp: Positive = 1
+    tp: GridSize = 1
     """Tensor-parallel size of an engine; the world holds world / tp replicas."""
     sampling: Annotated[Passthrough, over(SAMPLING)] = SAMPLING
     """Fields of vLLM's SamplingParams, under their own names."""
@@ -418,9 +423,9 @@ class EnvironmentConfig(Section):
     agents: Literal["shared", "own"] = "shared"
     """Of a game. shared: one actor plays everybody, and the critic has a value head for each. own: each agent has an
     actor and a critic of its own (IPPO); they take turns on one engine."""
-    max_turns: Positive = 8
+    max_turns: Several = 8
     """Most turns of an agent in one episode."""
-    conversations: Annotated[float, Field(ge=1.0)] = 1.0
+    conversations: Annotated[float, Field(ge=1, le=65_536)] = 1.0
     """Held in an episode on the mean (rollout/conversations_mean), each a row: what the planner counts on."""
     max_turn_tokens: Positive | None = None
     """Most tokens of one turn; rollout.sampling.max_tokens is for all turns and answers of an episode together. null:
@@ -430,7 +435,7 @@ class EnvironmentConfig(Section):
 class ReshardConfig(Section):
     """`reshard`."""
 
-    bucket_mb: Positive = 64
+    bucket_mb: Annotated[int, Field(ge=1, le=1_048_576)] = 64
     """MiB of buffer for each of sending and receiving; all the extra memory of a reshard."""
     alias: Literal["auto", "never"] = "auto"
     """auto: an engine's weight is the actor's own storage where layout and dtype agree. never: always a copy, as an
@@ -442,9 +447,9 @@ class ReshardConfig(Section):
     overlap: bool = False
     """Weights go to the engine as the actor's last optimizer step makes them, bucket by bucket with
     actor.ddp.overlap_param_gather, and while the critic updates, which then follows the actor."""
-    check_every: Annotated[int, Field(ge=-1)] = 0
+    check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Reshards between comparisons of fingerprints of all weights on both sides; 0: the first only. -1: never."""
-    timeout_minutes: PositiveFloat | None = None
+    timeout_minutes: Minutes | None = None
     """How long a rank waits for another in a reshard before it stops. null: run.timeout_minutes."""
     folder: Text | None = None
     """Shared folder through which weights go between nodes that have no fast network. null: none."""

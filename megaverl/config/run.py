@@ -12,12 +12,15 @@ from pydantic_core import PydanticCustomError
 from megaverl.config.section import (
     AS_LIST,
     Function,
+    LearningRate,
+    Minutes,
     NonNegative,
     Passthrough,
     Paths,
     Positive,
     PositiveFloat,
     Section,
+    Several,
     Text,
     known_or_own,
 )
@@ -49,7 +52,7 @@ class RunConfig(Section):
     """Folder of all runs; this one writes to dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Every random draw comes from it."""
-    nproc: Positive | None = None
+    nproc: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that the command starts on this machine when torchrun did not. null: one per GPU; without a GPU, as
     many as the grids need."""
     hardware: Text | None = None
@@ -58,14 +61,14 @@ class RunConfig(Section):
     replan: bool = False
     """Take the better layout that trainer.replan_every finds: at the next checkpoint the run ends its processes and
     goes on from it in new ones. Only keys that are `auto` change."""
-    timeout_minutes: PositiveFloat = 10.0
+    timeout_minutes: Minutes = 10.0
     """How long a rank waits for the others before it stops."""
     log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]
     """Where metrics go: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
     module:object. Several at once."""
     track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ["*"]
     """Which metrics go there: patterns such as reward/*; metrics.jsonl has all. Also --track_metrics."""
-    stragglers_every: int = Field(default=0, ge=0)
+    stragglers_every: NonNegative = 0
     """Compare the ranks' own work every so many steps, without what they wait, and name those that are slower than
     others at the same. 0: never. On GPUs their kernels are timed, which needs nvidia-resiliency-ext."""
     profile: ProfileConfig = ProfileConfig()
@@ -183,7 +186,7 @@ class DataConfig(Section):
     fits it is chosen."""
     too_long: Literal["error", "drop", "truncate_left"] = "error"
     """What is done with a longer prompt; truncate_left keeps its last tokens."""
-    prompts_per_step: Positive = 64
+    prompts_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = 64
     """Prompts in one training step."""
     shuffle: bool = True
     """Shuffle the training prompts, anew in every epoch, from run.seed."""
@@ -207,7 +210,7 @@ class RewardConfig(Section):
     engine: Literal["megatron", "transformers"] = "megatron"
     """Of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that transformers knows,
     with a tokenizer and chat template of its own, whole on every rank; never trained."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
     """Factor in the sum."""
     batched: bool = False
     """The function takes and returns lists."""
@@ -217,7 +220,7 @@ class RewardConfig(Section):
     """Name of a reward before this one: where that gives less than 1, this one is not asked, and is 0."""
     shape: Function | None = None
     """Your own, module:function, called with this one's number; what it returns takes its place."""
-    clip: list[float] | None = None
+    clip: list[Annotated[float, Field(ge=-1e9, le=1e9)]] | None = None
     """The least and the most that it can be, after shape and before weight: [0, 1]."""
     options: Passthrough = {}
     """Keyword arguments of the reward. An entry may also be written as {NAME: options}, with weight and the like
@@ -266,7 +269,7 @@ class LoopConfig(Section):
     """Validate before the first step as well."""
     validation_prompts: Positive | None = None
     """How many held-out prompts. null: all."""
-    validation_samples: Positive = 1
+    validation_samples: Several = 1
     """Responses per held-out prompt."""
     validation_sampling: Passthrough = {}
     """Fields of SamplingParams that differ in validation from rollout.sampling."""
@@ -303,7 +306,7 @@ class SFTConfig(Section):
     """Optimizer steps."""
     batch_size: Positive = 32
     """Pairs in one step, over all ranks."""
-    lr: PositiveFloat = 1e-5
+    lr: LearningRate = 1e-5
     """Highest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     """How the learning rate falls to 0 after warm-up."""
@@ -363,7 +366,7 @@ class PreferenceConfig(Section):
     """Optimizer steps."""
     batch_size: Positive = 32
     """Rows in one step, over all ranks."""
-    lr: PositiveFloat = 1e-6
+    lr: LearningRate = 1e-6
     """Highest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     """How the learning rate falls to 0 after warm-up."""

@@ -43,10 +43,20 @@ Passthrough = dict[str, Any]
 # Limits of a number, as a message names them.
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+# Numbers become 32-bit tensors, arguments of C and durations: what exceeds these is a slip.
+MOST = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e9)]
+# A size of a parallel grid.
+GridSize = Annotated[int, Field(ge=1, le=65_536)]
+# Things of which each one is made: responses of a prompt, turns, ranks of an adapter.
+Several = Annotated[int, Field(ge=1, le=65_536)]
+LearningRate = Annotated[float, Field(gt=0, le=10)]
+# From half a second to a year: a shorter one ends a run that is well.
+Minutes = Annotated[float, Field(ge=0.01, le=525_600)]
+Seconds = Annotated[float, Field(ge=0.01, le=31_536_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Paths = Annotated[list[Text], AS_LIST]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:

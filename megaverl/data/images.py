@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.config.run import ImagesConfig
 from megaverl.data.downloads import fetch
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from megaverl.data.images import Images, text_of_parts
 from megaverl.data.row_values import parse_text, plain_columns, plain_value
 from megaverl.data.tool_calls import without_nulls
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -15,42 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.distributed.collectives import gather_json, gather_rows
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 from megaverl.platform import page_locked
 
 MARK = "\0shared"  # the only key of what stands for an item in JSON
-
-
-class SharedItem:
-    """Tensors that belong to rows of a batch, made when they are first asked for.
-
-    Attributes:
-        key: the same for items with the same tensors.
-        size: how many tokens of its row an item stands for.
-    """
-
-    __slots__ = ("_make", "_tensors", "key", "size")
-
-    def __init__(self, key: str, size: int, make: Callable[[], Mapping[str, Tensor]]) -> None:
-        self.key, self.size = key, size
-        self._make: Callable[[], Mapping[str, Tensor]] | None = make
-        self._tensors: Mapping[str, Tensor] = {}
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """By name; raises what making them raises."""
-        if self._make is not None:
-            self._tensors, self._make = self._make(), None
-        return self._tensors
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SharedItem) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __repr__(self) -> str:
-        return f"SharedItem({self.key}, {self.size})"
 
 
 def taken_out(columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import ModelError
 from megaverl.platform import to_device
 

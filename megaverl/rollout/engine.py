@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megaverl.config.roles import RolloutConfig
-    from megaverl.distributed.ragged import SharedItem
+    from megaverl.distributed.shared_item import SharedItem
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.vllm import QuantisedWeight
 

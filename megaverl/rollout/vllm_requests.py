@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from megaverl.config.run import ImagesConfig
-    from megaverl.distributed.ragged import SharedItem
+    from megaverl.distributed.shared_item import SharedItem
     from megaverl.rollout.engine import Images
 
 

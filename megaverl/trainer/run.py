@@ -14,7 +14,7 @@ from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
 from megaverl.config.absolute import with_absolute_paths
 from megaverl.distributed.collectives import barrier, on_first_rank
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.tracker import write_versions

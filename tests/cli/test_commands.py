@@ -97,7 +97,7 @@ def test_help_of_each_command_has_examples(command, capsys):
 
 def test_dry_run_prints_the_resolved_configuration(files, capsys):
     """Options may stand between overrides."""
-    assert main(["train", files[0], "--dry-run", "actor.tp=2", "--nproc", "2", *files[1:]]) == 0
+    assert main(["train", files[0], "--dry-run", "--print", "actor.tp=2", "--nproc", "2", *files[1:]]) == 0
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["run"]["nproc"] == 2
     assert resolved["critic"]["tp"] == 2
@@ -198,7 +198,7 @@ def test_keys(capsys):
 def test_which_metrics_trackers_get(
     files: list[str], given: list[str], patterns: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--dry-run", *files, *given]) == 0
+    assert main(["train", "--dry-run", "--print", *files, *given]) == 0
     resolved = yaml.safe_load(capsys.readouterr().out)["run"]
     assert resolved["track_metrics"] == patterns
     assert resolved["seed"] == (5 if "run.seed=5" in given else 0)

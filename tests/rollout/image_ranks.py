@@ -13,7 +13,7 @@ from megaverl.config.run import ImagesConfig
 from megaverl.data.images import Images
 from megaverl.data.prompts import PromptEncoder
 from megaverl.data.tokenizers import load_tokenizer
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import RolloutError
 from megaverl.rollout import make_engine
 from megaverl.rollout.engine import Generation, SamplingOptions

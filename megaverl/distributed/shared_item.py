@@ -1,0 +1,41 @@
+"""`SharedItem`: tensors that several rows of a batch share. Without torch, so that rows can be read without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SharedItem:
+    """Tensors that belong to rows of a batch, made when they are first asked for.
+
+    Attributes:
+        key: the same for items with the same tensors.
+        size: how many tokens of its row an item stands for.
+    """
+
+    __slots__ = ("_make", "_tensors", "key", "size")
+
+    def __init__(self, key: str, size: int, make: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.key, self.size = key, size
+        self._make: Callable[[], Mapping[str, Tensor]] | None = make
+        self._tensors: Mapping[str, Tensor] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name; raises what making them raises."""
+        if self._make is not None:
+            self._tensors, self._make = self._make(), None
+        return self._tensors
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedItem) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"SharedItem({self.key}, {self.size})"
