@@ -5,6 +5,14 @@ What a program imports from here is looked up when it is used: `import megaverl`
 
 import sys
 
+# A checkout has no installer that looks at python_requires.
+if sys.version_info < (3, 11):  # noqa: UP036
+    _major, _minor = sys.version_info[:2]
+    _problem = f"megaverl needs Python 3.11 or 3.12; this is Python {_major}.{_minor} ({sys.executable})."
+    if sys.argv[:1] == ["-m"]:  # a command, whose user wants the sentence and no traceback
+        raise SystemExit(_problem)
+    raise ImportError(_problem)
+
 from megaverl.version import __version__
 
 TYPE_CHECKING = False  # typing's own would load typing

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100  # of JSON: templates, encoders and tools recurse into it
 # Lone surrogates cannot be encoded, and NUL ends a text for C libraries, command lines and SQLite.
+MAX_FILE_BYTES = 256 * 2**20  # of a JSON file of a model: the index of the largest ones has some 10 MB
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -40,6 +42,20 @@ def read_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     return _cleaned(value, MAX_DEPTH)
+
+
+def read_json_file(path: str | Path) -> Any:
+    """Parse a JSON file that came with a model or from another program.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: too large, or see `read_json`.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES:,} bytes")
+    return read_json(content.decode("utf-8"))
 
 
 def read_number(value: Any) -> float:

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaverl.data.time_limit import time_limit
 from megaverl.data.tool_calls import tool_arguments, with_arguments
 from megaverl.errors import DataError
+from megaverl.outside import read_json_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -28,6 +30,9 @@ SPACE = "\u2581"  # how sentencepiece writes a space
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
 NOT_MERGED = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+
+# A template is a program from outside, whose loops may not end.
+MAX_TEMPLATE_SECONDS = 20.0
 
 
 def train_sentencepiece(
@@ -307,7 +312,8 @@ class Tokenizer:
         if self.chat_template is None:
             raise DataError(f"{where}: the tokenizer {self.source} has no chat template to write chat messages with.")
         try:
-            return self._render(list(messages), list(tools) if tools else None, where)
+            with time_limit(MAX_TEMPLATE_SECONDS):
+                return self._render(list(messages), list(tools) if tools else None, where)
         except Exception as error:  # a template is a program: jinja2's errors, TypeError, KeyError, ...
             raise DataError(
                 f"{where}: the chat template of {self.source} refuses these messages "
@@ -431,8 +437,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found: dict[str, Any] = read_json_file(path)
+        return found
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: not valid JSON ({error}). Copy the file again from its source.") from error
 
 

@@ -5,13 +5,13 @@ backbone.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megaverl.errors import MegaverlError, ModelError
+from megaverl.outside import read_json_file
 from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, NOT_IN_VLLM, ModelSpec
 
 
@@ -111,7 +111,7 @@ def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_file(path)
         architecture = str(config["architectures"][0])
     except (OSError, ValueError, LookupError, TypeError):
         ModelSpec.from_folder(folder)  # says what is wrong with it

@@ -3,13 +3,13 @@ parallelism cut it into equal parts: one rule, for Megatron's grids and for vLLM
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megaverl.errors import ModelError
+from megaverl.outside import read_json_file
 from megaverl.sharding.model_config import (
     AGAIN,
     EXPERT_KEYS,
@@ -236,8 +236,8 @@ def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:
             "safetensors weights and a tokenizer."
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = read_json_file(path)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path}: not valid JSON ({error}). {AGAIN}") from error
     return config, str(path)
 

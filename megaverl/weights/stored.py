@@ -7,7 +7,6 @@ Headers are read here as well, for safetensors does not say where in its file a 
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import _TYPES
 
 from megaverl.errors import CheckpointError, ModelError
+from megaverl.outside import read_json, read_json_file
 from megaverl.sharding.boxes import Box, BoxIndex, whole
 from megaverl.sharding.layout import Layout, whole_layout
 
@@ -290,6 +290,9 @@ def folder_layout(stored: dict[str, StoredTensor]) -> Layout:
     return whole_layout((name, tensor.shape) for name, tensor in stored.items())
 
 
+MAX_DIMS = 16
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, by name.
 
@@ -306,12 +309,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes). {AGAIN}")
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = read_json(text)
         header.pop("__metadata__", None)
         tensors = {
             name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()
         }
+        for name, entry in header.items():
+            sizes = [*entry["shape"], *entry["data_offsets"]]
+            if not all(isinstance(size, int) and 0 <= size < 2**63 for size in sizes) or len(entry["shape"]) > MAX_DIMS:
+                raise ValueError(f"{name}: shape {entry['shape']}, offsets {entry['data_offsets']}")
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{file}: its safetensors header is damaged ({error}). {AGAIN}") from error
@@ -326,7 +333,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_weight_map(index: Path) -> dict[str, str]:
     """tensor -> file, of a `model.safetensors.index.json`; ModelError if it is none."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json_file(index)["weight_map"]
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index}: not a safetensors index ({error!r}). {AGAIN}") from error

@@ -19,7 +19,7 @@ from megaverl.data.digests import RowsDigest, digest_of_files
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, RowColumns
 from megaverl.data.streaming import PromptStream, StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer
-from megaverl.distributed.ragged import SharedItem
+from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 
 ROWS = [{"prompt": f"a {number}", "answer": f"{number:03}"} for number in range(100, 140)]

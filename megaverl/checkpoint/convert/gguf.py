@@ -62,6 +62,9 @@ def find_in_package(package: str) -> Path:
     return found[0]
 
 
+MAX_TENSORS = 1_000_000
+
+
 def open_gguf(path: Path) -> Any:
     """A reader of a GGUF file; a damaged file and an unsupported one have messages of their own.
 
@@ -78,8 +81,12 @@ def open_gguf(path: Path) -> Any:
         if stream.read(4) != b"GGUF":
             raise ModelError(f"{path}: not a GGUF file (it does not start with 'GGUF').")
     try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, OSError, struct.error) as error:
+        reader = GGUFReader(path)
+        if len(reader.tensors) > MAX_TENSORS or len(reader.fields) > MAX_TENSORS:
+            raise ValueError(f"{len(reader.tensors):,} tensors, {len(reader.fields):,} fields")
+        return reader
+    # Sizes and counts of a damaged header lead to any of these.
+    except (ValueError, LookupError, OSError, ArithmeticError, MemoryError, RecursionError, struct.error) as error:
         raise ModelError(f"{path}: truncated or damaged ({error}). Copy the file again from its source.") from error
 
 
