@@ -58,6 +58,7 @@ ORDER = (
     "planner",
     "dataflow",
     "coordinator",
+    "controller",
     "trainer",
     "utils",
     "cli",
@@ -76,6 +77,7 @@ DOES_WITHOUT = {
     "distributed/placement_resolver.py": ("torch", "pydantic"),
     "data": ("vllm", "megatron"),
     "dataflow": ("megaverl.algorithms",),
+    "controller": ("torch", "vllm", "megatron", "transformers"),
     "monitoring": ("vllm", "megatron", "transformers"),
 }
 

@@ -1,0 +1,1 @@
+"""The coordinator's rank runs the program; all ranks serve its calls in the order in which it makes them."""

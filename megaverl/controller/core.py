@@ -1,0 +1,453 @@
+"""The controller: sends the calls of a program to the ranks, one order for all, and collects the replies.
+
+    program (async def)            controller                                ranks of a group
+    run.actor.update(batch)  --->  CallRequest 7 to ranks 0..3, moves first  --->   receive rows, run update()
+    await ...                <---  result, once every rank replied    <---   Reply 7
+
+The controller runs in one asyncio event loop: in a thread of the coordinator's rank, or in the simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from megaverl.controller.failures import (
+    CallFailed,
+    Evidence,
+    LostRank,
+    PassedDeadline,
+    RaisedError,
+    describe_status,
+    explain,
+    find_cause,
+)
+from megaverl.controller.messages import (
+    Argument,
+    CallRequest,
+    End,
+    Left,
+    PlainArgument,
+    Reply,
+    RowTransfer,
+    Status,
+    ValueArgument,
+    Where,
+    decode_for_controller,
+    decode_value,
+    encode,
+    encode_value,
+)
+from megaverl.controller.moves import Rows, plan_moves
+from megaverl.controller.references import PendingCall, Ref
+from megaverl.controller.transport import ControllerTransport, Lost
+
+T = TypeVar("T")
+Wanted = Mapping[int, Rows | None]
+
+
+@dataclass(frozen=True)
+class CallTimeouts:
+    """How long the controller waits, in seconds.
+
+    Attributes:
+        call: for the replies to one call, unless the call has its own deadline.
+        slow: until it logs which ranks a call waits for; then again after the same time.
+        answer: for the answer to `Where`.
+        grace: after the first sign of a failure, for signs nearer to the cause.
+        leave: for the ranks' goodbyes at the end.
+    """
+
+    call: float = 1800.0
+    slow: float = 30.0
+    answer: float = 1.0
+    grace: float = 0.5
+    leave: float = 10.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """Call that some ranks have not replied to.
+
+    Attributes:
+        waiting: ranks that have not replied.
+        ranks: ranks that run the method; others only send rows.
+    """
+
+    id: int
+    name: str
+    ranks: tuple[int, ...]
+    waiting: set[int]
+    finish: Callable[[dict[int, Reply]], Any]
+    future: asyncio.Future[Any]
+    deadline: float
+    replies: dict[int, Reply] = field(default_factory=dict)
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+
+class Controller:
+    """Sends calls to ranks and collects their replies.
+
+    Args:
+        transport: carries the messages.
+        num_ranks: ranks of the job.
+        node_of: node of a rank; rows stay inside nodes where they can.
+        log: receives one line for a person.
+
+    Example:
+        controller = Controller(transport, num_ranks=8)
+        actor = ActorGroup("actor", range(8), controller)
+        result = await controller.run(program(actor))    # sends End to all ranks, also when the program raises
+    """
+
+    def __init__(
+        self,
+        transport: ControllerTransport,
+        num_ranks: int,
+        *,
+        timeouts: CallTimeouts | None = None,
+        node_of: Callable[[int], int] = lambda rank: 0,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.timeouts = timeouts or CallTimeouts()
+        self._transport = transport
+        self._node_of = node_of
+        self._log = log
+        self._next_call = 1
+        self._running: dict[int, _Running] = {}
+        self._released: dict[int, list[int]] = {}
+        self._evidence: list[Evidence] = []
+        self._failure: CallFailed | None = None
+        self._failed: asyncio.Future[None] | None = None  # fails when the program must end
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._present = set(range(num_ranks))
+        self._questions: dict[int, dict[int, Status]] = {}
+        self._next_question = 1
+
+    # --- the program ------------------------------------------------------------------------------------------------
+
+    async def run(self, program: Coroutine[Any, Any, T]) -> T:
+        """Run a program to its end, then send `End` to all ranks and wait until they have left.
+
+        Raises:
+            CallFailed: a call failed; the error names the rank and the call.
+        """
+        self._failed = asyncio.get_running_loop().create_future()
+        reader = self._start(self._read())
+        task = asyncio.ensure_future(program)
+        reason = "the program failed"
+        try:
+            # A program that waits for nothing of the ranks must still end when a rank is lost.
+            either: list[asyncio.Future[Any]] = [task, self._failed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._failed.result()
+            result = task.result()
+            reason = ""
+            return result
+        except CallFailed as error:
+            reason = str(error)
+            raise
+        except Exception as error:
+            reason = f"the program raised {type(error).__name__}: {error}"
+            raise
+        finally:
+            task.cancel()
+            if not self._failed.cancel():
+                self._failed.exception()  # the program may have raised the same error first
+            await self._end(reason)
+            reader.cancel()
+
+    async def _end(self, reason: str) -> None:
+        """Send `End` and wait for the goodbyes. Calls that still run are waited for when nothing has failed."""
+        self._transport.send(range(self.num_ranks), encode(End(reason)))
+        deadline = self._now() + (self.timeouts.leave if reason else self.timeouts.call)
+        while self._present and self._now() < deadline:
+            await asyncio.sleep(min(0.01, self.timeouts.leave))
+            if self._failure is not None and not reason:
+                # A rank was lost on the way out: what the program returned is whole, and the others are told.
+                break
+        for running in self._running.values():
+            _cancel_timers(running)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        ranks: Sequence[int],
+        role: str,
+        method: str,
+        arguments: Sequence[object],
+        *,
+        finish: Callable[[dict[int, Reply]], T],
+        keeps: bool = False,
+        wanted: Mapping[int, Wanted] | None = None,
+        deadline: float | None = None,
+    ) -> PendingCall[T]:
+        """Send one call and return a handle. Ranks run calls in the order in which `call` was called.
+
+        Args:
+            ranks: ranks that run the method.
+            arguments: references and plain values.
+            finish: makes the result from the replies of `ranks`.
+            keeps: ranks keep the returned value; the result is to be a reference.
+            wanted: by id of a referenced value, what each rank needs of it. Default: ranks that hold some rows keep to
+                these, others receive the whole value.
+            deadline: seconds until the call has failed.
+        """
+        name = f"{role}.{method}"
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        # Every failure is raised by `run`; a call that is never awaited must not also be reported as forgotten.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if self._failure is not None:
+            future.set_exception(self._failure)
+            return PendingCall(name, future)
+        id = self._next_call
+        self._next_call += 1
+        moves = self._plan_moves(ranks, arguments, wanted or {})
+        involved = sorted({*ranks, *(move.source for move in moves), *(move.dest for move in moves)})
+        seconds = self.timeouts.call if deadline is None else deadline
+        running = _Running(id, name, tuple(ranks), set(involved), finish, future, seconds)
+        self._running[id] = running
+        self._send_call(running, role, method, tuple(map(_encode_argument, arguments)), moves, keeps, involved)
+        running.timers.append(loop.call_later(seconds, self._pass_deadline, running))
+        if self.timeouts.slow < seconds:
+            running.timers.append(loop.call_later(self.timeouts.slow, self._report_slow, running))
+        return PendingCall(name, future)
+
+    def make_reference(self, id: int, replies: Mapping[int, Reply]) -> Ref[Any]:
+        """Return a reference to the value that the ranks kept for call `id`."""
+        descriptions = [reply.description for reply in replies.values() if reply.description]
+        rows = {rank: replies[rank].rows for rank in sorted(replies)}
+        return Ref(id, rows, descriptions[0] if descriptions else b"", self._release)
+
+    def _plan_moves(
+        self, ranks: Sequence[int], arguments: Sequence[object], wanted: Mapping[int, Wanted]
+    ) -> list[RowTransfer]:
+        moves: list[RowTransfer] = []
+        planned: set[int] = set()
+        for argument in arguments:
+            if not isinstance(argument, Ref) or argument.id in planned:
+                continue
+            planned.add(argument.id)
+            needs = wanted.get(argument.id)
+            if needs is None:
+                needs = {rank: argument.rows.get(rank) for rank in ranks}
+            moves += plan_moves(argument.id, argument.rows, needs, self._node_of)
+            for rank, rows in needs.items():
+                argument.rows[rank] = _union(argument.rows[rank], rows) if rank in argument.rows else rows
+        return moves
+
+    def _send_call(
+        self,
+        running: _Running,
+        role: str,
+        method: str,
+        arguments: tuple[Argument, ...],
+        moves: Sequence[RowTransfer],
+        keeps: bool,
+        involved: Sequence[int],
+    ) -> None:
+        """Send one message to all ranks that need the same one, and a message of its own to each of the others."""
+        special = {rank for move in moves for rank in (move.source, move.dest)} | self._released.keys()
+        common = [rank for rank in running.ranks if rank not in special]
+        if common:
+            message = CallRequest(running.id, role, method, arguments, keeps=keeps)
+            self._transport.send(common, encode(message))
+        for rank in involved:
+            if rank not in special:
+                continue
+            own = tuple(move for move in moves if rank in (move.source, move.dest))
+            releases = tuple(self._released.pop(rank, ()))
+            runs = rank in running.ranks
+            message = CallRequest(
+                running.id,
+                role,
+                method if runs else "",
+                arguments if runs else (),
+                own,
+                keeps and runs,
+                releases,
+            )
+            self._transport.send([rank], encode(message))
+
+    def _release(self, value: int, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self._released.setdefault(rank, []).append(value)
+
+    # --- what comes back --------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while True:
+            event = await self._transport.receive()
+            if isinstance(event, Lost):
+                self._note_lost(event)
+                continue
+            try:
+                message = decode_for_controller(event.message)
+            except msgspec.DecodeError as error:
+                self._note_lost(Lost(event.rank, f"it sent a message that cannot be read ({error})"))
+                continue
+            if isinstance(message, Reply):
+                self._take_reply(event.rank, message)
+            elif isinstance(message, Status):
+                answers = self._questions.get(message.question)
+                if answers is not None:
+                    answers[event.rank] = message
+            elif isinstance(message, Left):
+                self._present.discard(event.rank)
+
+    def _take_reply(self, rank: int, reply: Reply) -> None:
+        running = self._running.get(reply.call)
+        if running is None or rank not in running.waiting:
+            return
+        if reply.error is not None:
+            # The rank stays among those that the call waits for, so that an error names its call.
+            self._note(RaisedError(rank, running.name, reply.error))
+            return
+        running.waiting.discard(rank)
+        if rank in running.ranks:
+            running.replies[rank] = reply
+        if running.waiting:
+            return
+        del self._running[running.id]
+        _cancel_timers(running)
+        if running.future.done():
+            return
+        try:
+            running.future.set_result(running.finish(running.replies))
+        except Exception as error:  # a reply of another type than the program declares
+            running.future.set_exception(error)
+
+    # --- failures ---------------------------------------------------------------------------------------------------
+
+    def _note_lost(self, event: Lost) -> None:
+        if event.rank not in self._present:
+            return  # it has said goodbye
+        self._present.discard(event.rank)
+        self._note(LostRank(event.rank, event.reason))
+
+    def _note(self, evidence: Evidence) -> None:
+        """Keep a sign of a failure. The first one starts the grace time, at whose end the cause is decided."""
+        self._evidence.append(evidence)
+        if len(self._evidence) == 1:
+            self._start(self._fail())
+
+    async def _fail(self) -> None:
+        """Decide the cause, once signs nearer to it have had time to arrive, and end every call with it."""
+        await asyncio.sleep(self.timeouts.grace)
+        self._failure = explain(find_cause(self._evidence), self._unfinished())
+        for running in self._running.values():
+            _cancel_timers(running)
+            if not running.future.done():
+                running.future.set_exception(self._failure)
+        self._end_program(self._failure)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task of the controller's own. What it raises ends the program: nothing may fail in silence."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_task_end)
+        return task
+
+    def _note_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._end_program(error)
+
+    def _end_program(self, error: BaseException) -> None:
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _pass_deadline(self, running: _Running) -> None:
+        self._start(self._explain_deadline(running))
+
+    async def _explain_deadline(self, running: _Running) -> None:
+        statuses = await self.ask(sorted(self._unfinished()))
+        if running.id in self._running:
+            self._note(PassedDeadline(running.name, running.deadline, self._unfinished(), statuses))
+
+    def _unfinished(self) -> dict[int, str]:
+        """Return, by rank, the earliest call that the rank has not replied to."""
+        calls: dict[int, str] = {}
+        for id in sorted(self._running):
+            running = self._running[id]
+            for rank in sorted(running.waiting):
+                calls.setdefault(rank, running.name)
+        return calls
+
+    def _report_slow(self, running: _Running) -> None:
+        self._start(self._describe_slow(running))
+
+    async def _describe_slow(self, running: _Running) -> None:
+        waiting = sorted(running.waiting & self._present)
+        statuses = await self.ask(waiting)
+        if not running.waiting or running.future.done():
+            return
+        lines = [describe_status(rank, statuses.get(rank)) for rank in waiting[:4]]
+        more = f", and {len(waiting) - 4} more ranks" if len(waiting) > 4 else ""
+        self._log(f"{running.name} still waits: {'; '.join(lines)}{more}")
+        loop = asyncio.get_running_loop()
+        running.timers.append(loop.call_later(self.timeouts.slow, self._report_slow, running))
+
+    async def ask(self, ranks: Sequence[int]) -> dict[int, Status]:
+        """Return what ranks say they are doing. A rank that does not answer in time has no entry."""
+        question = self._next_question
+        self._next_question += 1
+        answers: dict[int, Status] = {}
+        self._questions[question] = answers
+        self._transport.send(ranks, encode(Where(question)))
+        deadline = self._now() + self.timeouts.answer
+        while len(answers) < len(ranks) and self._now() < deadline:
+            await asyncio.sleep(self.timeouts.answer / 20)
+        del self._questions[question]
+        return answers
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def first_value(kind: type[T]) -> Callable[[dict[int, Reply]], T]:
+    """Return a `finish` for `Controller.call` that takes the value of the group's first rank."""
+
+    def finish(replies: dict[int, Reply]) -> T:
+        return _value_of(replies[min(replies)], kind)
+
+    return finish
+
+
+def all_values(kind: type[T]) -> Callable[[dict[int, Reply]], list[T]]:
+    """Return a `finish` for `Controller.call` that takes the values of all ranks, in rank order."""
+
+    def finish(replies: dict[int, Reply]) -> list[T]:
+        return [_value_of(replies[rank], kind) for rank in sorted(replies)]
+
+    return finish
+
+
+def _value_of(reply: Reply, kind: type[T]) -> T:
+    assert reply.value, "a rank that keeps nothing replies with a value"
+    return decode_value(reply.value, kind)
+
+
+def _encode_argument(argument: object) -> Argument:
+    if isinstance(argument, Ref):
+        return ValueArgument(argument.id)
+    return PlainArgument(encode_value(argument))
+
+
+def _union(held: Rows | None, received: Rows | None) -> Rows | None:
+    return None if held is None or received is None else tuple(sorted({*held, *received}))
+
+
+def _cancel_timers(running: _Running) -> None:
+    for timer in running.timers:
+        timer.cancel()
+    running.timers.clear()

@@ -1,0 +1,136 @@
+"""Failures of calls: which rank is the cause, and in which call. Pure functions over the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megaverl.controller.messages import ErrorReport, Status
+from megaverl.errors import TrainingStopped
+
+
+class CallFailed(TrainingStopped):
+    """A call of the program failed. Every later call of the program fails with the same error.
+
+    Attributes:
+        ranks: ranks at the root of the failure.
+        call: name of the call, such as "actor.update".
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int], call: str) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.call = call
+
+
+class ControllerLost(TrainingStopped):
+    """The connection to the controller broke: its process ended, or its node is not reachable."""
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A rank's connection broke."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RaisedError:
+    """A rank replied with an exception."""
+
+    rank: int
+    call: str
+    error: ErrorReport
+
+
+@dataclass(frozen=True)
+class PassedDeadline:
+    """A call did not finish in time.
+
+    The cause may be another call: a rank may be late for this one because it still waits inside an earlier one.
+
+    Attributes:
+        call: the call whose deadline passed. seconds: its deadline.
+        unfinished: by rank, the earliest call that it has not replied to.
+        statuses: what those ranks say they are doing; a rank without an entry did not answer.
+    """
+
+    call: str
+    seconds: float
+    unfinished: Mapping[int, str]
+    statuses: Mapping[int, Status]
+
+
+Evidence = LostRank | RaisedError | PassedDeadline
+
+
+def find_cause(evidence: Sequence[Evidence]) -> Evidence:
+    """Return the piece of evidence nearest to the cause. `evidence` is in the order of arrival.
+
+    A rank that dies breaks the connections of its peers, whose errors may arrive before its loss is noticed. So the
+    order is: errors that a rank raised by itself before any loss, lost ranks, errors about broken connections, missed
+    deadlines. A rank that raises and then exits is reported by what it raised.
+    """
+    lost = [item for item in evidence if isinstance(item, LostRank)]
+    errors = [item for item in evidence if isinstance(item, RaisedError)]
+    own_errors = [item for item in errors if not item.error.is_secondary]
+    if own_errors and (not lost or evidence.index(own_errors[0]) < evidence.index(lost[0])):
+        return own_errors[0]
+    for candidates in (lost, own_errors, errors):
+        if candidates:
+            return candidates[0]
+    return evidence[0]
+
+
+def find_blocking_ranks(missed: PassedDeadline) -> tuple[int, ...]:
+    """Return the ranks that hold the others up, of those that have calls to reply to.
+
+    Ranks that do not answer at all come first: their process is frozen or their node is gone. Otherwise the ranks that
+    are furthest behind in the program's calls are the cause, because the others wait for them inside a transfer or a
+    collective.
+    """
+    silent = tuple(rank for rank in missed.unfinished if rank not in missed.statuses)
+    if silent:
+        return silent
+    earliest = min(missed.statuses[rank].call for rank in missed.unfinished)
+    return tuple(rank for rank in missed.unfinished if missed.statuses[rank].call == earliest)
+
+
+def explain(cause: Evidence, running: Mapping[int, str]) -> CallFailed:
+    """Return the error for the program.
+
+    Args:
+        running: by rank, the call that it had not replied to yet; a rank that waited for a call has no entry.
+    """
+    if isinstance(cause, RaisedError):
+        text = f"rank {cause.rank} failed in {cause.call}: {cause.error.kind}: {cause.error.text}"
+        if not cause.error.is_expected:
+            text += f"\n{cause.error.traceback.rstrip()}"
+        return CallFailed(text, [cause.rank], cause.call)
+    if isinstance(cause, LostRank):
+        call = running.get(cause.rank, "")
+        place = f"in {call}" if call else "between two calls"
+        return CallFailed(f"rank {cause.rank} was lost {place}: {cause.reason}.", [cause.rank], call)
+    blocking = find_blocking_ranks(cause)
+    names = f"rank {blocking[0]}" if len(blocking) == 1 else f"ranks {_list_ranks(blocking)}"
+    call = cause.unfinished[blocking[0]]
+    text = f"{names} did not finish {call} in time"
+    if call != cause.call:
+        text += f", and held up {cause.call}"
+    stages = [describe_status(rank, cause.statuses.get(rank)) for rank in blocking[:4]]
+    return CallFailed(f"{text} ({cause.seconds:g} s): {'; '.join(stages)}.", blocking, call)
+
+
+def describe_status(rank: int, status: Status | None) -> str:
+    """Return what a rank is doing, as part of a sentence."""
+    if status is None:
+        return f"rank {rank} does not answer (its process is stopped, or its node is not reachable)"
+    if status.is_idle:
+        return f"rank {rank} waits for a call after {status.name or 'the start'}"
+    return f"rank {rank} is in {status.name}, stage {status.stage}, for {status.seconds:.0f} s"
+
+
+def _list_ranks(ranks: Sequence[int], limit: int = 8) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:limit])
+    return shown if len(ranks) <= limit else f"{shown} and {len(ranks) - limit} more"

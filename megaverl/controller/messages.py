@@ -1,0 +1,171 @@
+"""Control messages between the controller and the ranks, encoded with msgpack.
+
+    controller -> rank:  CallRequest, Where, End
+    rank -> controller:  Reply, Status, Left
+
+A message carries small values only: method names, numbers, reports, references. Tensors never travel here; rows move
+from rank to rank as the moves of a call.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class RowTransfer(msgspec.Struct, frozen=True, array_like=True):
+    """One transfer between two ranks that a call needs before it runs.
+
+    Attributes:
+        value: id of the call that made the value.
+        source, dest: ranks of the job.
+        rows: row numbers that the destination receives, ascending; None: the whole value.
+    """
+
+    value: int
+    source: int
+    dest: int
+    rows: tuple[int, ...] | None = None
+
+
+class ValueArgument(msgspec.Struct, frozen=True, tag="value"):
+    """Argument that the rank already holds, or holds once the call's moves are done."""
+
+    id: int
+
+
+class PlainArgument(msgspec.Struct, frozen=True, tag="plain"):
+    """Argument that is sent in the message. The rank decodes it to the type in the method's signature."""
+
+    data: bytes
+
+
+Argument = ValueArgument | PlainArgument
+
+
+class CallRequest(msgspec.Struct, frozen=True, tag="call"):
+    """One call of the program, for one rank.
+
+    Attributes:
+        id: number of the call in the program; the value it makes has the same id.
+        role, method: the method that the rank runs. `method` is empty on a rank that only sends rows for this call.
+        moves: transfers in which this rank takes part, in the order of the whole job.
+        keeps: the rank keeps the returned value under `id`; otherwise it replies with it.
+        releases: values that the program does not refer to any more.
+    """
+
+    id: int
+    role: str
+    method: str
+    arguments: tuple[Argument, ...]
+    moves: tuple[RowTransfer, ...] = ()
+    keeps: bool = False
+    releases: tuple[int, ...] = ()
+
+
+class Where(msgspec.Struct, frozen=True, tag="where"):
+    """Question what the rank is doing. A side thread of the rank answers it, also during a long call."""
+
+    question: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Last message to a rank.
+
+    Attributes:
+        reason: why the run fails; empty: the program has returned.
+    """
+
+    reason: str = ""
+
+
+class ErrorReport(msgspec.Struct, frozen=True):
+    """Exception that a rank raised.
+
+    Attributes:
+        is_secondary: the exception says that another rank is gone (a broken connection), so that rank is the cause.
+        is_expected: a `MegaverlError`, whose message is shown without the traceback.
+    """
+
+    kind: str
+    text: str
+    traceback: str
+    is_secondary: bool = False
+    is_expected: bool = False
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """Answer of one rank to a call.
+
+    Attributes:
+        value: the returned value, encoded; empty where the rank keeps it.
+        rows: row numbers of the kept value that are on this rank; None: the whole value.
+        description: what the value says of itself to the program (`references.Describes`), encoded; or empty.
+    """
+
+    call: int
+    error: ErrorReport | None = None
+    value: bytes = b""
+    rows: tuple[int, ...] | None = None
+    description: bytes = b""
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """Answer to `Where`.
+
+    Attributes:
+        call: id of the running call, or of the last one. 0: none yet.
+        is_idle: the rank waits for its next call.
+        seconds: for how long it has been in this stage.
+    """
+
+    question: int
+    call: int
+    name: str
+    stage: str
+    seconds: float
+    is_idle: bool
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """Goodbye of a rank that has received `End`. A connection that closes without it is a lost rank."""
+
+
+ToRank = CallRequest | Where | End
+ToController = Reply | Status | Left
+
+_encoder = msgspec.msgpack.Encoder()
+_from_controller: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+
+
+def encode(message: ToRank | ToController) -> bytes:
+    """Return the message as bytes."""
+    return _encoder.encode(message)
+
+
+def encode_value(value: object) -> bytes:
+    """Return a plain value as msgpack. Dataclasses, msgspec structs, numbers, text and containers of these work."""
+    return _encoder.encode(value)
+
+
+def decode_value(data: bytes, kind: type[T]) -> T:
+    """Return the value that `encode_value` was given, checked against its type.
+
+    Raises:
+        msgspec.ValidationError: the data is not of this type.
+    """
+    return msgspec.msgpack.decode(data, type=kind, strict=False)
+
+
+def decode_for_rank(data: bytes) -> ToRank:
+    """Return a message from the controller."""
+    return _from_controller.decode(data)
+
+
+def decode_for_controller(data: bytes) -> ToController:
+    """Return a message from a rank."""
+    return _from_rank.decode(data)

@@ -1,0 +1,93 @@
+"""References to values that stay on the ranks which made them, and handles of calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from megaverl.controller.messages import decode_value
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """Value that tells the program something about itself: lengths, a weight version, a number of rows."""
+
+    def describe(self) -> object:
+        """Return a small value that msgpack can carry; the same on every rank that holds the value."""
+
+
+@runtime_checkable
+class HoldsRows(Protocol):
+    """Value of which a rank holds some rows, numbered over all ranks."""
+
+    def held_rows(self) -> tuple[int, ...]:
+        """Return the numbers of the rows on this rank, ascending."""
+
+
+class Ref(Generic[T_co]):
+    """Reference to a value of type `T_co` that is held by ranks.
+
+    The program passes it to calls; a rank that needs rows which it does not hold receives them as part of the call.
+    Ranks drop the value once the program has dropped its last reference.
+
+    Attributes:
+        id: number of the call that made the value.
+        rows: by rank that holds it, the rows there; None: the whole value.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        rows: Mapping[int, tuple[int, ...] | None],
+        description: bytes,
+        release: Callable[[int, tuple[int, ...]], None],
+    ) -> None:
+        self.id = id
+        self.rows = dict(rows)
+        self._description = description
+        weakref.finalize(self, release, id, tuple(self.rows)).atexit = False
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Ranks that hold the value, or rows of it."""
+        return tuple(self.rows)
+
+    def describe(self, kind: type[T]) -> T:
+        """Return what the value says of itself (`Describes`), as a value of this type.
+
+        Raises:
+            TypeError: the value describes nothing.
+        """
+        if not self._description:
+            raise TypeError(f"the value of call {self.id} describes nothing: give its type a describe() method")
+        return decode_value(self._description, kind)
+
+    def __repr__(self) -> str:
+        return f"Ref(id={self.id}, holders={self.holders})"
+
+
+class PendingCall(Generic[T]):
+    """Call that has been sent. Await it for the result; await it later to run something else beside it.
+
+    Example:
+        coming = run.rollout.generate(prompts)   # the engines begin
+        await run.actor.update(batch)            # the actor trains meanwhile
+        next_batch = await coming
+    """
+
+    def __init__(self, name: str, future: asyncio.Future[T]) -> None:
+        self.name = name
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, T]:
+        # Shielded: a program that gives up on waiting must not cancel the call, which the ranks run all the same.
+        return asyncio.shield(self._future).__await__()
+
+    def is_done(self) -> bool:
+        """Return whether all ranks have replied. Do not let it decide what is computed: a resumed run may differ."""
+        return self._future.done()

@@ -1,0 +1,126 @@
+"""A relay on a node: the ranks of the node connect to it, and it alone connects to the controller.
+
+    controller --- one connection a node ---> relay ---> rank 8
+               (ranks 8..15, message)               ---> rank 9
+                                                    ---> ...
+
+With 1,024 ranks on 128 nodes the controller has 128 connections in the place of 1,024, and sends a call 128 times. The
+controller's probes pass through the relay, which reports a rank that is gone with an empty message.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from megaverl.controller.messages import End, encode
+from megaverl.controller.zmq_transport import (
+    HELLO,
+    RANK_BYTES,
+    Address,
+    OneKey,
+    bind_router,
+    connect_dealer,
+    pack_ranks,
+    unpack_ranks,
+)
+
+POLL_MILLISECONDS = 100  # until the thread looks whether it is to end
+_NO_CONTROLLER = "the connection of the node's relay to the controller broke"
+
+
+class Relay:
+    """Thread that passes messages between the controller and the ranks of a node.
+
+    Args:
+        upstream: the controller's address.
+        host: address that the node's ranks reach the relay at.
+        node: number of the node, for the relay's name as a peer.
+        ranks: ranks of the node.
+
+    Example:
+        with Relay(controller_address, "127.0.0.1", node=1, ranks=range(8, 16)) as relay:
+            store.set("controller/node1", relay.address.encode())
+    """
+
+    def __init__(self, upstream: Address, host: str, node: int, ranks: Sequence[int]) -> None:
+        self._upstream = upstream
+        self._node = node
+        self._present = set(ranks)
+        self._joined: set[int] = set()
+        self._is_closing = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        client_keys = (upstream.public_key, upstream.secret_key)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OneKey(client_keys[0]))
+        self._down = self._context.socket(zmq.ROUTER)
+        self.address = bind_router(self._down, host, client_keys)
+        self._thread = threading.Thread(target=self._run, name="megaverl-relay", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread. Messages on their way are delivered for up to two seconds."""
+        self._is_closing.set()
+        self._thread.join()
+        self._authenticator.stop()
+        self._context.term()
+
+    def _run(self) -> None:
+        down, up = self._down, self._context.socket(zmq.DEALER)
+        monitor = up.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        connect_dealer(up, self._upstream, b"relay" + pack_ranks([self._node]))
+        poller = zmq.Poller()
+        for source in (down, up, monitor):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(POLL_MILLISECONDS))
+            if not ready and self._is_closing.is_set():
+                break
+            if down in ready:
+                self._pass_up(down.recv_multipart(), up)
+            if up in ready:
+                ranks, message = up.recv_multipart()
+                self._pass_down(unpack_ranks(ranks), message, up)
+            if monitor in ready:
+                recv_monitor_message(monitor)
+                poller.unregister(monitor)
+                # The ranks learn it as the end of a failed run; a rank that stays in a call ends itself.
+                self._pass_down(sorted(self._joined), encode(End(_NO_CONTROLLER)), up)
+        up.disable_monitor()
+        for socket in (monitor, up, down):
+            socket.close()
+
+    def _pass_up(self, frames: list[bytes], up: zmq.Socket[bytes]) -> None:
+        if len(frames) != 2 or len(frames[0]) != RANK_BYTES:
+            return
+        identity, message = frames
+        rank = unpack_ranks(identity)[0]
+        if rank not in self._present:
+            return
+        if message == HELLO:
+            self._joined.add(rank)
+        up.send_multipart([identity, message])
+
+    def _pass_down(self, ranks: Sequence[int], message: bytes, up: zmq.Socket[bytes]) -> None:
+        for rank in ranks:
+            if rank not in self._present:
+                continue
+            try:
+                self._down.send_multipart([pack_ranks([rank]), message], flags=zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self._present.discard(rank)
+                self._joined.discard(rank)
+                up.send_multipart([pack_ranks([rank]), b""])  # an empty message: the rank is lost

@@ -1,0 +1,219 @@
+"""A rank's part: run the controller's calls in order, until it says that the program has ended."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+import traceback
+import typing
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from megaverl.controller.messages import (
+    Argument,
+    CallRequest,
+    End,
+    ErrorReport,
+    Left,
+    Reply,
+    RowTransfer,
+    Status,
+    ValueArgument,
+    decode_for_rank,
+    encode,
+    encode_value,
+)
+from megaverl.controller.references import Describes, HoldsRows
+from megaverl.controller.transport import RankTransport
+from megaverl.errors import MegaverlError
+
+T = TypeVar("T")
+
+
+class Mover(Protocol):
+    """Transfers rows between ranks. Both ends of a move call it, each when it comes to the move in its call."""
+
+    async def send(self, move: RowTransfer, value: object) -> None:
+        """Send the move's rows of a value that this rank holds."""
+
+    async def receive(self, move: RowTransfer, present: object | None) -> object:
+        """Return the value with the received rows; `present` has the rows that this rank holds already."""
+
+
+class StatusBoard:
+    """What a rank is doing, for `Where`. The main thread writes, a side thread reads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._call, self._name, self._stage, self._is_idle = 0, "", "", True
+        self._since = clock()
+
+    def begin(self, call: int, name: str) -> None:
+        """Note that a call begins."""
+        self._set(call, name, "start", False)
+
+    def enter(self, stage: str) -> None:
+        """Note the stage of the running call. A worker calls it at the start of each part of a long call."""
+        self._set(self._call, self._name, stage, self._is_idle)
+
+    def end(self) -> None:
+        """Note that the call is over."""
+        self._set(self._call, self._name, "", True)
+
+    def answer(self, question: int) -> Status:
+        """Return the answer to one question."""
+        with self._lock:
+            seconds = self._clock() - self._since
+            return Status(question, self._call, self._name, self._stage, seconds, self._is_idle)
+
+    def _set(self, call: int, name: str, stage: str, is_idle: bool) -> None:
+        with self._lock:
+            self._call, self._name, self._stage, self._is_idle = call, name, stage, is_idle
+            self._since = self._clock()
+
+
+@dataclass(frozen=True)
+class Method:
+    """Method of a worker, with the types that its plain arguments are decoded to."""
+
+    function: Callable[..., Any]
+    kinds: tuple[Any, ...]
+
+
+def bind_methods(worker: object) -> dict[str, Method]:
+    """Return the public methods of a worker by name."""
+    kinds = _read_kinds(typing.cast(Any, type(worker)))
+    return {name: Method(getattr(worker, name), parameters) for name, parameters in kinds.items()}
+
+
+@functools.cache
+def _read_kinds(worker: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the types of the parameters of a class's public methods."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, function in inspect.getmembers(worker, inspect.isfunction):
+        if not name.startswith("_"):
+            kinds = typing.get_type_hints(function)
+            _, *parameters = inspect.signature(function).parameters
+            found[name] = tuple(kinds.get(parameter, Any) for parameter in parameters)
+    return found
+
+
+async def serve(
+    rank: int,
+    transport: RankTransport,
+    workers: Mapping[str, object],
+    mover: Mover,
+    board: StatusBoard | None = None,
+) -> str:
+    """Run calls until `End`; return its reason, empty when the program has returned.
+
+    On a rank it is driven by `run_blocking` on the main thread, where nothing in it suspends. In the simulation it is
+    a task, and workers' methods are coroutines.
+
+    Args:
+        rank: this rank's number in the job.
+        workers: by role, the object whose public methods the program calls.
+
+    Raises:
+        ControllerLost: the connection to the controller broke.
+    """
+    board = board or StatusBoard()
+    methods = {role: bind_methods(worker) for role, worker in workers.items()}
+    values: dict[int, object] = {}
+    while True:
+        message = decode_for_rank(await transport.receive())
+        if isinstance(message, End):
+            transport.send(encode(Left()))
+            return message.reason
+        if not isinstance(message, CallRequest):
+            continue
+        for value in message.releases:
+            values.pop(value, None)
+        board.begin(message.id, f"{message.role}.{message.method}" if message.method else f"rows for {message.role}")
+        try:
+            reply = await _run_call(rank, message, methods, values, mover, board)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a worker's SystemExit is an error of this call, too
+            reply = Reply(message.id, _report_error(error))
+        board.end()
+        transport.send(encode(reply))
+
+
+async def _run_call(
+    rank: int,
+    call: CallRequest,
+    methods: Mapping[str, Mapping[str, Method]],
+    values: dict[int, object],
+    mover: Mover,
+    board: StatusBoard,
+) -> Reply:
+    for move in call.moves:
+        if move.source == rank:
+            board.enter(f"send rows to rank {move.dest}")
+            await mover.send(move, values[move.value])
+        else:
+            board.enter(f"receive rows from rank {move.source}")
+            values[move.value] = await mover.receive(move, values.get(move.value))
+    if not call.method:
+        return Reply(call.id)
+    board.enter("run")
+    method = _find_method(methods, call.role, call.method)
+    arguments = [_decode(argument, kind, values) for argument, kind in zip(call.arguments, method.kinds, strict=True)]
+    result = method.function(*arguments)
+    if inspect.isawaitable(result):
+        result = await result
+    if not call.keeps:
+        return Reply(call.id, value=encode_value(result))
+    values[call.id] = result
+    rows = result.held_rows() if isinstance(result, HoldsRows) else None
+    description = encode_value(result.describe()) if isinstance(result, Describes) else b""
+    return Reply(call.id, rows=rows, description=description)
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, because everything in it blocks instead; return its result.
+
+    No event loop runs meanwhile, so that workers may call `asyncio.run` themselves.
+
+    Raises:
+        RuntimeError: the coroutine suspended.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise RuntimeError("a worker's method suspended; on a rank it must block instead")
+
+
+def _find_method(methods: Mapping[str, Mapping[str, Method]], role: str, name: str) -> Method:
+    if role not in methods:
+        raise LookupError(f"this rank has no worker for the role {role!r}; it has {', '.join(sorted(methods))}")
+    if name not in methods[role]:
+        raise LookupError(f"the worker of {role!r} has no method {name!r}; it has {', '.join(sorted(methods[role]))}")
+    return methods[role][name]
+
+
+def _decode(argument: Argument, kind: Any, values: Mapping[int, object]) -> object:
+    if isinstance(argument, ValueArgument):
+        return values[argument.id]
+    return msgspec.msgpack.decode(argument.data, type=kind, strict=False)
+
+
+def _report_error(error: BaseException) -> ErrorReport:
+    """Return what the controller needs to know of an exception, whatever the exception does when it is printed."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be shown)"
+    trace = "".join(traceback.format_exception(error))
+    kind = type(error).__name__
+    is_secondary = isinstance(error, ConnectionError) or kind in ("DistBackendError", "DistNetworkError")
+    return ErrorReport(kind, text, trace, is_secondary, isinstance(error, MegaverlError))

@@ -1,0 +1,372 @@
+"""Control messages over TCP sockets of ZeroMQ, encrypted and authenticated with CURVE.
+
+    rank's main thread          rank's side thread            controller's event loop
+    receive()  <-- queue <----  DEALER  <----- TCP -------->  ROUTER
+    send()     --> PAIR  ---->     | answers Where            | probes every connection
+                                   | monitor: connection      | twice a second
+                                   | broke
+
+A rank's side thread owns its socket, so a rank answers `Where` while its main thread is in a long call. The ROUTER is
+asked to refuse messages to peers that are gone (ROUTER_MANDATORY), so an empty probe notices a closed connection within
+half a second. ZeroMQ's own heartbeats run in its I/O thread, without Python's interpreter lock: a rank that holds the
+lock for a minute is not taken for lost, and a node that has lost its power is.
+
+The keys are made by the controller and handed to the ranks over the job's store. A peer without them cannot connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from megaverl.controller.failures import ControllerLost
+from megaverl.controller.messages import End, Where, decode_for_rank, encode
+from megaverl.controller.serving import StatusBoard
+from megaverl.controller.transport import Lost, Received
+from megaverl.errors import FAILED, TrainingStopped
+
+PROBE_INTERVAL = 0.5  # seconds between two probes of all connections
+HEARTBEAT_INTERVAL = 2_000  # milliseconds between ZeroMQ's heartbeats
+HEARTBEAT_TIMEOUT = 30_000  # milliseconds without an answer after which a connection counts as broken
+LINGER = 2_000  # milliseconds for messages that are on their way when a socket is closed
+_CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+HELLO = b"hello"
+_CLOSE = b"close"
+RANK_BYTES = 4  # of a rank's number, which is its identity as a peer; a relay's identity is longer
+
+
+class Address(msgspec.Struct, frozen=True):
+    """What a rank needs to connect. Handed over the job's store, not over the network in the clear.
+
+    Attributes:
+        endpoint: such as "tcp://10.0.0.1:41234".
+        server_key: public key of the controller. public_key, secret_key: the ranks' key pair.
+    """
+
+    endpoint: str
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+    def encode(self) -> bytes:
+        """Return the address as bytes for the store."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Address:
+        """Return what `encode` was called on."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+class ZmqController:
+    """Controller's end: one ROUTER socket for all ranks. Use it from one event loop.
+
+    Args:
+        host: address of the interface that ranks reach this one at.
+        num_ranks: ranks of the job; they are named by their numbers.
+
+    Example:
+        transport = ZmqController("10.0.0.1", num_ranks=16)
+        store.set("controller", transport.address.encode())
+        await transport.join(timeout=600)
+        controller = Controller(transport, num_ranks=16)
+    """
+
+    def __init__(self, host: str, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._context = zmq.asyncio.Context()
+        # A plain context on the same sockets: its thread answers handshakes while the program computes.
+        self._authenticator = ThreadAuthenticator(zmq.Context.shadow(self._context.underlying))
+        self._authenticator.start()
+        client_keys = zmq.curve_keypair()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OneKey(client_keys[0]))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.address = bind_router(self._socket, host, client_keys)
+        self._events: asyncio.Queue[Received | Lost] = asyncio.Queue()
+        self._routes: dict[int, bytes] = {}  # by rank that has joined: the peer that its messages go to
+        self._lost: set[int] = set()
+        self._all_joined = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def join(self, timeout: float) -> None:
+        """Wait until every rank has connected.
+
+        Raises:
+            TrainingStopped: some did not in time; the message names them.
+        """
+        self._tasks.append(asyncio.ensure_future(self._read()))
+        try:
+            await asyncio.wait_for(self._all_joined.wait(), timeout)
+        except TimeoutError as error:
+            absent = sorted(set(range(self.num_ranks)) - self._routes.keys())
+            shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+            raise TrainingStopped(f"ranks {shown} did not connect to the controller within {timeout:g} s.") from error
+        self._tasks.append(asyncio.ensure_future(self._probe()))
+
+    def send(self, ranks: Sequence[int], message: bytes) -> None:
+        """Send one message to several ranks, without blocking. A relay receives it once for all of its ranks."""
+        by_peer: dict[bytes, list[int]] = {}
+        for rank in ranks:
+            if rank not in self._lost and rank in self._routes:
+                by_peer.setdefault(self._routes[rank], []).append(rank)
+        for peer, behind in by_peer.items():
+            frames = [peer, message] if len(peer) == RANK_BYTES else [peer, pack_ranks(behind), message]
+            # The send is tried at once, and the future is done unless the socket is full, which it never is here. A
+            # plain socket would do, but could swallow the event that wakes up the reader of this one.
+            sent: Any = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+            error = sent.exception() if sent.done() else None
+            if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                self._note_lost(rank for rank, route in self._routes.items() if route == peer)
+            elif error is not None:
+                raise error
+
+    async def receive(self) -> Received | Lost:
+        """Wait for the next message or loss."""
+        return await self._events.get()
+
+    async def close(self) -> None:
+        """Close the socket; messages on their way are delivered for up to two seconds."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._authenticator.stop()
+        self._socket.close()
+        # Waits for the linger time of sockets at most.
+        await asyncio.to_thread(self._context.term)
+
+    def _note_lost(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._lost:
+                self._lost.add(rank)
+                self._events.put_nowait(Lost(rank, "its process ended, or its node is not reachable"))
+
+    async def _read(self) -> None:
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            if len(peer) == RANK_BYTES and len(frames) == 1:
+                self._take(peer, unpack_ranks(peer)[0], frames[0])
+            elif len(peer) != RANK_BYTES and len(frames) == 2:
+                for rank in unpack_ranks(frames[0]):
+                    self._take(peer, rank, frames[1])
+
+    def _take(self, peer: bytes, rank: int, message: bytes) -> None:
+        if message == HELLO:
+            if rank < self.num_ranks:
+                self._routes[rank] = peer
+            if len(self._routes) == self.num_ranks:
+                self._all_joined.set()
+        elif not message:  # a relay's word that a rank behind it is lost
+            self._note_lost([rank])
+        else:
+            self._events.put_nowait(Received(rank, message))
+
+    async def _probe(self) -> None:
+        """Send an empty message to every rank now and then; the socket refuses one whose connection is closed."""
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL)
+            self.send(range(self.num_ranks), b"")
+
+
+class ZmqRank:
+    """One rank's end: a DEALER socket that a side thread owns. Use it from the rank's main thread.
+
+    Args:
+        board: answers `Where`.
+        leave_after: seconds in which the main thread must have left its call once the run has failed; then the process
+            ends, because a collective that waits for a lost rank cannot be interrupted.
+        end_process: ends the process; it is given the reason.
+        context: shared by several ranks of one process, as in a benchmark; default: one of its own.
+
+    Example:
+        with ZmqRank(Address.decode(store.get("controller")), rank, board) as transport:
+            reason = run_blocking(serve(rank, transport, workers, mover, board))
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        rank: int,
+        board: StatusBoard,
+        *,
+        leave_after: float = 10.0,
+        end_process: Callable[[str], None] | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.rank = rank
+        self._board = board
+        self._leave_after = leave_after
+        self._end_process = end_process or _end_process
+        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._leave_at: float | None = None
+        self._leave_reason = ""
+        self._is_connected = False
+        self._owns_context = context is None
+        self._context = zmq.Context() if context is None else context
+        self._to_side = self._context.socket(zmq.PAIR)
+        self._to_side.linger = LINGER
+        self._side_endpoint = f"inproc://rank{rank}"
+        self._to_side.bind(self._side_endpoint)
+        self._thread = threading.Thread(target=self._run, args=(address,), name="megaverl-controller", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> ZmqRank:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def send(self, message: bytes) -> None:
+        """Send a message to the controller, without blocking."""
+        self._to_side.send(message)
+
+    async def receive(self) -> bytes:
+        """Block until the next `CallRequest` or `End` is here. Nothing is awaited: `serving.run_blocking` drives it."""
+        message = self._inbox.get()
+        if message is None:
+            self._inbox.put(None)  # for a further call
+            raise ControllerLost(
+                f"rank {self.rank}: the connection to the controller broke. Its process ended, or its node is not "
+                "reachable; the output of the coordinator's rank says more."
+            )
+        return message
+
+    def close(self) -> None:
+        """End the side thread once everything has been sent."""
+        self._to_side.send(_CLOSE)
+        self._thread.join()
+        self._to_side.close()
+        if self._owns_context:
+            self._context.term()
+
+    def _run(self, address: Address) -> None:
+        """Own the socket: pass on messages both ways, answer `Where`, notice a broken connection."""
+        context = self._context
+        from_main = context.socket(zmq.PAIR)
+        from_main.connect(self._side_endpoint)
+        socket = context.socket(zmq.DEALER)
+        monitor = socket.get_monitor_socket(_CONNECTION_EVENTS)
+        connect_dealer(socket, address, pack_ranks([self.rank]))
+        socket.send(HELLO)
+        poller = zmq.Poller()
+        for source in (from_main, socket, monitor):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(self._poll_milliseconds()))
+            if from_main in ready:
+                message = from_main.recv()
+                if message == _CLOSE:
+                    break
+                socket.send(message)
+            if socket in ready:
+                self._take(socket.recv(), socket)
+            if monitor in ready and self._is_broken(recv_monitor_message(monitor)["event"]):
+                # A broken connection stays broken: one that came back would hide lost messages.
+                socket.disconnect(address.endpoint)
+                poller.unregister(monitor)
+                self._inbox.put(None)
+                self._leave_soon("the connection to the controller broke")
+            if self._leave_at is not None and time.monotonic() > self._leave_at:
+                self._end_process(f"rank {self.rank} leaves a call that does not end: {self._leave_reason}")
+                self._leave_at = None
+        socket.disable_monitor()
+        for source in (monitor, from_main, socket):
+            source.close()
+
+    def _is_broken(self, event: int) -> bool:
+        """Return whether an event of the connection ends it. Attempts before the first success are repeated."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected = True
+        return self._is_connected and event == zmq.EVENT_DISCONNECTED or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+    def _take(self, message: bytes, socket: zmq.Socket[bytes]) -> None:
+        if not message:  # a probe
+            return
+        decoded = decode_for_rank(message)
+        if isinstance(decoded, Where):
+            socket.send(encode(self._board.answer(decoded.question)))
+            return
+        self._inbox.put(message)
+        if isinstance(decoded, End) and decoded.reason:
+            self._leave_soon(decoded.reason)
+
+    def _leave_soon(self, reason: str) -> None:
+        if self._leave_at is None:
+            self._leave_at, self._leave_reason = time.monotonic() + self._leave_after, reason
+
+    def _poll_milliseconds(self) -> int | None:
+        if self._leave_at is None:
+            return None
+        return max(int((self._leave_at - time.monotonic()) * 1000), 0) + 1
+
+
+class OneKey:
+    """Credentials provider of ZeroMQ's authenticator that admits one public key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a peer with this key may connect."""
+        return key == self._key
+
+
+def bind_router(socket: Any, host: str, client_keys: tuple[bytes, bytes]) -> Address:
+    """Make a ROUTER socket a server for peers with these keys; return what peers need to connect."""
+    server_key, server_secret = zmq.curve_keypair()
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
+    socket.router_mandatory = True  # refuse a message to a peer that is gone, so that its loss is noticed
+    socket.linger = LINGER
+    # The controller bounds what is on its way: a call is sent when the program makes it.
+    socket.sndhwm = socket.rcvhwm = 0
+    set_heartbeat(socket)
+    endpoint_host = f"[{host}]" if ":" in host else host
+    socket.ipv6 = ":" in host
+    port = socket.bind_to_random_port(f"tcp://{endpoint_host}")
+    return Address(f"tcp://{endpoint_host}:{port}", server_key, *client_keys)
+
+
+def connect_dealer(socket: Any, address: Address, identity: bytes) -> None:
+    """Connect a DEALER socket to a ROUTER."""
+    socket.identity = identity
+    socket.curve_serverkey = address.server_key
+    socket.curve_publickey, socket.curve_secretkey = address.public_key, address.secret_key
+    socket.linger = LINGER
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.ipv6 = "[" in address.endpoint
+    set_heartbeat(socket)
+    socket.connect(address.endpoint)
+
+
+def pack_ranks(ranks: Iterable[int]) -> bytes:
+    """Return rank numbers as bytes."""
+    return b"".join(rank.to_bytes(RANK_BYTES, "big") for rank in ranks)
+
+
+def unpack_ranks(data: bytes) -> list[int]:
+    """Return the rank numbers that `pack_ranks` was given."""
+    return [int.from_bytes(data[i : i + RANK_BYTES], "big") for i in range(0, len(data), RANK_BYTES)]
+
+
+def set_heartbeat(socket: Any) -> None:
+    socket.heartbeat_ivl = HEARTBEAT_INTERVAL
+    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT
+
+
+def _end_process(reason: str) -> None:
+    with contextlib.suppress(Exception):
+        print(reason, file=sys.stderr, flush=True)
+    os._exit(FAILED)
