@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Measure what a call of the controller costs, by the number of ranks: real sockets, with and without relays.
+
+    python tools/bench_controller.py                        # 4, 64 and 1,024 ranks: a minute
+    python tools/bench_controller.py --ranks 4,64 --calls 500
+
+Every rank is a `ZmqRank` with its side thread and its serving thread; they share a few processes, since hundreds of
+interpreters do not fit on a laptop. A step is five calls (generate, score, log_probs, update, load) that compute
+nothing, so what is printed is the control's own time. "direct": every rank connects to the controller. "relay": a relay
+for each node of eight ranks. All ends share this machine's cores; processor time is that of the controller's process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import multiprocessing.synchronize
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+import zmq  # noqa: E402
+
+from megaverl.controller.core import Controller  # noqa: E402
+from megaverl.controller.groups import WorkerGroup  # noqa: E402
+from megaverl.controller.messages import CallRequest, PlainArgument, Reply, RowTransfer, encode, encode_value  # noqa: E402
+from megaverl.controller.references import PendingCall  # noqa: E402
+from megaverl.controller.relay import Relay  # noqa: E402
+from megaverl.controller.serving import StatusBoard, run_blocking, serve  # noqa: E402
+from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank  # noqa: E402
+from megaverl.processes import raise_open_files  # noqa: E402
+
+CALLS = ("generate", "score", "log_probs", "update", "load")
+RANKS_PER_NODE = 8
+JOIN_SECONDS = 120.0
+
+
+class Worker:
+    """Worker whose methods return at once."""
+
+    def generate(self, step: int) -> int:
+        return step
+
+    score = log_probs = update = load = generate
+
+
+class Group(WorkerGroup):
+    """Handle on all ranks."""
+
+    def run(self, method: str, step: int) -> PendingCall[int]:
+        """Run one of `CALLS`."""
+        return self.report(method, int, step)
+
+
+class _NoMover:
+    """Nothing moves in this benchmark."""
+
+    async def send(self, move: RowTransfer, value: object) -> None:
+        raise NotImplementedError
+
+    async def receive(self, move: RowTransfer, present: object | None) -> object:
+        raise NotImplementedError
+
+
+def serve_ranks(address: Address, ranks: Sequence[int], relays: bool) -> None:
+    """Serve as several ranks, a thread for each; with relays, as the nodes of eight ranks that these are."""
+    raise_open_files()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 8 * len(ranks) + 64)
+    nodes = [ranks[first : first + RANKS_PER_NODE] for first in range(0, len(ranks), RANKS_PER_NODE)]
+    started = [Relay(address, "127.0.0.1", node[0], node) for node in nodes] if relays else []
+    threads = []
+    for place, node in enumerate(nodes):
+        target = started[place].address if relays else address
+        for rank in node:
+            thread = threading.Thread(target=_serve_one, args=(target, rank, context))
+            thread.start()
+            threads.append(thread)
+    for thread in threads:
+        thread.join()
+    for relay in started:
+        relay.close()
+
+
+def _serve_one(address: Address, rank: int, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    board = StatusBoard()
+    with ZmqRank(address, rank, board, context=context) as transport:
+        run_blocking(serve(rank, transport, {"all": Worker()}, _NoMover(), board))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one number of ranks costs.
+
+    Attributes:
+        milliseconds: median of a step of five calls. processor: of the controller's process, for a step.
+        sockets: open connections of the controller's process.
+    """
+
+    milliseconds: float
+    processor: float
+    sockets: int
+
+
+async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
+    """Time steps on ranks in four processes."""
+    transport = ZmqController("127.0.0.1", num_ranks)
+    spawn = multiprocessing.get_context("spawn")
+    num_processes = min(4, -(-num_ranks // RANKS_PER_NODE))
+    share = -(-num_ranks // num_processes)
+    share = -(-share // RANKS_PER_NODE) * RANKS_PER_NODE
+    processes = []
+    for first in range(0, num_ranks, share):
+        ranks = range(first, min(first + share, num_ranks))
+        process = spawn.Process(target=serve_ranks, args=(transport.address, ranks, relays))
+        process.start()
+        processes.append(process)
+    await transport.join(JOIN_SECONDS)
+    controller = Controller(transport, num_ranks)
+    group = Group("all", range(num_ranks), controller)
+    try:
+        return await controller.run(_steps(group, max(calls // len(CALLS), 5)))
+    finally:
+        await transport.close()
+        for process in processes:
+            await asyncio.to_thread(process.join)
+
+
+async def _steps(group: Group, steps: int) -> Measured:
+    seconds: list[float] = []
+    await group.run("generate", 0)
+    sockets = len([one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED])
+    processor = time.process_time()
+    for step in range(steps):
+        start = time.perf_counter()
+        for name in CALLS:
+            await group.run(name, step)
+        seconds.append(time.perf_counter() - start)
+    processor = (time.process_time() - processor) / steps
+    return Measured(statistics.median(seconds) * 1e3, processor * 1e3, sockets)
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", default="4,64,1024", help="numbers of ranks (default: 4,64,1024)")
+    parser.add_argument("--calls", type=int, default=200, help="calls that are timed (default: 200)")
+    options = parser.parse_args()
+    raise_open_files()
+    call = CallRequest(1, "all", "generate", (PlainArgument(encode_value(1)),))
+    sizes = len(encode(call)), len(encode(Reply(1, value=encode_value(1))))
+    print(f"a call is {sizes[0]} bytes to a rank, its reply {sizes[1]}; a step is {len(CALLS)} calls")
+    print(f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12}")
+    for num_ranks in map(int, options.ranks.split(",")):
+        for relays in (False, True):
+            if relays and num_ranks <= RANKS_PER_NODE:
+                continue
+            found = asyncio.run(measure(num_ranks, options.calls, relays))
+            way = "relay" if relays else "direct"
+            print(
+                f"{num_ranks:6} {way:>7} {found.milliseconds:10.2f} {found.processor:13.2f} {found.sockets:12}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
