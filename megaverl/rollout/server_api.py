@@ -144,10 +144,7 @@ class InferenceServer(ABC):
 class VLLMServer(InferenceServer):
     """vLLM's own, with the endpoints of its development mode (`vllm/entrypoints/rl`, `serve/dev`, `scale_out`)."""
 
-    start_with = (
-        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm --logprobs-mode "
-        "processed_logprobs, of vLLM 0.32 or newer."
-    )
+    start_with = "megaverl serve rollout MODEL (with vLLM 0.32 or newer)."
 
     def problems(self, expected: ExpectedModel) -> list[str]:
         self.weight_version()

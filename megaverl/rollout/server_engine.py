@@ -284,7 +284,7 @@ class VLLMOverNCCL(VLLMServer):
     This process and the server's workers are one communicator, made with the first weights, and anew after a failure.
     """
 
-    start_with = VLLMServer.start_with.replace(" --gen", ' --weight-transfer-config \'{"backend": "nccl"}\' --gen')
+    start_with = 'megaverl serve rollout MODEL --vllm="--weight-transfer-config \'{\\"backend\\": \\"nccl\\"}\'".'
     packed: ClassVar[bool] = True  # many tensors in one message
     _turn: ClassVar[threading.Lock] = threading.Lock()  # vLLM's senders share their streams, and servers the network
     _communicator: PyNcclCommunicator | None = None

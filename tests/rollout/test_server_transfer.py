@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import queue
+import shlex
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -209,6 +210,9 @@ def test_without_a_gpu_or_the_servers_own_half_it_is_refused(monkeypatch: pytest
     monkeypatch.setattr(server_engine.VLLMServer, "problems", lambda self, expected: [])
     monkeypatch.setattr(server, "ask", lambda method, path: info)
     gpu, own = server.problems(None)  # type: ignore[arg-type]
-    assert "needs a GPU" in gpu and '--weight-transfer-config \'{"backend": "nccl"}\'' in own
+    words = shlex.split(own.partition("Start it with: ")[2].removesuffix("."))  # it can be typed as it stands
+    given = shlex.split(words[-1].removeprefix("--vllm="))
+    assert given == ["--weight-transfer-config", '{"backend": "nccl"}']
+    assert "needs a GPU" in gpu and "--weight-transfer-config" in own
     info["vllm_config"]["weight_transfer_config"] = {"backend": "nccl"}  # type: ignore[assignment]
     assert server.problems(None) == [gpu]  # type: ignore[arg-type]
