@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megaverl.cli.options import Subcommand, UsageError, add_json
 from megaverl.config import RolloutConfig
-from megaverl.config.loader import load_config
 from megaverl.errors import FAILED, MegaverlError
 from megaverl.rewards.service import JOB_HEADER
 from megaverl.rollout.server_api import is_loopback, url_problem
@@ -221,7 +222,8 @@ def _rollout(run: Path) -> RolloutConfig:
     if not written:
         raise UsageError(f"{run} is not the folder of a run: it has no {' or '.join(GENERATING)}.yaml")
     file = written[0]
-    rollout = load_config(str(file), [], check_paths=False).rollout
+    # The run has checked all of it. Reading the whole configuration again takes seconds, for the model's sake.
+    rollout = RolloutConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"])
     if rollout.engine != "server":
         raise UsageError(f"{file}: rollout.engine is {rollout.engine}, which has no servers")
     return rollout
