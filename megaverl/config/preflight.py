@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from megaverl.config.grids import REINFORCING
 from megaverl.config.passthrough import PLACES
 from megaverl.config.schema import Config
 from megaverl.errors import MegaverlError
+from megaverl.outside import read_json_file
 from megaverl.plugins import load_module, load_object
 
 # A module that imports torch or transformers takes a few seconds; one that takes a minute blocks.
@@ -37,6 +39,8 @@ SPREAD_ROWS = 16
 # Larger files are read from the front only: to number all rows of one would take as long as the run's own start.
 LARGE_BYTES = 256 * 2**20
 _TAIL = 600
+TEMPLATE_BYTES = 8 * 2**30
+_RISKY = re.compile(r"\brange\b|\*|\bmacro\b|\brecursive\b")
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[Tas
         yield from _reward_tasks(config)
         yield from _environment_tasks(config)
     yield from _function_tasks(config, command)
+    yield from _template_tasks(config)
     data = config.data
     if data.tools is not None:
         yield Task("tools_file", "data.tools", data.tools)
@@ -162,6 +167,25 @@ def _environment_tasks(config: Config) -> Iterator[Task]:
         yield Task("function", "environment.options.function", function, arguments)
     if name == "tools":
         yield Task("tools", "environment.options.tools", name)
+
+
+def _template_tasks(config: Config) -> Iterator[Task]:
+    """Yield the rendering of a chat template that has loops over numbers, powers or products, which may not end."""
+    key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+    folder = config.model.tokenizer or config.model.path
+    if Path(folder).is_dir() and _RISKY.search(_template_of(Path(folder))):
+        yield Task("chat_template", key, folder)
+
+
+def _template_of(folder: Path) -> str:
+    """Return the chat template in a tokenizer's folder, or "" if there is none; a damaged file is reported later."""
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found = read_json_file(folder / "tokenizer_config.json").get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return found if isinstance(found, str) else json.dumps(found or "")
 
 
 def _function_tasks(config: Config, command: str) -> Iterator[Task]:
@@ -243,10 +267,10 @@ def _in_a_child(tasks: Sequence[Task], config: Config, deadline: float) -> Itera
             with contextlib.suppress(BrokenPipeError):  # it ended at once, which shows below
                 process.stdin.write(request.encode())
                 process.stdin.close()
-            for _ in tasks:
+            for task in tasks:
                 line = _line_of(process.stdout, deadline)
                 if line is None:
-                    yield f"did not finish loading within {deadline:g} s. Move what blocks out of the import.", None
+                    yield f"did not finish within {deadline:g} s as {_happening(task)}.", None
                     return
                 if not line:
                     code = process.wait()
@@ -254,12 +278,16 @@ def _in_a_child(tasks: Sequence[Task], config: Config, deadline: float) -> Itera
                     errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
                     tail = errors.read().decode(errors="replace").strip()
                     said = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
-                    yield f"ends the process {ended} as it is loaded. Move that out of the import.{said}", None
+                    yield f"ends the process {ended} as {_happening(task)}.{said}", None
                     return
                 answer = json.loads(line)
                 yield answer["problem"], answer["count"]
         finally:
             _end(process)
+
+
+def _happening(task: Task) -> str:
+    return "its chat template is rendered" if task.kind == "chat_template" else "it is loaded"
 
 
 def _line_of(stream: IO[bytes], deadline: float) -> bytes | None:
@@ -358,6 +386,28 @@ def _check_tools(task: Task, config: Config) -> None:
             raise MegaverlError(f"{name}: the command {command[0]} is not found.")
 
 
+def _check_template(task: Task, config: Config) -> None:
+    """Render a chat template for one message; what it refuses is an error of a row, in the words of its tokenizer."""
+    import resource
+
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (TEMPLATE_BYTES, hard))
+    try:
+        template = environment.from_string(_template_of(Path(task.name)))
+        template.render(messages=[{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    except MemoryError:
+        raise MegaverlError(f"Its chat template needs more than {TEMPLATE_BYTES // 2**30} GiB of memory.") from None
+    except Exception:  # names that transformers adds are not known here
+        return
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def _check_tools_file(task: Task, config: Config) -> None:
     from megaverl.data.prompts import load_tools
 
@@ -415,6 +465,7 @@ _CHECKS: dict[str, Any] = {
     "environment": _check_environment,
     "tools": _check_tools,
     "tools_file": _check_tools_file,
+    "chat_template": _check_template,
     "rows": _check_rows,
     "own_rows": _check_rows,
     "pairs": _check_pairs,

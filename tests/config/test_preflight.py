@@ -78,7 +78,23 @@ def test_code_that_blocks_is_ended(plugins):
     (plugins / "blocks.py").write_text("while True:\n    pass")
     task = Task("object", "rollout.function", str(plugins / "blocks.py:f"))
     [(_, problem, _)] = _in_children([task], Config(), deadline=1.0)
-    assert "did not finish loading within 1 s" in problem
+    assert "did not finish within 1 s as it is loaded" in problem
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 9 ** (9 ** 9) }}", "did not finish within 2 s as its chat template is rendered"),
+        ("{% for i in range(3) %}{{ messages[0].content * 2 }}{% endfor %}", None),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", None),
+        ("{{ messages[0].content * 10 ** 11 }}", "needs more than 8 GiB"),
+    ],
+)
+def test_a_chat_template_that_does_not_end(load, tmp_path, template, said):
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    issues = preflight(load(), "train", deadline=2.0 if said and "finish" in said else 60.0).issues
+    assert [issue.key for issue in issues] == (["model.path"] if said else [])
+    assert not said or said in issues[0].message
 
 
 def test_a_start_and_a_dry_run_refuse_code_and_rows_alike(files, plugins, capsys):
