@@ -88,9 +88,19 @@ def _lines(prefix: str) -> Iterator[str]:
         if prefix and _below(prefix, place):
             for name, field in target.settable().items():
                 if _below(f"{place}.{name}", prefix):
-                    summary = field.description.partition("\n")[0]
+                    summary = _summary(field.description)
                     default = ast.unparse(field.default) if field.default is not None else "-"
                     yield f"{place}.{name}: {field.type_text} = {default}\n    {summary}".rstrip()
+
+
+def _summary(description: str) -> str:
+    """Return the first paragraph of another library's description on one line, and what it introduces by a colon."""
+    text = ""
+    for paragraph in description.strip().split("\n\n"):
+        text = f"{text} {' '.join(paragraph.split())}".strip()
+        if not text.endswith(":"):
+            break
+    return text
 
 
 def _below(key: str, prefix: str) -> bool:

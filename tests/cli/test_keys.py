@@ -12,6 +12,7 @@ import pytest
 
 from megaverl.cli.keys import words
 from megaverl.cli.main import COMMANDS, main
+from megaverl.config.passthrough import PLACES
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,13 @@ def test_the_scripts_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main(["completion", *wrong])
         assert caught.value.code == 2
+
+
+def test_descriptions_of_other_libraries_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Print a description's first paragraph, where the source breaks its lines in the middle of sentences."""
+    for place in ("rollout.sampling", "rollout.vllm", "actor.megatron", "actor.ddp"):
+        assert main(["keys", place]) == 0
+        printed = capsys.readouterr().out
+        for name, field in PLACES[place].settable().items():
+            paragraph = " ".join(field.description.strip().partition("\n\n")[0].split())
+            assert not paragraph or f"{place}.{name}: " in printed and f"\n    {paragraph}" in printed, name

@@ -255,9 +255,12 @@ def process_group() -> Iterator[None]:
 
 
 def kind_of_name(source: Path) -> str:
-    """`kind_of` a path; of a name on a hub, `hugging_face`."""
-    kind = kind_of(source)
-    return "hugging_face" if kind != "gguf" and is_hub_name(str(source)) else kind
+    """Return `kind_of` a path, and `hugging_face` for a name on a hub.
+
+    Raises:
+        ModelError, CheckpointError: as `kind_of`.
+    """
+    return "hugging_face" if source.suffix != ".gguf" and is_hub_name(str(source)) else kind_of(source)
 
 
 def target_grid(*, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None) -> GridShape:
@@ -391,7 +394,7 @@ def _finish(draft: Path, source: ModelSource, target: ModelTarget, request: Conv
         if config is not None:
             (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if not to_hugging_face:
-            write_conversion(draft, source.twins, source.file_headers)
+            write_conversion(draft, source)
 
 
 def _verify(

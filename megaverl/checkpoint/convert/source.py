@@ -5,6 +5,7 @@ With what goes along with the weights: configuration, tokenizer, chat template; 
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 from megaverl.weights.export import model_files
 from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
+from megaverl.weights.safetensors_writer import entries_of, framed
 from megaverl.weights.stored import INDEX_FILE, SINGLE_FILE, StoredArray, folder_layout, read_folder, stored_arrays
 from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
 
@@ -33,6 +35,7 @@ EMBEDDING = "model.embed_tokens.weight"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 CONVERSION_FILE = "conversion.json"
 CONVERSION_FORMAT = 1
+PICKLED = (".bin", ".pt", ".pth")
 # JSON files that belong to a checkpoint or to one set of weights, not to the model
 NOT_CARRIED = {CONVERSION_FILE, FORMAT_FILE, "manifest.json", "state.json", "best.json"}
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -66,6 +69,7 @@ class ModelSource:
         twins: tensors that a folder stores besides, as copies: name -> the weight that it equals.
         left_out: names of stored arrays that are no weights: optimizer states, buffers.
         file_headers: the headers of the safetensors files that the model came from, where known.
+        buffers: the bytes of tensors in those files that no model reads (`IGNORED_SUFFIXES`).
     """
 
     kind: str
@@ -81,6 +85,7 @@ class ModelSource:
     left_out: Sequence[str] = ()
     file_headers: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Path | None = None
+    buffers: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -93,11 +98,32 @@ class ModelSource:
 
 
 def kind_of(path: Path) -> str:
-    """`gguf`, `hugging_face` or `megatron`; a folder that is neither counts as the last."""
+    """Return `gguf`, `hugging_face` or `megatron`.
+
+    Raises:
+        ModelError: there is no such folder, or it holds no model that can be read.
+        CheckpointError: a checkpoint that is damaged.
+    """
     if path.suffix == ".gguf":
         return "gguf"
-    is_folder = (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
-    return "hugging_face" if is_folder else "megatron"
+    if not path.is_dir():
+        what = "a file, not a folder" if path.exists() else "no such folder"
+        raise ModelError(f"{path}: {what}. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file.")
+    if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
+        return "hugging_face"
+    if _checkpoint_folder(path) is not None:
+        return "megatron"
+    pickled = sorted(file.name for suffix in PICKLED for file in path.glob(f"*{suffix}"))
+    if pickled:
+        raise ModelError(
+            f"{path}: holds {pickled[0]}, whose weights are pickled. Such files can run code and are not read. Write "
+            f"them as safetensors once: transformers' AutoModelForCausalLM.from_pretrained({str(path)!r}, dtype='auto')"
+            ".save_pretrained(FOLDER), and copy the tokenizer's files."
+        )
+    raise ModelError(
+        f"{path}: holds no model: neither {SINGLE_FILE} nor {INDEX_FILE} (Hugging Face), nor .metadata "
+        "(Megatron's torch_dist format), nor checkpoints of a run."
+    )
 
 
 def open_source(path: str | Path, *, role: str | None = None, model_folder: str | Path | None = None) -> ModelSource:
@@ -112,17 +138,14 @@ def open_source(path: str | Path, *, role: str | None = None, model_folder: str 
             another model than config.json says; names every tensor concerned.
     """
     path = Path(path)
-    if not path.is_dir():
-        what = "a file, not a folder" if path.exists() else "no such folder"
-        raise ModelError(f"{path}: {what}. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file.")
+    if path.is_file():
+        raise ModelError(
+            f"{path}: a file, not a folder. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file."
+        )
     if kind_of(path) == "hugging_face":
         return _open_hugging_face(path, Path(model_folder) if model_folder else path)
     folder = _checkpoint_folder(path)
-    if folder is None:
-        raise ModelError(
-            f"{path}: holds no model: neither {SINGLE_FILE} nor {INDEX_FILE} (Hugging Face), nor .metadata "
-            "(Megatron's torch_dist format), nor checkpoints of a run."
-        )
+    assert folder is not None, "kind_of() has found it"
     return _open_megatron(folder, role, Path(model_folder) if model_folder else None)
 
 
@@ -143,6 +166,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
         for weight in weights
         if weight.is_stacked and len(weight.shape) == 3
     }
+    headers = _file_headers(folder, {tensor.file.name for tensor in stored.values()})
     return ModelSource(
         "hugging_face",
         folder,
@@ -154,8 +178,9 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
         folder_layout({weight.name: stored[weight.name] for weight in weights}),
         {name: array for name, array in arrays.items() if not name.endswith(IGNORED_SUFFIXES)},
         {LM_HEAD: EMBEDDING} if LM_HEAD in extra else {},
-        [name for name in extra if name != LM_HEAD],
-        _file_headers(folder, {tensor.file.name for tensor in stored.values()}),
+        [name for name in extra if name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)],
+        headers,
+        buffers=_buffers(folder, headers),
     )
 
 
@@ -168,6 +193,22 @@ def _file_headers(folder: Path, files: set[str]) -> dict[str, str]:
     if (folder / INDEX_FILE).is_file():
         headers[INDEX_FILE] = (folder / INDEX_FILE).read_text(encoding="utf-8")
     return headers
+
+
+def _buffers(folder: Path, headers: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the bytes of tensors that are computed from config.json. They are small: one frequency a dimension."""
+    buffers = {}
+    for file_name, header in headers.items():
+        if file_name == INDEX_FILE:
+            continue
+        start = len(framed(header))
+        for name, entry in entries_of(header).items():
+            if name.endswith(IGNORED_SUFFIXES):
+                first, end = entry["data_offsets"]
+                with (folder / file_name).open("rb") as file:
+                    file.seek(start + first)
+                    buffers[name] = file.read(end - first)
+    return buffers
 
 
 def _checkpoint_folder(path: Path) -> Path | None:
@@ -213,6 +254,7 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
         [name for name in opened.index if name not in layout.local_shapes and name.startswith(opened.prefix)],
         conversion.file_headers if conversion else {},
         tokenizer,
+        {name: base64.b64decode(text) for name, text in conversion.buffers.items()} if conversion else {},
     )
 
 
@@ -241,13 +283,15 @@ class Conversion:
 
     Attributes:
         files: every other file of the folder -> bytes.
-        twins, file_headers: as in `ModelSource`: with them the conversion back gives the same files again, to the byte.
+        twins, file_headers, buffers: as in `ModelSource`, the last in base64. With them the conversion back gives the
+            same files again, to the byte.
     """
 
     format: int
     files: Mapping[str, int]
     twins: Mapping[str, str] = field(default_factory=dict)
     file_headers: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_conversion(folder: Path) -> Conversion | None:
@@ -262,6 +306,7 @@ def read_conversion(folder: Path) -> Conversion | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] <= CONVERSION_FORMAT:
+            content.setdefault("buffers", {})  # which megaverl 0.2 did not write
             return Conversion(**{each.name: content[each.name] for each in fields(Conversion)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
@@ -271,9 +316,10 @@ def read_conversion(folder: Path) -> Conversion | None:
     )
 
 
-def write_conversion(folder: Path, twins: Mapping[str, str], file_headers: Mapping[str, str]) -> None:
+def write_conversion(folder: Path, source: ModelSource) -> None:
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    record = Conversion(CONVERSION_FORMAT, files, dict(twins), dict(file_headers))
+    buffers = {name: base64.b64encode(data).decode() for name, data in source.buffers.items()}
+    record = Conversion(CONVERSION_FORMAT, files, dict(source.twins), dict(source.file_headers), buffers)
     (folder / CONVERSION_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 

@@ -79,6 +79,9 @@ def hugging_face_target(
         for name, entry in entries_of(header).items():
             of = source.twins.get(name, name)
             at = len(head) + entry["data_offsets"][0]
+            if name in source.buffers:
+                heads.append((file, at, source.buffers[name]))
+                continue
             items.append(Item(name, file, at, shapes[of], dtypes[of], parts[of]))
 
     def write(folder: Path) -> None:
@@ -97,6 +100,7 @@ def _recorded(
         name: (tuple(entry["shape"]), DTYPES[entry["dtype"]])
         for text in headers.values()
         for name, entry in entries_of(text).items()
+        if name not in source.buffers
     }
     expected = {name: (shapes[name], dtypes[name]) for name in shapes}
     expected |= {name: expected[of] for name, of in source.twins.items()}

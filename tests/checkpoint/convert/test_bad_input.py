@@ -195,12 +195,19 @@ def test_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     full.mkdir()
     (full / "mine").write_text("mine")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text("{}")
+    (tmp_path / "pickled" / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
     shutil.copytree(folder, tmp_path / "hf")
     source, out = tmp_path / "hf", tmp_path / "out"
     cases: list[tuple[list[str | Path], str]] = [
         ([file, out], "file: a file, not a folder"),
         ([tmp_path / "nowhere", out], "nowhere: no such folder"),
         ([tmp_path / "empty", out], "empty: holds no model"),
+        ([tmp_path / "empty", out, "--tp", "2"], "empty: holds no model"),
+        ([tmp_path / "nowhere", out, "--tp", "2"], "nowhere: no such folder"),
+        ([tmp_path / "pickled", out], "holds pytorch_model-00001-of-00002.bin, whose weights are pickled"),
+        ([tmp_path / "pickled", out, "--tp", "2"], "holds pytorch_model-00001-of-00002.bin, whose weights are pickled"),
         ([source, file], "file: a file, not a folder"),
         ([source, file / "below"], "cannot be written"),
         ([source, full], "exists already"),
