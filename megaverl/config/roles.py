@@ -386,7 +386,8 @@ class RolloutConfig(Section):
     logprob_tolerance: PositiveFloat | None = None
     """Largest difference between the engine's and Megatron's log-probs of a token, in nats, at the first comparison
     after a start; a larger one stops the run. null: 1e-3 in float32 on a CPU. Elsewhere mean and 99.9th percentile are
-    warned of where rounding does not explain them, and a mean above 0.5 stops the run."""
+    warned of where rounding does not explain them. A mean above 0.125 in bfloat16 (with experts 0.25, with an engine in
+    8 bits 0.5, and an eighth of these in float16) stops the run."""
     async_rollout: bool = False
     """Generate for the next steps while the actor trains; the engines need ranks of their own (placement.rollout)."""
     max_staleness: NonNegative = 1

@@ -313,8 +313,8 @@ class RLStep:
             difference = difference.over_ranks(default_group())
         found = difference.stats()
         self.metrics |= found.metrics()
-        first, dtype = not self._has_compared and self.replayed is None, self.roles.actor.model.dtype
-        if first and (warning := check_first_comparison(found, self.config, dtype)):
+        is_first, model = not self._has_compared and self.replayed is None, self.roles.actor.model
+        if is_first and (warning := check_first_comparison(found, self.config, model.dtype, model.spec)):
             self.warn(warning)
         self._has_compared = True
         return log_probs if self.needs_log_probs(step) else None
