@@ -213,3 +213,39 @@ def harness(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
     second = agent.run_sync("go on", message_history=first.all_messages())
     extra["heard"] += [first.output, second.output]
     return 0.25
+
+
+def hostile(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """Sends what no conversation can be, hears why each time, and then plays on."""
+    import httpx
+
+    def post(content: str) -> Any:
+        sent = {"content-type": "application/json"}
+        return httpx.post(f"{base_url}/chat/completions", content=content, headers=sent, trust_env=False)
+
+    def said(content: str) -> str:
+        return f'{{"messages": [{{"role": "user", "content": {content}}}]}}'
+
+    deep = '{"a":' * 3000 + "1" + "}" * 3000
+    for content in (
+        said('[{"type": "text"}]'),
+        said('[{"type": "text", "text": null}]'),
+        said("7"),
+        said(deep),
+        said("NaN"),
+        said("1" * 5000),
+    ):
+        answer = post(content)
+        assert answer.status_code == 400, answer.text
+        extra["refused"].append(answer.json()["error"]["message"])
+    heard = post(said('"half \\ud800 and \\u0000"')).json()["choices"][0]["message"]["content"]
+    extra["refused"].append(heard)
+    return 0.5
+
+
+def not_a_reward(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> Any:
+    """Plays on, and then gives a reward that is no number, or leaves."""
+    client(base_url, api_key).completions.create(model="any", prompt=prompt)
+    if extra["reward"] == "exit":
+        raise SystemExit(0)
+    return extra["reward"]

@@ -366,6 +366,33 @@ def test_what_is_refused_is_told_and_a_program_that_fails_ends_its_episode(
     assert view.rewards == [-1.0] and 'KeyError: "the program\'s own"' in caplog.text
 
 
+def test_whatever_a_program_sends_is_refused_or_cleaned_and_its_episode_goes_on() -> None:
+    extra: dict[str, list[str]] = {"refused": []}
+    view, drawn = played(Says("yes$"), {"function": f"{OWN}:hostile"}, extra)
+    *refused, heard = extra["refused"]
+    parts = (
+        "a part of a message has no text",
+        "has no text",
+        "is int",
+        "nested more than 100 deep",
+        "NaN",
+        "cannot be read",
+    )
+    assert len(refused) == len(parts)
+    assert [message for message, part in zip(refused, parts, strict=True) if part not in message] == []
+    assert view.rewards == [0.5] and len(drawn) == 1 and heard
+    assert "half \ufffd and \ufffd" in Letters().decode(view.prompt)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), 10**400, "much", "exit"])
+def test_a_reward_that_is_no_number_is_a_failure_of_its_episode(
+    engine: HFEngine, reward: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"function": f"{OWN}:not_a_reward", "error_reward": -1.0}
+    view, _ = played(engine, options, {"reward": reward}, chat=False)
+    assert view.rewards == [-1.0] and "Its episode ends with reward -1" in caplog.text
+
+
 def test_an_episode_without_turns_left_ends_and_its_program_hears_of_it(engine: HFEngine) -> None:
     extra: dict[str, list[str]] = {"refused": []}
     view, drawn = played(engine, {"function": f"{OWN}:endless"}, extra, limits=Limits(2, 6, 90))

@@ -120,6 +120,60 @@ def test_a_json_call_is_answered_and_a_turn_without_one_ends_the_episode() -> No
     assert environment.step(letters("The answer is 42.$")).done
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"expression": "1 + \\ud800"}', "bad: "),
+        ('{"expression": "1 + \\u0000"}', "bad: "),
+        ('{"expression": ' + "[" * 3000 + "]" * 3000 + "}", "bad: nested more than 100 deep"),
+        ('{"expression": NaN}', "bad: NaN is no JSON"),
+        ('{"expression": 1e999}', "bad: "),
+        ('{"expression": ' + "9" * 5000 + "}", "bad: "),
+        ('{"expression": "' + "(" * 3000 + ")" * 3000 + '"}', "bad: "),
+        ('{"\\ud800": 1}', "bad: "),
+    ],
+)
+def test_whatever_a_model_writes_into_a_call_is_answered(arguments: str, said: str) -> None:
+    environment = ToolUse(CODEC, result="got {text}", error="bad: {text}", error_reward=-1.0)
+    outcome = environment.step(letters(f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>$'))
+    text = CODEC.decode(outcome.token_ids)
+    assert text.startswith(said) and outcome.reward == -1.0 and not outcome.done
+    text.encode()
+
+
+TELLS = """
+import sys
+
+def half():
+    return "half of a pair \\ud800 and \\x00"
+
+def leaves():
+    raise SystemExit(0)
+
+class Hostile:
+    def __str__(self):
+        raise SystemExit(0)
+
+def hostile():
+    return Hostile()
+
+def huge():
+    return 10 ** 10_000
+"""
+
+
+def test_whatever_a_tool_of_a_file_says_is_clean_text(tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(TELLS.replace("\\\\", "\\"))
+    names = ("half", "leaves", "hostile", "huge")
+    tools = {name: f"{tmp_path / 'tells.py'}:{name}" for name in names}
+    environment = ToolUse(CODEC, tools=tools, workers=1)
+    answers = {name: environment.box.call(name, {}) for name in names}
+    assert answers["half"].text == "half of a pair \ufffd and \ufffd" and answers["half"].ok
+    assert answers["leaves"].text.startswith("SystemExit") and not answers["leaves"].ok
+    assert not answers["hostile"].ok and not answers["huge"].ok
+    assert CODEC.encode("\ud800") == CODEC.encode("\ufffd")
+
+
 def test_a_call_written_as_the_recipe_says() -> None:
     environment = ToolUse(CODEC, call=r"\[(.*?)\]", result="is {text} =")
     assert CODEC.decode(environment.step(letters("[47+85]$")).token_ids) == "is 132 ="
