@@ -6,8 +6,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
+import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaverl.config.run import SourceConfig, is_hub_name
+from megaverl.data.row_groups import SHARED, RowGroupCache
 from megaverl.data.row_values import Conversion, arrow_conversion, parse_row, without_null_fields
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
@@ -294,9 +297,15 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """One Parquet file; the row group last read stays in memory, the others on disk."""
+    """One Parquet file, decoded by row group.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        cache: what keeps row groups; None: the one that all files of this process share.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, path: Path, cache: RowGroupCache | None = None) -> None:
         import pyarrow
         import pyarrow.parquet
 
@@ -312,7 +321,9 @@ class ParquetFile:
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._ends = _running_sum(sizes)
-        self._group: tuple[int, Any] | None = None
+        self._cache = SHARED if cache is None else cache
+        self._number = next(self._numbers)
+        weakref.finalize(self, self._cache.forget, self._number)
         facts = f"{path.stat().st_size} {sizes} {schema}"
         self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
@@ -326,16 +337,15 @@ class ParquetFile:
         import pyarrow
 
         group = bisect_right(self._ends, index)
-        if self._group is None or self._group[0] != group:
-            try:
-                self._group = (group, self._file.read_row_group(group))
-            except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(
-                    f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source."
-                ) from error
+        try:
+            table = self._cache.get((self._number, group), lambda: self._file.read_row_group(group))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source."
+            ) from error
         first = self._ends[group - 1] if group else 0
         try:
-            row: dict[str, Any] = self._group[1].slice(index - first, 1).to_pylist()[0]
+            row: dict[str, Any] = table.slice(index - first, 1).to_pylist()[0]
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # dates beyond Python's, text not UTF-8
             raise DataError(
                 f"{self.where(index)}: it holds a value that cannot be read ({type(error).__name__}: {error}). Correct "

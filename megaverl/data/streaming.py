@@ -19,6 +19,7 @@ from megaverl.config.run import SourceConfig
 from megaverl.data.datasets import Mixture, PromptDataset, PromptRecord, PromptSampler, make_record, weights_of
 from megaverl.data.digests import digest_of_files, digest_of_rows
 from megaverl.data.prompts import Columns, PromptEncoder
+from megaverl.data.row_groups import RowGroupCache
 from megaverl.data.row_values import parse_row
 from megaverl.data.sources import (
     Entry,
@@ -102,7 +103,7 @@ class FilesReader:
 
     def _parquet_row(self, path: Path) -> Row | None:
         if self._parquet is None or self._parquet[0] != self._file:
-            self._parquet = (self._file, ParquetFile(path))
+            self._parquet = (self._file, ParquetFile(path, RowGroupCache(0)))  # rows come in order: one group is enough
         rows = self._parquet[1]
         if self._place >= len(rows):
             return None
@@ -413,10 +414,15 @@ class PromptStream:
         self.position = 0
 
     def take(self, count: int) -> list[PromptRecord]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts.
+
+        They are read in the order of the files, in which each row group is decoded once at most.
+        """
         rows = self.sampler.rows(self.position, count)
         self.position += count
-        return [self.dataset[row] for row in rows]
+        in_file_order = sorted(range(count), key=rows.__getitem__)
+        records = {place: self.dataset[rows[place]] for place in in_file_order}
+        return [records[place] for place in range(count)]
 
     @property
     def losses(self) -> str:
