@@ -263,7 +263,9 @@ def _check_data(arguments: argparse.Namespace) -> int:
     elif arguments.sources:
         data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31, too_long="drop")
         encoder, images = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else (None, None)
-        columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images)
+        # Without a tokenizer it is not known whether the model takes images.
+        ignored = () if encoder else (data.images.key,)
+        columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images, ignored=ignored)
         places = [SourceConfig(path=path, split=arguments.split, subset=arguments.subset) for path in arguments.sources]
         found = {place.path: examine(open_source(place), encoder, columns) for place in places}
     else:

@@ -280,6 +280,7 @@ class Columns:
         tools: what the chat template is shown; a row need not have it.
         default_tools: of rows that have none.
         images: reads those of a row. None: of a model that takes none.
+        ignored: columns that are not read at all.
     """
 
     prompt: str = "prompt"
@@ -287,6 +288,7 @@ class Columns:
     tools: str = "tools"
     default_tools: Tools | None = None
     images: Images | None = None
+    ignored: tuple[str, ...] = ()
 
     def read(self, row: Mapping[str, Any], where: str) -> RowColumns:
         """The row's columns, checked.
@@ -303,7 +305,7 @@ class Columns:
         tools = self.default_tools
         if row.get(self.tools):
             tools = check_tools(row[self.tools], f"{where}: {self.tools!r}")
-        own: list[str | None] = [self.prompt, self.answer, self.tools]
+        own: list[str | None] = [self.prompt, self.answer, self.tools, *self.ignored]
         rest: Mapping[str, Any] = row
         images: list[SharedItem] | None = None
         if self.images is not None:

@@ -185,6 +185,12 @@ def test_columns_of_parquet_that_are_refused_at_the_start(
     assert "rows.parquet, row 1: " in capsys.readouterr().out
 
 
+def test_the_check_without_a_model_leaves_images_out(tmp_path: Path, capsys: Any) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", images=[[{"bytes": b"a", "path": None}]])
+    assert main(["data", "check", str(path)]) == 0
+    assert "1 can be used" in capsys.readouterr().out
+
+
 def test_the_check_says_which_columns_it_converts(tmp_path: Path, capsys: Any) -> None:
     path = write_parquet(tmp_path / "rows.parquet", when=[datetime.date(2024, 1, 2)], score=[Decimal("1.5")])
     assert main(["data", "check", str(path)]) == 0
