@@ -1,4 +1,4 @@
-"""Write what the documents take from the code: docs/keys.md and the pictures.
+"""Write what the documents take from the code: docs/keys.md, a table of docs/checkpoints.md, and the pictures.
 
 python tools/write_docs.py [--check]
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megaverl.config import Config
 from megaverl.config.passthrough import PLACES
+from megaverl.config.resuming import table
 from megaverl.config.section import described_keys, field_meanings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,7 +219,20 @@ def pages() -> dict[Path, str]:
     """Every file that is made here, and what it should hold."""
     pictures = {"step": step_picture, "grids": grids_picture, "worlds": worlds_picture, "reshard": reshard_picture}
     found = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
+    checkpoints = ROOT / "docs" / "checkpoints.md"
+    found[checkpoints] = checkpoints_page(checkpoints.read_text(encoding="utf-8"))
     return {ROOT / "docs" / "keys.md": keys_page(), **found}
+
+
+RULES_BEGIN = "<!-- made by tools/write_docs.py from megaverl/config/resuming.py -->\n"
+RULES_END = "\n<!-- end -->"
+
+
+def checkpoints_page(text: str) -> str:
+    """Return docs/checkpoints.md with the table of settings at a resume as the code has it now."""
+    before, rest = text.split(RULES_BEGIN)
+    _, after = rest.split(RULES_END)
+    return before + RULES_BEGIN + table() + RULES_END + after
 
 
 def outdated() -> list[Path]:

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 SHARDING_TYPE = "fully_reshardable"
 
@@ -84,14 +85,31 @@ def _joined(whole: torch.Tensor, join: Callable[[Any], torch.Tensor], parts: Seq
 
 
 def apply_megatron_state(trainable: MegatronTrainable, state: Any) -> None:
-    """`apply_state` of one role."""
+    """Put the loaded state of one role into its model and optimizer; the schedule stands at the saved step."""
     whole = trainable.model.adapters is None
     for name, chunk in _named_chunks(trainable).items():
         chunk.load_state_dict(state["model"][name], strict=whole)
+    # megatron-core restores betas, eps and the like from the checkpoint. The run's configuration counts instead.
+    settings = [_settings_of(group) for group in trainable.optimizer.param_groups]
     _load_optimizer(trainable.optimizer, state["optimizer"])
-    # the scheduler adds the loaded number of steps to its own
-    trainable.scheduler.num_steps = 0
-    trainable.scheduler.load_state_dict(state["scheduler"])
+    for group, own in zip(trainable.optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    take_up_schedule(trainable.scheduler, state["scheduler"])
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a parameter group, without its parameters and its count of steps."""
+    return {name: value for name, value in group.items() if name not in ("params", "step")}
+
+
+def take_up_schedule(scheduler: OptimizerParamScheduler, state: Mapping[str, Any]) -> None:
+    """Move a scheduler to the saved number of updates; peak, shape and length of the schedule stay its own.
+
+    `OptimizerParamScheduler.load_state_dict` would restore the shape of the schedule too. A run that is resumed with
+    more steps would then train at the end of the old schedule, at a learning rate of 0.
+    """
+    scheduler.num_steps = 0
+    scheduler.step(increment=int(state["num_steps"]))
 
 
 @contextlib.contextmanager
@@ -235,13 +253,11 @@ def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, 
 
 
 def apply_fsdp_state(trainable: FSDPTrainable, state: Mapping[str, Any]) -> None:
-    """`apply_state` of one role, whose tensors were read into their places."""
-    found = state["optimizer"]
+    """Put the loaded state of one role into its optimizer; its tensors were read into their places."""
+    saved = state["optimizer"]
     for name, each in _states(trainable).items():
-        each["step"].fill_(found["behind"].get(name, found["step"]))
-    # the scheduler adds the loaded number of steps to its own
-    trainable.scheduler.num_steps = 0
-    trainable.scheduler.load_state_dict(state["scheduler"])
+        each["step"].fill_(saved["behind"].get(name, saved["step"]))
+    take_up_schedule(trainable.scheduler, state["scheduler"])
 
 
 def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:

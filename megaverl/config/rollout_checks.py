@@ -189,7 +189,7 @@ def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
     trainer, resume = config.trainer, config.checkpoint.resume
     if trainer.rollout_only and trainer.replay_rollouts is not None:
         yield ConfigIssue("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
-    if trainer.rollout_only and resume not in ("auto", "never"):
+    if trainer.rollout_only and resume not in ("auto", "unfinished", "never"):
         yield ConfigIssue(
             "checkpoint.resume",
             f"found {found(resume)}; trainer.rollout_only generates with the weights of model.path. "

@@ -215,7 +215,8 @@ class RewardConfig(Section):
     batched: bool = False
     """The function takes and returns lists."""
     accuracy: bool = False
-    """A response is correct where this one gives 1 or more. None marked: the first."""
+    """A response is correct where this one gives 1 or more. None marked: the first. Where that one cannot give 1, no
+    accuracy and no pass@k are shown."""
     only_if: Text | None = None
     """Name of a reward before this one: where that gives less than 1, this one is not asked, and is 0."""
     shape: Function | None = None
@@ -286,7 +287,8 @@ class LoopConfig(Section):
     (reference, critic, reward model on Megatron, the actor's old log-probs): each share when its groups are finished,
     beside the rollout. More shares begin earlier, with micro-batches that are less full. 1: all at once."""
     best_metric: Literal["accuracy", "reward"] = "accuracy"
-    """Validation metric by which the best checkpoint is remembered."""
+    """Validation metric by which the best checkpoint is remembered. Where no response was correct yet, or none can be,
+    the reward decides."""
     save_samples: NonNegative = 4
     """Sample generations written to the run folder at each step."""
     store_rollouts: bool = False
@@ -316,6 +318,9 @@ class SFTConfig(Section):
     """Longest answer; a longer one is an error. null: rollout.sampling.max_tokens."""
 
 
+RESUME_WORDS = ("auto", "latest", "unfinished", "never")  # what `checkpoint.resume` may be besides a folder
+
+
 class CheckpointConfig(Section):
     """`checkpoint`."""
 
@@ -333,8 +338,9 @@ class CheckpointConfig(Section):
     """A checkpoint that cannot be written: stop ends the run, continue says so and goes on. The ones before it are kept
     either way."""
     resume: Text = "auto"
-    """auto: the newest of this run folder, if any. latest: the same, and it must be there. never: start anew. Or a
-    checkpoint folder. Also `megaverl train --resume`."""
+    """auto: the newest of this run folder, if any. latest: the same, and it must be there. unfinished: the newest of
+    this run folder where that run has steps left, and a finished run starts anew. never: start anew. Or a checkpoint
+    folder. Also `megaverl train --resume`."""
     export_hf: bool = True
     """Write a Hugging Face folder at the end."""
 

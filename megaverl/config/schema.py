@@ -247,7 +247,10 @@ class Config(Section):
     @property
     def total_updates(self) -> int:
         """Optimizer steps of the actor in the whole run."""
-        steps = self.trainer.steps
+        return self.updates_after(self.trainer.steps)
+
+    def updates_after(self, steps: int) -> int:
+        """Return the number of the actor's optimizer steps in the first `steps` training steps."""
         further = sum(steps // entry.every for entry in self.mix if entry.update != "reward_model")
         return steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches + further
 

@@ -382,11 +382,26 @@ class CoordinatorClient:
         partners: roles whose update of this moment is decided on together with this one's.
         share: of the tokens of an update, those that this island trains on.
         oldest, newest: of the samples that are trained on; see `GradientReport`.
+
+    The schedule may stand elsewhere than the number of applied updates says: a run that was resumed with another number
+    of updates per step has moved it. The distance stays the same for the rest of the run.
     """
 
-    def __init__(self, coordinator: Coordinator | LocalCoordinator, role: str, progress: Progress) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator | LocalCoordinator,
+        role: str,
+        progress: Progress,
+        schedule_step: int | None = None,
+    ) -> None:
+        """Create the client of `role`.
+
+        Args:
+            schedule_step: where the role's schedule stands; None: where the number of applied updates says.
+        """
         self._coordinator, self._role = coordinator, role
         self._step, self._version = progress.steps.get(role, 0), progress.versions.get(role, 0)
+        self._schedule_offset = 0 if schedule_step is None else schedule_step - self._version
         self.partners: tuple[str, ...] = ()
         self.share = 1.0
         self.oldest, self.newest = 0, 0
@@ -424,4 +439,6 @@ class CoordinatorClient:
         )
         decision = self._coordinator.decide(self._role, report, self.partners)
         self._step, self._version = self._step + 1, decision.version
+        if self._schedule_offset:
+            decision = replace(decision, schedule_step=decision.schedule_step + self._schedule_offset)
         return decision

@@ -395,19 +395,17 @@ def engine_defaults(
     return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS, **backend}
 
 
-def check_runs_here(head_dim: int, arguments: dict[str, Any], *, experts: bool) -> None:
+def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
     """Refuse what vLLM's CPU build cannot do for training; each would fail, or go wrong, in the first batches.
 
     Args:
-        head_dim: of the model.
         arguments: EngineArgs.
         experts: whether the model has routed experts.
 
     Raises:
-        RolloutError: a head size without an attention kernel; quantised experts; compiled models, which would keep old
-            weights; scheduling beside a device that works by itself, which vLLM would turn off without a word (0.32,
-            `platforms/cpu.py`); a backend of latent attention that throws away the weights that an update is written
-            to, and knows no float32.
+        RolloutError: quantised experts; compiled models, which would keep old weights; scheduling beside a device that
+            works by itself, which vLLM would turn off without a word (0.32, `platforms/cpu.py`); a backend of latent
+            attention that throws away the weights that an update is written to, and knows no float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
@@ -426,15 +424,6 @@ def check_runs_here(head_dim: int, arguments: dict[str, Any], *, experts: bool) 
         raise RolloutError(
             "rollout.vllm.quantization: vLLM's CPU build has kernels for quantised experts only where there is AMX, "
             "and these reorder the weights that an update is written to. Leave it out on a CPU, or use a dense model."
-        )
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in sizes:
-        raise RolloutError(
-            f"the model's heads have {head_dim} dimensions; vLLM's CPU attention has kernels for "
-            f"{', '.join(map(str, sizes))} only. Choose another model (head_dim, or hidden_size / "
-            "num_attention_heads, in config.json), or rollout.engine=hf."
         )
 
 

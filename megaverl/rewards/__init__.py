@@ -66,6 +66,20 @@ class Component:
     _columns: set[str] = field(default_factory=set, compare=False)
     _bindings: dict[frozenset[str], Binding] = field(default_factory=dict, compare=False)
 
+    @property
+    def can_reach_one(self) -> bool | None:
+        """Return whether it can be 1 or more, which is what accuracy counts; None where that is not known."""
+        if self.clip is not None and self.clip[1] < 1.0:
+            return False
+        if self.accuracy:  # the configuration says so
+            return True
+        if self.shape is not None:
+            return None
+        if self.function.highest is not None:
+            return self.function.highest >= 1.0
+        is_rule = str(self.function.function.__module__).partition(".")[0] == "megaverl" and not self.function.may_fail
+        return True if is_rule else None
+
     def shaped(self, samples: Sequence[RewardSample], gate: Sequence[float] | None = None) -> list[float]:
         """`score`, shaped and clipped; of those samples alone whose `gate` is at least 1 (NaN where that is NaN)."""
         rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
@@ -251,6 +265,35 @@ class Reward:
                 found.setdefault(name, []).append(value)
             component.logged.clear()
         return found
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Return whether a response can count as correct at all."""
+        decisive = self._decisive
+        return decisive is None or decisive.can_reach_one is not False
+
+    @property
+    def accuracy_note(self) -> str:
+        """Return what a person must know of accuracy before the run; empty where nothing is doubtful."""
+        decisive = self._decisive
+        if decisive is None or decisive.can_reach_one:
+            return ""
+        fix = "Mark another entry of reward with accuracy: true"
+        if decisive.can_reach_one is None:
+            return (
+                f"accuracy counts responses to which the reward {decisive.name!r} gives 1 or more. If it never gives "
+                f"1, accuracy stays 0: {fix[0].lower()}{fix[1:]}, or set trainer.best_metric=reward."
+            )
+        return (
+            f"no accuracy is shown: the reward {decisive.name!r}, which decides it, never gives 1. The reward decides "
+            f"which checkpoint is the best. {fix} to have one."
+        )
+
+    @property
+    def _decisive(self) -> Component | None:
+        """Return the component that decides whether a response is correct."""
+        named = (each for each in self.components if each.name == self.accuracy_component)
+        return next(named, None)
 
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
         """Totals, components and correctness of `samples`, in their order; NaN where one could not be scored.

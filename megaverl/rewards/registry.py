@@ -100,6 +100,7 @@ class RewardFunction:
         check: called with the options when the reward is built; raises ValueError for one that cannot be
             used.
         may_fail: NaN says that a sample could not be scored; it is then left out.
+        highest: the most that it gives; None: not known.
     """
 
     name: str
@@ -107,6 +108,7 @@ class RewardFunction:
     batched: bool = False
     check: Callable[..., None] | None = None
     may_fail: bool = False
+    highest: float | None = None
 
     @functools.cached_property
     def takes_samples(self) -> bool:
@@ -169,8 +171,9 @@ def register_reward(
     batched: bool = False,
     check: Callable[..., None] | None = None,
     may_fail: bool = False,
+    highest: float | None = None,
 ) -> Any:
-    """Decorator: makes a function known to configurations as `name`, or under its own name; see `RewardFunction`.
+    """Register a function under `name`, or under its own name, for configurations; see `RewardFunction`.
 
     Raises:
         RewardError: another function has the name.
@@ -180,7 +183,7 @@ def register_reward(
         known = name if isinstance(name, str) else function.__name__
         if known in _REGISTERED and _place_of(_REGISTERED[known].function) != _place_of(function):
             raise RewardError(f"a reward named {known!r} is registered already; choose another name.")
-        _REGISTERED[known] = RewardFunction(known, function, batched, check, may_fail)
+        _REGISTERED[known] = RewardFunction(known, function, batched, check, may_fail, highest)
         return function
 
     return register(name) if callable(name) else register

@@ -32,7 +32,7 @@ def _check_overlong(max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -
         raise ValueError(f"penalty is {penalty}; give its size, at least 0")
 
 
-@register_reward("soft_overlong", check=_check_overlong)
+@register_reward("soft_overlong", check=_check_overlong, highest=0.0)
 def soft_overlong(sample: RewardSample, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
     """0 up to `max_tokens - buffer_tokens`, then falling in a line to `-penalty` at `max_tokens`.
 
@@ -47,7 +47,7 @@ def _check_linear(max_tokens: int, free_tokens: int = 0) -> None:
         raise ValueError(f"free_tokens is {free_tokens}; it must be at least 0 and less than max_tokens ({max_tokens})")
 
 
-@register_reward("length_linear", check=_check_linear)
+@register_reward("length_linear", check=_check_linear, highest=0.0)
 def length_linear(sample: RewardSample, *, max_tokens: int, free_tokens: int = 0) -> float:
     """0 up to `free_tokens`, then falling in a straight line to -1 at `max_tokens` and on below it."""
     return -max(_num_tokens(sample) - free_tokens, 0) / (max_tokens - free_tokens)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.processes import freeze_objects, thaw_objects
+from megaverl.rollout.cpu_kernels import why_no_kernel
 from megaverl.rollout.engine import (
     Generation,
     Images,
@@ -162,7 +163,9 @@ class VLLMEngine:
             **(expert_arguments() if routed_experts else {}),
         }
         if not platform.is_cuda:
-            vllm_cpu().check_runs_here(spec.head_dim, arguments, experts=spec.moe is not None)
+            if why := why_no_kernel(spec.head_dim):
+                raise RolloutError(why)
+            vllm_cpu().check_runs_here(arguments, experts=spec.moe is not None)
         if arguments.get("quantization"):
             arguments |= quantised_arguments(arguments["quantization"])
         if drafts := arguments.get("speculative_config"):

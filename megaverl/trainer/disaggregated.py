@@ -154,7 +154,8 @@ class Disaggregated(Executor):
         for role in [role for role in roles if self.fabric.has(place_of(role))]:
             trainable = self.roles.trained[role]
             name = island_name(role, self.island if self._decides_alone and self._on_islands(role) else 0)
-            trainable.coordinator = self.clients[role] = CoordinatorClient(self.coordinator, name, progress)
+            client = CoordinatorClient(self.coordinator, name, progress, trainable.scheduler.num_steps)
+            trainable.coordinator = self.clients[role] = client
             if islands > 1 and self._on_islands(role):
                 self.clients[role].share = 1.0 if self._decides_alone else 1.0 / islands
                 trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))

@@ -38,9 +38,9 @@ MASTER_PORT = 29500  # torchrun's, where none is given
 C10D_PORT = 29400  # torch's, of an endpoint without one
 JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
 MOST_THREADS = 8  # of a rank with a GPU: what it does on the processor (packing, checkpoints) gains nothing from more
-# Exit codes of a rank after which the ranks are not started again: a run that saved because it must leave, and a
-# mistake in the configuration, which would be the same again.
-STAYS_DOWN = (SAVED_AND_LEFT, MISTAKE)
+# Exit codes of a rank after which the ranks are not started again: a run that saved because it must leave, one that was
+# interrupted, and a mistake in the configuration, which would be the same again.
+STAYS_DOWN = (SAVED_AND_LEFT, INTERRUPTED, MISTAKE)
 COMMAND_MODULES = ("megaverl", "megaverl.cli.main", "megaverl.cli.train")  # what a rank of a command runs
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 

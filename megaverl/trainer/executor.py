@@ -378,7 +378,8 @@ class Colocated(Executor):
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
         self._coordinator = LocalCoordinator(list(self.trained), rules_of(self.config), progress)
         for role, trainable in self.trained.items():
-            trainable.coordinator = CoordinatorClient(self._coordinator, role, progress)
+            place = trainable.scheduler.num_steps
+            trainable.coordinator = CoordinatorClient(self._coordinator, role, progress, place)
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         return state | {"coordinator": self._coordinator.progress.to_dict()}

@@ -203,9 +203,18 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Leaving(Exception):
-    """The run was asked to leave, and nothing is lost: every rank ends with `errors.SAVED_AND_LEFT`."""
+    """Raised on every rank of a run that was asked to leave and has saved.
+
+    Attributes:
+        code: exit code of every rank: `errors.SAVED_AND_LEFT` where the same command goes on from there.
+    """
 
     code = SAVED_AND_LEFT
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        if code is not None:
+            self.code = code
 
 
 class PreemptionHandler:

@@ -29,10 +29,10 @@ from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
 from megaverl.trainer.replanning import Replanning
+from megaverl.trainer.resuming import GoingOn
 from megaverl.trainer.saving import (
     Records,
     Saving,
-    check_origin,
     export_model,
     sample_records,
     settle_file,
@@ -88,7 +88,7 @@ class Trainer:
         committer = Committer()
         if job is not None and placed:
             committer = Committer(job.fabric.control, job.fabric.placement.coordinator)
-        self.saving = Saving(config.checkpoint, self.run_dir, self.stages.status, console, committer)
+        self.saving = Saving(config, self.run_dir, self.stages.status, console, committer)
         self.stages.status("build")
         builder.resumes = self.saving.resumed_from is not None
         self.executor: Executor
@@ -98,6 +98,8 @@ class Trainer:
             fabric = job.fabric if job is not None else alone(config)
             self.executor = Colocated(builder, self.stages, console, replayed, fabric)
         self.step, self.roles = self.executor.step, self.executor.roles
+        if note := self.roles.reward.reward.accuracy_note:
+            console.print(note)
         for each in self.executor.flow.plan.operators:
             mine = job.fabric.placement.roles_of(rank) if job else each.roles
             if here := [role for role in each.roles if role in mine]:
@@ -262,6 +264,8 @@ class Trainer:
         trainer, found = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if found is not None:
+            if not self.roles.reward.reward.has_accuracy:
+                found.metrics.pop("reward/accuracy", None)
             found.metrics.update(slow | self.replanning.look(done, found.metrics, found.rollouts))
             if self.rate is not None:
                 seconds = found.metrics["train/step_time_ms"] / 1e3
@@ -296,14 +300,16 @@ class Trainer:
             self._leave(signal, self._rollouts(self.next_step, {**values, "rollouts": whole}, self.step.metrics))
 
     def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
-        if self.next_step == 0 and cut_off is None:
+        nothing_yet = self.next_step == 0 and cut_off is None
+        if nothing_yet:
             what = "nothing was trained yet"
         else:
             if not self._save(self.next_step, wait=True, cut_off=cut_off):
                 raise CheckpointError(f"{signal}: the run leaves, and could not save before.")
             inside = f", inside step {self.next_step + 1}" if cut_off else ""
             what = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
-        raise Leaving(f"{signal}: {what}; start the run again to go on.")
+        going_on = GoingOn.of(self.config, has_saved=not nothing_yet)
+        raise Leaving(f"{signal}: {what}; {going_on.advice}", going_on.code)
 
     def _rollouts(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> StoredRollouts:
         """What a step has generated and scored so far."""
@@ -362,6 +368,7 @@ class Trainer:
         return self.executor.collect(
             {
                 "next_step": self.next_step,
+                "steps": self.config.trainer.steps,
                 "kl": self.roles.kl_state(),
                 "sampler": self.prompts.state_dict(),
                 "tokenizer": tokenizer_digest(self.builder.tokenizer),
@@ -380,11 +387,12 @@ class Trainer:
         self.stages.status("resume")
         sync, path = self.roles.sync, self.saving.resumed_from
         state: dict[str, Any] | None = None
+        notes: list[str] = []
         if path is not None:
             if sync is not None:
                 sync.source_changes()
-            path, state = self.saving.store.resume(path, self.executor.trained)
-            self._take_up(path, state)
+            path, state = self.saving.resume(self.executor.trained, "train", self.builder.tokenizer)
+            notes = self._take_up(path, state)
         if sync is not None:
             sync.reshard()
         if sync is not None and state is not None:
@@ -395,16 +403,20 @@ class Trainer:
         self.executor.coordinate(Progress.from_dict(state["coordinator"]) if state else Progress(), path)
         if path is not None:
             inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
-            done = f"{self.next_step} of {self.config.trainer.steps} steps are done"
-            self.console.print(f"resumed from {path}: {done}{inside}")
+            total = self.config.trainer.steps
+            self.saving.report_resumed(self.next_step, total, inside, self.executor.trained)
+            for note in notes:
+                self.console.print(note)
 
-    def _take_up(self, path: Path, state: dict[str, Any]) -> None:
-        """The trainer's own state."""
-        check_origin(path, state, "train", self.builder.tokenizer)
+    def _take_up(self, path: Path, state: dict[str, Any]) -> list[str]:
+        """Restore the trainer's own state; return what a person must know of it."""
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
         self.roles.load_kl_state(state["kl"])
         self.next_step = int(state["next_step"])
-        self.validation.load_state_dict(state["best"])
+        notes = self._take_up_best(state["best"])
+        for role, trainable in self.executor.trained.items():
+            if moved := self.saving.changed.moved_updates(self.config, self.next_step, role):
+                trainable.move_schedule(moved)
         self.saving.note_resumed(self.next_step, inside=state["cut_off"] is not None)
         if self.step.replayed is None:
             with together():
@@ -414,12 +426,48 @@ class Trainer:
                     self._take_up_partial(path, int(state["partial_groups"]))
                 if self.executor.makes_samples:
                     self.step.waiting = read_waiting(path, state.get("ahead", ()))
+            notes += self._settle_samples()
         written = self.run_dir / "metrics.jsonl"
         if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
             self.console.warn(
                 f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
                 "the steps that are missing there will stay so"
             )
+        return notes
+
+    def _take_up_best(self, best: Mapping[str, Any]) -> list[str]:
+        """Take up the best validation so far, unless what it is measured by has changed."""
+        measure = ("trainer.best_metric", "trainer.validation_", "data.validation", "reward")
+        changed = [change.key for change in self.saving.changed.changes if change.key.startswith(measure)]
+        if changed:
+            return [f"the best validation so far is forgotten: {', '.join(changed)} changed what is best"]
+        self.validation.load_state_dict(best)
+        return []
+
+    def _settle_samples(self) -> list[str]:
+        """Decide on samples in the checkpoint that were generated before the settings of generation changed.
+
+        Whole responses are trained on as they were drawn. Unfinished ones begin anew from their prompts, as the rest of
+        them would be drawn from another distribution than their beginning.
+        """
+        before, changed = self.saving.changed.before, self.saving.changed.generated_otherwise
+        if before is None or not changed:
+            return []
+        notes = []
+        sampling = before["rollout"]["sampling"]
+        keys = ", ".join(change.key for change in changed)
+        if self.cut_off is not None:
+            self.cut_off = self.cut_off.drawn_with(sampling)
+        self.step.waiting = {step: stored.drawn_with(sampling) for step, stored in self.step.waiting.items()}
+        steps = sorted({*self.step.waiting, *([self.cut_off.step] if self.cut_off is not None else [])})
+        if steps:
+            numbers = ", ".join(str(step + 1) for step in steps)
+            notes.append(f"responses of step {numbers} are trained on as they were generated before {keys} changed")
+        if self.step.in_progress is not None and self.step.in_progress.groups:
+            self.step.in_progress.restart()
+            count = len(self.step.in_progress.groups)
+            notes.append(f"{count} unfinished groups of responses begin anew from their prompts: {keys} changed")
+        return notes
 
     def _take_up_partial(self, path: Path, number: int) -> None:
         """Responses that were not finished when a checkpoint was made."""

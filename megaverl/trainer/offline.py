@@ -28,10 +28,10 @@ from megaverl.monitoring.timeline import Timeline, memory_metrics
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, kept_objects
+from megaverl.trainer.resuming import GoingOn
 from megaverl.trainer.saving import (
     Records,
     Saving,
-    check_origin,
     export_classifier,
     export_model,
     settle_file,
@@ -98,7 +98,7 @@ class OfflineTrainer(ABC):
         self.profiler = Profiler(config.run.profile, builder.config.run_dir, timeline.rank, timeline, console.warn)
         self.data = self.dataset(sources)
         self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
-        self.saving = Saving(config.checkpoint, builder.config.run_dir, self.stages.status, console)
+        self.saving = Saving(config, builder.config.run_dir, self.stages.status, console)
         builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
         self.records = Records(config, builder.config.run_dir, console, keeps=self.is_first)
@@ -177,13 +177,15 @@ class OfflineTrainer(ABC):
             self._save(done, wait=last)
         if not last and (signal := self.leave.agreed()):
             self._save(done, wait=True)
-            raise Leaving(f"{signal}: saved after {done} of {self.steps} steps; start the run again to go on.")
+            going_on = GoingOn.of(self.config, has_saved=True)
+            raise Leaving(f"{signal}: saved after {done} of {self.steps} steps; {going_on.advice}", going_on.code)
         return validated or metrics
 
     def _save(self, done: int, *, wait: bool) -> None:
         state = {
             "stage": self.name,
             "next_step": done,
+            "steps": self.steps,
             "sampler": self.sampler.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
             "metrics_bytes": settle_file(self.builder.config.run_dir / "metrics.jsonl") if self.is_first else 0,
@@ -192,17 +194,15 @@ class OfflineTrainer(ABC):
             self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})
 
     def _resume(self) -> None:
-        """Take up a checkpoint, if there is one."""
-        path = self.saving.resumed_from
-        if path is None:
+        """Load the checkpoint that the run goes on from, if there is one."""
+        if self.saving.resumed_from is None:
             return
         self.stages.status("resume")
-        path, state = self.saving.store.resume(path, self.trained)
-        check_origin(path, state, self.name, self.builder.tokenizer)
+        _, state = self.saving.resume(self.trained, self.name, self.builder.tokenizer)
         self.sampler.check_state(state["sampler"])
         self.next_step = int(state["next_step"])
         self.saving.note_resumed(self.next_step, inside=False)
-        self.console.print(f"resumed from {path}: {self.next_step} of {self.steps} steps are done")
+        self.saving.report_resumed(self.next_step, self.steps, "", self.trained)
 
 
 VALIDATION_PAIRS = 256  # in one batch

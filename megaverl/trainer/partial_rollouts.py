@@ -253,6 +253,12 @@ class GroupsInProgress:
         batch = _batch(groups)
         return batch.with_(**drawing(ways if self.config.rollout.adaptive_sampling else ways[0], len(batch)))
 
+    def restart(self) -> None:
+        """Begin every response anew from its prompt, drawn as the configuration has it now."""
+        self.groups = [self._group(group.prompt, group.step, group.number) for group in self.groups]
+        for group in self.groups:
+            group.responses = [PartialResponse() for _ in group.sampling]
+
     # --- in a checkpoint ------------------------------------------------------------------------------------------
 
     def writer(self) -> Callable[[Path], None]:

@@ -15,10 +15,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megaverl.checkpoint.choice import likely_source
 from megaverl.config import Config
 from megaverl.data.sources import open_source
 from megaverl.data.tasks import make_task, write_rows
 from megaverl.data.tokenizers import load_tokenizer, train_sentencepiece
+from megaverl.distributed.collectives import on_first_rank
+from megaverl.monitoring.backends import read_metrics
 from megaverl.monitoring.console import Console, plot_curves, text_curve
 from megaverl.rollout.environments.games import EXAMPLES, example
 from megaverl.trainer.build import Builder
@@ -109,10 +112,14 @@ def _tokenizer_of_characters(config: Config, path: Path) -> Path:
 
 
 def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
-    """Warm-up, then training, then what a person wants to see: before, after, the curve and where things are."""
+    """Run the warm-up and the training, then show accuracy before and after, the curve, and where things are.
+
+    A run that goes on from a checkpoint has its warm-up behind it.
+    """
     builder = Builder(config)
-    warm = builder.config.run_dir / "inputs" / "warm"
-    export_model(warm_up(config, builder, console), builder, warm)
+    warm = config.run_dir / "inputs" / "warm"
+    if not on_first_rank(lambda: _goes_on(config, warm)):
+        export_model(warm_up(config, builder, console), builder, warm)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
     trainer = Trainer(config, console, Builder(config, builder.groups), job)
     trainer.train()
@@ -120,14 +127,28 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
         _report(trainer, console)
 
 
+def _goes_on(config: Config, warm: Path) -> bool:
+    """Return whether the run goes on from a checkpoint, and the model that its warm-up has made is there."""
+    source = likely_source(config.checkpoint.resume, config.run_dir)
+    return source is not None and (warm / "config.json").is_file()
+
+
 def _report(trainer: Trainer, console: Console) -> None:
-    held_out = [(step, m["validation/accuracy"]) for step, m in trainer.records.history if "validation/accuracy" in m]
-    training = [(step, m["reward/accuracy"]) for step, m in trainer.records.history if "reward/accuracy" in m]
-    picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", "accuracy")
-    console.print(text_curve(training, "accuracy on training prompts", low=0.0, high=1.0))
+    """Show what the whole run has learned, also where it was interrupted in between."""
+    records = [(int(record["step"]), record) for record in read_metrics(trainer.run_dir / "metrics.jsonl")]
+    held_out = [(step, m["validation/accuracy"]) for step, m in records if "validation/accuracy" in m]
+    training = [(step, m["reward/accuracy"]) for step, m in records if "reward/accuracy" in m]
+    has_accuracy = bool(training)
+    if not has_accuracy:  # no response can count as correct
+        training = [(step, m["reward/mean"]) for step, m in records if "reward/mean" in m]
+        held_out = [(step, m["validation/reward"]) for step, m in records if "validation/reward" in m]
+    what, low, high = ("accuracy", 0.0, 1.0) if has_accuracy else ("reward", None, None)
+    shown = "{:.1%}" if has_accuracy else "{:.3f}"
+    picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", what)
+    console.print(text_curve(training, f"{what} on training prompts", low=low, high=high))
     if held_out:  # trainer.validate_every=0: nobody looked
         console.print(
-            f"accuracy on held-out prompts: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after "
+            f"{what} on held-out prompts: {shown.format(held_out[0][1])} before, {shown.format(held_out[-1][1])} after "
             f"{held_out[-1][0]} steps of {trainer.config.algorithm.name}"
         )
     console.print(f"curve: {picture}")

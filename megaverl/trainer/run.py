@@ -141,6 +141,8 @@ def _eval(config: Config, console: Console, job: Job | None, options: dict[str, 
     data = builder.dataset(config.data.validation)
     count = min(len(data), config.trainer.validation_prompts or len(data))
     rollout, reward = builder.rollout(None), builder.reward()
+    if note := reward.reward.accuracy_note:
+        console.print(note)
     result = evaluate(config, rollout, reward, [data[i] for i in range(count)], builder.player())
     if dist.get_rank() == 0:
         (builder.config.run_dir / "eval.json").write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")

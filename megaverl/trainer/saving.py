@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megaverl.checkpoint import read_json
+from megaverl.checkpoint.choice import STATE_FILE, saved_config
 from megaverl.checkpoint.commit import Committer, Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config
-from megaverl.config.run import CheckpointConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import barrier, on_first_rank
@@ -29,6 +30,7 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
 from megaverl.monitoring.tracker import Tracker
 from megaverl.trainer.build import Builder
+from megaverl.trainer.resuming import ChangedSettings, config_writer, stage_of
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.trainable import TrainableModel
@@ -214,17 +216,20 @@ class Saving:
 
     Attributes:
         resumed_from: the checkpoint that the run goes on from; None: it starts afresh.
+        changed: how that one's configuration differs from the run's.
     """
 
     def __init__(
         self,
-        config: CheckpointConfig,
+        run: Config,
         run_dir: Path,
         phase: Callable[[str], None],
         console: Console,
         committer: Committer | None = None,
     ) -> None:
-        self.config, self.console = config, console
+        config = run.checkpoint
+        self.run, self.config, self.console = run, config, console
+        self.changed = ChangedSettings()
         retention = Retention(
             keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
         )
@@ -239,6 +244,43 @@ class Saving:
         """Whether to save after `done` steps."""
         interval = self.config.save_interval
         return last or bool(interval and (done % interval == 0 or (is_best and self.config.keep_best)))
+
+    def resume(
+        self, roles: Mapping[str, TrainableModel], stage: str, tokenizer: Tokenizer
+    ) -> tuple[Path, dict[str, Any]]:
+        """Load the checkpoint that the run goes on from. Every rank takes part.
+
+        Settings are compared before anything is loaded. `resumed_from` is the checkpoint that was loaded: an older one
+        where the newest is damaged.
+
+        Returns:
+            Its folder, and the trainer's state.
+
+        Raises:
+            ConfigError: lists every changed setting that a resumed run cannot follow.
+            CheckpointError: it was written by another command or with another tokenizer, or it cannot be loaded.
+        """
+        assert self.resumed_from is not None, "the run starts anew"
+        self._compare(self.resumed_from, stage, tokenizer)
+        loaded, state = self.store.resume(self.resumed_from, roles)
+        if loaded != self.resumed_from:
+            self.resumed_from = loaded
+            self._compare(loaded, stage, tokenizer)
+        return loaded, state
+
+    def _compare(self, folder: Path, stage: str, tokenizer: Tokenizer) -> None:
+        """Compare command, tokenizer and settings of a checkpoint with the run's; one rank reads the files."""
+        state, before = self.store.committer.decide(lambda: [read_json(folder / STATE_FILE), saved_config(folder)])
+        check_origin(folder, state, stage, tokenizer)
+        self.changed = ChangedSettings.since(folder, before, self.run, stage)
+
+    def report_resumed(self, done: int, total: int, more: str, roles: Mapping[str, TrainableModel]) -> None:
+        """Say where the run goes on, which settings have changed, and at which learning rates."""
+        self.console.print(f"resumed from {self.resumed_from}: {done} of {total} steps are done{more}")
+        for line in self.changed.lines():
+            self.console.print(line)
+        if done < total and (rates := [f"{name} {role.learning_rate:.4g}" for name, role in roles.items()]):
+            self.console.print(f"learning rate of the next update: {', '.join(rates)}")
 
     def note_resumed(self, done: int, *, inside: bool) -> None:
         """What the run goes on from need not be saved again."""
@@ -269,6 +311,7 @@ class Saving:
             return self.settle()
         # one that failed says nothing of the next
         earlier = self._attempt(self.store.finish)
+        options["files"] = {**options.get("files", {}), **config_writer(self.run)}
         started = self._attempt(lambda: self.store.start(done, roles, state, in_background=in_background, **options))
         if started:
             self._last = (done, bool(options.get("inside")))
@@ -319,7 +362,7 @@ def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: To
     Raises:
         CheckpointError: it was not.
     """
-    found = state.get("stage", "train")
+    found = stage_of(state)
     if found != stage:
         commands = {"reward_model": "reward"}
         raise CheckpointError(

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +27,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
 from megaverl.errors import DataError
+from megaverl.rollout.engine import drawing, sampling_options
 from megaverl.workers.reward import Scores
 
 INDEX_FILE = "index.jsonl"
@@ -53,6 +54,17 @@ class StoredRollouts:
     def values(self) -> dict[str, Any]:
         """What of a step's flow is done with these."""
         return {"rollouts": self.batch} if self.scores is None else {"rollouts": self.batch, "scores": self.scores}
+
+    def drawn_with(self, sampling: Mapping[str, Any]) -> StoredRollouts:
+        """Return the same with the temperature that its samples were drawn at, for a run that has another one now.
+
+        Args:
+            sampling: `rollout.sampling` of the run that generated them.
+        """
+        if "temperatures" in self.batch:
+            return self
+        ways = [sampling_options(sampling)] * len(self.batch)
+        return replace(self, batch=self.batch.with_(**drawing(ways, len(self.batch))))
 
     def facts(self) -> dict[str, Any]:
         """All but the batch, as JSON."""

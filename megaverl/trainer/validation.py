@@ -35,10 +35,15 @@ from megaverl.workers.rollout import AgentRollouts, Rollout
 
 @dataclass
 class Best:
-    """The best validation so far."""
+    """The best validation so far.
+
+    Attributes:
+        tie: decides between equal values: the reward while no response was correct, else 0.
+    """
 
     step: int = -1
     value: float = float("-inf")
+    tie: float = float("-inf")
 
 
 class Validation:
@@ -89,11 +94,16 @@ class Validation:
         return found
 
     def note(self, done: int, evaluation: Evaluation) -> None:
-        """Remember the best; write and show what was found."""
+        """Remember the best; write and show what was found.
+
+        A run whose accuracy never leaves 0 would otherwise have its first validation as its best.
+        """
         metrics = evaluation.metrics
-        value = metrics[f"validation/{self.config.trainer.best_metric}"]
-        if value > self.best.value:
-            self.best = Best(done, value)
+        reward = metrics["validation/reward"]
+        value = metrics.get(f"validation/{self.config.trainer.best_metric}", reward)
+        tie = reward if value == 0.0 else 0.0
+        if (value, tie) > (self.best.value, self.best.tie):
+            self.best = Best(done, value, tie)
         self.records.log(done, metrics)
         self.records.log_samples(done, evaluation.samples, split="validation")
         self.console.print(
@@ -107,7 +117,7 @@ class Validation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undo `state_dict`."""
-        self.best = Best(int(state["step"]), float(state["value"]))
+        self.best = Best(int(state["step"]), float(state["value"]), float(state.get("tie", 0.0)))
 
 
 # Steps of validation draws are none of those of training, so that no seed is used twice.
@@ -148,10 +158,14 @@ def evaluate(
         group_ids = group_ids[answer_rows(batch).unique()]
     known = scores.known
     whole = ~torch.isin(group_ids, group_ids[~scores.scored])  # pass@k needs all of a prompt's samples
+    correct: dict[str, float] = {}
+    if reward.reward.has_accuracy:
+        correct["accuracy"] = float(known.correct.float().mean())
+        for k in config.trainer.pass_at:
+            correct[f"pass@{k}"] = mean_pass_at_k(scores.correct[whole], group_ids[whole], k)
     metrics = {
         "reward": float(known.total.mean()),
-        "accuracy": float(known.correct.float().mean()),
-        **{f"pass@{k}": mean_pass_at_k(scores.correct[whole], group_ids[whole], k) for k in config.trainer.pass_at},
+        **correct,
         "response_length": float(of_all(batch, batch.response_mask.sum(dim=1)).float().mean()),
     }
     return Evaluation(
@@ -201,8 +215,11 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
 def _start(folder: RolloutFolder, config: Config) -> tuple[int, int]:
     """The first step to generate, and the prompts that those before it took; what is stored after is dropped."""
     first = position = 0
-    if config.checkpoint.resume == "auto" and (folder.folder / "index.jsonl").exists():
+    resume = config.checkpoint.resume
+    if resume in ("auto", "unfinished") and (folder.folder / "index.jsonl").exists():
         entries = folder.entries()
+        if resume == "unfinished" and all(step in entries for step in range(config.trainer.steps)):
+            entries = {}
         while first in entries:
             position += int(entries[first]["metrics"].get("rollout/generated_groups", config.data.prompts_per_step))
             first += 1

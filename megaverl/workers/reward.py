@@ -219,7 +219,7 @@ class RewardRole:
             lost = [name for name, values in components.items() if bool(values.isnan().all())]
             raise RewardError(
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
-                f"{self._why()}See that the service is there; the run goes on from its last checkpoint."
+                f"{self._why()}See that the service is there, and start the run again."
             )
         return Scores(total, components, correct).select(range(len(total)) if answers is None else answers)
 

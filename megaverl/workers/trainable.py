@@ -333,6 +333,10 @@ class TrainableModel(ABC):
                 "rewards and log-probs of this step in metrics.jsonl."
             )
 
+    def move_schedule(self, updates: int) -> None:
+        """Move the schedule of learning rate and weight decay by so many updates, but not before its beginning."""
+        self._take_schedule_to(max(0, self.scheduler.num_steps + updates))
+
     def _take_schedule_to(self, steps: int) -> None:
         """The learning rate and the weight decay after so many applied updates; the coordinator counts them."""
         if steps != self.scheduler.num_steps:

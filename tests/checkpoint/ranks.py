@@ -67,9 +67,9 @@ def build(folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **opt
         roles[role] = MegatronTrainable(
             model,
             optimizer=OPTIMIZER | options.get("optimizer", {}),
-            scheduler=SCHEDULE,
+            scheduler=options.get("scheduler", SCHEDULE),
             ddp=options.get("ddp", {}),
-            total_updates=8,
+            total_updates=options.get("total_updates", 8),
         )
     return roles
 
@@ -86,7 +86,12 @@ def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, tp: int, seed: i
         value_head=role == "critic",
         role=role,
     )
-    return FSDPTrainable(model, optimizer=OPTIMIZER, scheduler=SCHEDULE, total_updates=8)
+    return FSDPTrainable(
+        model,
+        optimizer=OPTIMIZER | options.get("optimizer", {}),
+        scheduler=options.get("scheduler", SCHEDULE),
+        total_updates=options.get("total_updates", 8),
+    )
 
 
 def loss_of(model: TrainingModel) -> Loss:
@@ -211,6 +216,35 @@ def resume_run(
     except MegaverlError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"path": str(path), "state": state, "losses": train(roles, 2)}
+
+
+def settings(roles: Roles) -> dict[str, Any]:
+    """Where each role's schedule stands, and the hyperparameters that its next update takes."""
+    return {
+        role: [
+            trainable.scheduler.num_steps,
+            [
+                {name: repr(value) for name, value in group.items() if name not in ("params", "step")}
+                for group in trainable.scheduler.optimizer.param_groups
+            ],
+        ]
+        for role, trainable in roles.items()
+    }
+
+
+def resume_with(folder: str, root: str, saved: dict[str, Any], resumed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Save after 4 updates, resume with other options; the settings then, and those of a run that never stopped."""
+    roles = build(folder, **saved)
+    train(roles, 4)
+    path = CheckpointStore(root).save(4, roles, {"next_step": 4})
+    expected = build(folder, **resumed)
+    for trainable in expected.values():
+        trainable.scheduler.step(increment=4)
+    other = build(folder, seed=9, **resumed)
+    CheckpointStore(root).load(path, other)
+    found = [settings(other), settings(expected)]
+    train(other, 1)
+    return found
 
 
 class Traffic(TorchDispatchMode):

@@ -100,6 +100,42 @@ def test_another_grid_continues_with_the_same_losses(launch: Launcher, folder: P
         assert found["losses"] == pytest.approx(expected[0::2], abs=1e-5)
 
 
+OTHER = {
+    "optimizer": {
+        "lr": 3e-2,
+        "min_lr": 1e-3,
+        "weight_decay": 0.2,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.9,
+        "adam_eps": 1e-6,
+    },
+    "scheduler": {
+        "lr_warmup_steps": 3,
+        "lr_decay_style": "linear",
+        "start_wd": 0.0,
+        "end_wd": 0.2,
+        "wd_incr_style": "linear",
+    },
+    "total_updates": 16,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, PLAIN], ids=["distributed", "bfloat16", "plain"])
+def test_a_resume_follows_the_new_schedule_and_optimizer(
+    launch: Launcher, tied: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """More updates, another peak, shape and warm-up, betas, eps and weight decay; under both engines."""
+    grids: dict[str, Any] = {"actor": {}, "critic": {"fsdp": {}}}
+    saved, resumed = {"grids": grids, **options}, {"grids": grids, **options, **OTHER}
+    for found, expected in launch.world(
+        1, RANKS + "resume_with", folder=tied, root=tmp_path, saved=saved, resumed=resumed
+    ):
+        assert found == expected
+        assert {role: place for role, (place, _) in found.items()} == {"actor": 4, "critic": 4}
+        rates = [float(group["lr"]) for _, groups in found.values() for group in groups]
+        assert rates == pytest.approx([1e-3 + (3e-2 - 1e-3) * (1 - (4 - 3) / (16 - 3))] * len(rates))
+
+
 def test_random_generators_go_on_where_they_were(launch: Launcher, tied: Path, tmp_path: Path) -> None:
     for after_save, after_load in launch.world(2, RANKS + "random_draws", folder=tied, root=tmp_path):
         assert after_save == after_load

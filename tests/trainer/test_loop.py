@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,11 @@ class Order:
 def loop(lag: int, first: int = 0, leaves_after: int | None = None) -> Any:
     """A run of four steps that validates after the second one; `leaves_after` so many steps it hears a signal."""
     trainer: Any = Trainer.__new__(Trainer)
-    trainer.config = SimpleNamespace(trainer=SimpleNamespace(steps=STEPS, validate_at_start=False))
+    trainer.config = SimpleNamespace(
+        trainer=SimpleNamespace(steps=STEPS, validate_at_start=False),
+        checkpoint=SimpleNamespace(resume="auto"),
+        run_dir=Path("runs/run"),
+    )
     trainer.executor, trainer.next_step, trainer.cut_off = Order(lag), first, None
     trainer.stages, trainer.stored = SimpleNamespace(step=None), None
     trainer.prompts = trainer.records = trainer.run_dir = trainer.stragglers = None

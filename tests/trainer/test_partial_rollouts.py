@@ -185,6 +185,11 @@ def test_what_is_in_progress_comes_back_from_a_file(tmp_path: Path) -> None:
     second, _ = again.run(other, prompts(1009, 3), 1)
     for name, tensor in first.tensors.items():
         assert torch.equal(tensor, second.tensors[name]), name
+    again.read(path)
+    again.config = configured("rollout={max_staleness: 3, partial: {over_sample: 3}}", "algorithm.group_size=4")
+    again.restart()  # other settings: the same prompts, and nothing of the responses
+    assert [group.prompt for group in again.groups] == [prompt for prompt, *_ in expected]
+    assert {len(response.token_ids) for group in again.groups for response in group.responses} == {0}
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match=r"partial\.safetensors"):
         again.read(path)

@@ -17,6 +17,8 @@ from megaverl.config.run import LoopConfig, named_reward
 from megaverl.config.yaml_source import COMMAND_LINE, Override, recipe
 from megaverl.errors import ConfigError
 from megaverl.trainer.api import Devices, device_map, parse_devices
+from megaverl.trainer.preflight import check_builds, check_packages
+from megaverl.trainer.resuming import check_resume
 
 # What `get_ppo_config()` alone lays over the recipe of the quickstart: one process, without vLLM, about half a minute.
 SMALL_RUN: dict[str, dict[str, Any]] = {
@@ -274,9 +276,7 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
         if description.may_be_small and not _names_inputs(values):
             description, overrides = recipe("quickstart"), [*as_overrides(SMALL_RUN), *as_overrides(values), *overrides]
             if check_paths:
-                from megaverl.trainer.quickstart import make_inputs
-
-                make_inputs(load_config(description, overrides, check_paths=False))
+                _make_inputs(load_config(description, overrides, check_paths=False))
         else:
             description = values
     if not isinstance(description, str | Path | Mapping):
@@ -296,6 +296,22 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
     except InvalidConfig as error:
         source = str(description) if isinstance(description, str | Path) else "what was given"
         raise InvalidConfig(map(_of_a_program, error.mistakes), source) from None
+
+
+def _make_inputs(config: Config) -> None:
+    """Make what the small run of `get_ppo_config` reads, if this environment can run it.
+
+    Raises:
+        ConfigError: packages are missing, or the run cannot go on from its checkpoint with these settings.
+    """
+    with as_started():
+        check_builds()
+        check_packages(config, "train")
+        if "RANK" not in os.environ:  # ranks compare their settings with the checkpoint's together
+            check_resume(config, "train")
+    from megaverl.trainer.quickstart import make_inputs
+
+    make_inputs(config)
 
 
 def _of_a_program(mistake: ConfigIssue) -> ConfigIssue:

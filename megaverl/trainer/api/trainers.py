@@ -15,7 +15,7 @@ from megaverl.config import Config, smallest_world
 from megaverl.config.absolute import with_absolute_paths
 from megaverl.config.grids import resolve_placement, role_grids, used_roles
 from megaverl.config.yaml_source import Override
-from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
+from megaverl.errors import INTERRUPTED, SAVED_AND_LEFT, ConfigError, TrainingStopped
 from megaverl.processes import free_port
 from megaverl.temporary import remove_temporary_folder
 from megaverl.trainer.api import DataParallelConfig, Devices, placement_of
@@ -29,6 +29,7 @@ from megaverl.trainer.api.settings import (
     refuse_unknown,
     resolve,
 )
+from megaverl.trainer.preflight import check_before_ranks, check_code_and_data
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -65,6 +66,7 @@ def init_distributed(config: Description) -> Job:
         TrainingStopped: ranks that do not come, or another job at the same address.
     """
     resolved = resolve(config)
+    _check(resolved, is_rank=under_torchrun())
     if not under_torchrun():
         needed = smallest_world(resolved)
         if needed > 1:
@@ -85,11 +87,12 @@ def init_distributed(config: Description) -> Job:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.dataflow.carrier import use_fabric
     from megaverl.monitoring.console import Console
+    from megaverl.planner.advice import check_memory
     from megaverl.platform import platform
     from megaverl.trainer.job import join_job
 
     platform.start()
-    _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])))
+    _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])), check_memory)
     _Joined.config = resolved
     use_fabric(_Joined.job.fabric)
     seed_generators(resolved.run.seed)
@@ -103,7 +106,8 @@ def explained() -> Iterator[None]:
 
     Raises:
         TrainingStopped: a rank is lost, with its verdict.
-        SystemExit: with `errors.SAVED_AND_LEFT`: the run was asked to leave, and has saved.
+        SystemExit: the run was asked to leave, and has saved. The code is `errors.SAVED_AND_LEFT` where the program
+            goes on when it is started again, else `errors.INTERRUPTED`.
     """
     try:
         yield
@@ -114,7 +118,7 @@ def explained() -> Iterator[None]:
         if isinstance(error, Leaving):
             if job is None or job.fabric.rank == 0:
                 print(error, file=sys.stderr, flush=True)
-            raise SystemExit(SAVED_AND_LEFT) from error
+            raise SystemExit(error.code) from error
         if job is not None and (verdict := job.liveness.explain(error)):
             raise TrainingStopped(verdict) from error
         raise
@@ -201,7 +205,7 @@ class RLTrainer:
 
         Raises:
             TrainingStopped: a rank failed; its message stands on the terminal.
-            SystemExit: with `errors.SAVED_AND_LEFT`: the run was asked to leave, and goes on when it is started again.
+            SystemExit: the run was asked to leave and has saved; see `explained` for the code.
         """
         if not under_torchrun() and _num_ranks(self.config) > 1:
             return _train_in_ranks(self.config)
@@ -338,6 +342,16 @@ def _reward_of(value: Reward | Path) -> dict[str, Any]:
     return {"name": "reward_model", "path": str(value)}
 
 
+def _check(config: Config, *, is_rank: bool) -> None:
+    """Check what the command line checks before ranks start.
+
+    Raises:
+        ConfigError: what is wrong, and what to do.
+    """
+    if warning := check_before_ranks(config, "train", is_rank=is_rank):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def _num_ranks(config: Config) -> int:
     from megaverl.trainer.elastic_agent import default_nproc
 
@@ -351,6 +365,8 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
     from megaverl.monitoring.backends import read_metrics
     from megaverl.trainer.elastic_agent import check_world, start_ranks
 
+    _check(config, is_rank=False)
+    check_code_and_data(config, "train")
     count = _num_ranks(config)
     check_world(config, "train", count)
     for choice in config.choices:  # to the ranks they are given
@@ -361,7 +377,7 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
         arguments = ["-m", "megaverl.cli.main", "train", "--config", str(file)]
         with as_started():
             code = start_ranks(arguments, count, log_hint=str(config.run_dir / "logs"))
-    if code == SAVED_AND_LEFT:
+    if code in (SAVED_AND_LEFT, INTERRUPTED):
         raise SystemExit(code)
     if code:
         raise TrainingStopped(f"training ended with exit code {code}; {config.run_dir / 'logs'} says more.")

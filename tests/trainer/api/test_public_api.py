@@ -48,6 +48,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         trainers_module, "resolve", lambda *given, **asked: real(*given, **asked | {"check_paths": False})
     )
+    monkeypatch.setattr(trainers_module, "check_code_and_data", lambda config, command: None)
 
 
 def test_every_promised_import() -> None:

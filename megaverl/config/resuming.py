@@ -1,0 +1,256 @@
+"""Settings that differ between a checkpoint and the run that is resumed from it: which are used, ignored or refused.
+
+A resumed run follows its own configuration. `RULES` lists the exceptions: keys whose change is refused, and keys whose
+state comes from the checkpoint, so that a change has no effect. Everything else is used from the next step on. Each
+change is reported, and docs/checkpoints.md shows the same table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.schema import Config
+from megaverl.config.section import section_at
+
+Outcome = Literal["used", "kept", "refused"]
+STAGES = ("train", "sft", "dpo", "reward_model")  # as a checkpoint names them
+
+# They say which checkpoint is read and where the run writes.
+UNREPORTED = ("checkpoint.resume", "run.name", "run.dir")
+
+_COMMON = ("run", "model", "actor", "data", "rollout", "checkpoint", "alerts")
+# Sections that a stage without rollouts reads. Of `rollout` it reads the longest response.
+_READ = {
+    "sft": (*_COMMON, "sft"),
+    "dpo": (*_COMMON, "reference", "preference"),
+    "reward_model": (*_COMMON, "reward_model", "preference"),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of a change of some keys.
+
+    Attributes:
+        keys: patterns of dotted keys.
+        why: one or two sentences for the person who made the change.
+        stages: in which the rule holds.
+        when: the condition in words, for the documentation. Empty: always.
+        holds: the same condition as a function of the new configuration, the value before and the value now.
+    """
+
+    keys: tuple[str, ...]
+    outcome: Outcome
+    why: str
+    stages: tuple[str, ...] = STAGES
+    when: str = ""
+    holds: Callable[[Config, Any, Any], bool] = lambda config, before, now: True
+
+
+RULES = (
+    Rule(("run.seed",), "refused", "The order of the rows and every random draw come from it."),
+    Rule(
+        ("data.prompts_per_step", "data.shuffle", "data.streaming"),
+        "refused",
+        "The place in the training prompts is counted by it.",
+        stages=("train",),
+    ),
+    Rule(
+        ("data.shuffle_buffer",),
+        "refused",
+        "The place in the training prompts is counted by it.",
+        stages=("train",),
+        when="with data.streaming",
+        holds=lambda config, before, now: config.data.streaming,
+    ),
+    Rule(("sft.batch_size", "data.shuffle"), "refused", "The place in the rows is counted by it.", stages=("sft",)),
+    Rule(
+        ("preference.batch_size", "data.shuffle"),
+        "refused",
+        "The place in the rows is counted by it.",
+        stages=("dpo", "reward_model"),
+    ),
+    Rule(
+        ("*.optimizer.optimizer",),
+        "refused",
+        "The checkpoint holds the state of the other optimizer.",
+        holds=lambda config, before, now: (before or "adam") != (now or "adam"),
+    ),
+    Rule(
+        ("algorithm.kl.target",),
+        "refused",
+        "The checkpoint holds the state of the other kind of KL controller.",
+        stages=("train",),
+        when="from null to a number, or back",
+        holds=lambda config, before, now: (before is None) != (now is None),
+    ),
+    Rule(
+        ("model.path", "model.revision", "model.hub"),
+        "kept",
+        "Trained weights are the checkpoint's. The rest, such as the tokenizer and a reference without a path, is read "
+        "from the new place.",
+    ),
+    Rule(("model.init",), "kept", "Trained weights are the checkpoint's."),
+    Rule(("critic.path", "reward_model.path"), "kept", "Trained weights are the checkpoint's."),
+    Rule(
+        ("reward.*.path",),
+        "kept",
+        "Trained weights are the checkpoint's.",
+        stages=("train",),
+        when="with a reward model that `mix` trains",
+        holds=lambda config, before, now: config.mixes_reward_model,
+    ),
+    Rule(("*.lora.path",), "kept", "Trained adapters are the checkpoint's."),
+    Rule(
+        ("sft.*",),
+        "kept",
+        "Of a run like this only the quickstart's warm-up reads it, which is over.",
+        stages=("train",),
+        when="unless `mix` has an update sft",
+        holds=lambda config, before, now: all(entry.update != "sft" for entry in config.mix),
+    ),
+    Rule(
+        ("algorithm.kl.coef",),
+        "kept",
+        "The adaptive coefficient goes on from the checkpoint's value.",
+        stages=("train",),
+        when="with algorithm.kl.target",
+        holds=lambda config, before, now: config.algorithm.kl.target is not None,
+    ),
+    Rule(
+        ("algorithm.entropy_coef",),
+        "kept",
+        "The adaptive coefficient goes on from the checkpoint's value.",
+        stages=("train",),
+        when="with algorithm.entropy_target",
+        holds=lambda config, before, now: config.algorithm.entropy_target is not None,
+    ),
+    Rule(
+        ("*.optimizer.initial_loss_scale",),
+        "kept",
+        "The loss scale goes on from the checkpoint's value.",
+        when="with model.dtype: float16",
+    ),
+)
+
+# Keys that decide how responses are generated. Those that a checkpoint holds were generated with its own settings.
+SHAPES_RESPONSES = (
+    "data.*",
+    "rollout.sampling*",
+    "rollout.adaptive_sampling",
+    "rollout.function",
+    "environment.*",
+    "algorithm.group_size",
+    "algorithm.opponent_beta",
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs from the checkpoint's, and what becomes of it.
+
+    Attributes:
+        before, now: the values; None also where the key is not set.
+        why: of a change that is not used.
+    """
+
+    key: str
+    before: Any
+    now: Any
+    outcome: Outcome
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {found(self.before)} -> {found(self.now)}"
+
+    @property
+    def shapes_responses(self) -> bool:
+        """Return whether responses that were generated before the change differ from those generated after it."""
+        is_held_out = self.key.startswith("data.validation")
+        return not is_held_out and any(fnmatchcase(self.key, pattern) for pattern in SHAPES_RESPONSES)
+
+
+def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Change]:
+    """Return every setting that differs from a checkpoint's, in the order of the configuration.
+
+    Keys that the megaverl which wrote the checkpoint did not have are left out.
+
+    Args:
+        before: the checkpoint's configuration, as `Config.to_dict` gives it.
+        config: of the run that is resumed.
+        stage: one of `STAGES`.
+    """
+    read = _READ.get(stage)
+    result = []
+    for key, old, new in _differences(before, config.to_dict(), ()):
+        if key in UNREPORTED or (read is not None and key.partition(".")[0] not in read):
+            continue
+        rule = _rule_for(key, old, new, config, stage)
+        result.append(Change(key, old, new, rule.outcome, rule.why) if rule else Change(key, old, new, "used"))
+    return result
+
+
+def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
+    """Return a mistake for each change that a resumed run cannot follow."""
+    fix = "Set it back, or start a new run from the saved weights: another run.name, or checkpoint.resume=never."
+    return [
+        ConfigIssue(
+            change.key, f"was {found(change.before)} in {checkpoint}, is {found(change.now)}. {change.why} {fix}"
+        )
+        for change in differences
+        if change.outcome == "refused"
+    ]
+
+
+def _rule_for(key: str, before: Any, now: Any, config: Config, stage: str) -> Rule | None:
+    for rule in RULES:
+        matches = stage in rule.stages and any(fnmatchcase(key, pattern) for pattern in rule.keys)
+        if matches and rule.holds(config, before, now):
+            return rule
+    return None
+
+
+def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value before, value now) where two configurations differ."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        is_section = _section(path) is not None
+        names = [*now, *([] if is_section else [name for name in before if name not in now])]
+        for name in names:
+            if name in before or not is_section:
+                yield from _differences(before.get(name), now.get(name), (*path, name))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, (*path, str(index)))
+    elif _as_json(before) != _as_json(now):
+        yield ".".join(path), before, now
+
+
+def _section(path: tuple[str, ...]) -> type[BaseModel] | None:
+    """Return the section at a path; None of a mapping that is handed to another library."""
+    return section_at(Config, path)
+
+
+def _as_json(value: Any) -> str:
+    """Return a form in which equal values of YAML and of Python are the same."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def table() -> str:
+    """Return the rules as a table in Markdown, for docs/checkpoints.md."""
+    titles = {"refused": "refused", "kept": "no effect, announced"}
+    rows = ["| changed key | at a resume | why |", "| --- | --- | --- |"]
+    for rule in RULES:
+        keys = ", ".join(f"`{key}`" for key in rule.keys)
+        commands = {"train": "train", "sft": "sft", "dpo": "dpo", "reward_model": "reward"}
+        of = "" if rule.stages == STAGES else f" ({', '.join(commands[stage] for stage in rule.stages)})"
+        when = f", {rule.when}" if rule.when else ""
+        rows.append(f"| {keys}{when}{of} | {titles[rule.outcome]} | {rule.why} |")
+    rows.append("| every other key | used from the next step on, announced | |")
+    return "\n".join(rows)

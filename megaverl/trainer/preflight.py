@@ -1,0 +1,112 @@
+"""What is checked of a run before any rank starts, for the command line and for Python programs alike.
+
+`load_config` has checked the configuration by then. Here the machine is looked at, and the checkpoint that the run goes
+on from. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaverl.config import Config
+from megaverl.config.checks import package_mistakes
+from megaverl.config.errors import ConfigIssue, InvalidConfig
+from megaverl.config.preflight import Preflight, preflight
+from megaverl.config.run import is_hub_name
+from megaverl.errors import ConfigError, ModelError
+from megaverl.gpus import count_gpus, cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
+from megaverl.rollout.cpu_kernels import why_no_kernel
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.trainer.resuming import check_resume
+
+GENERATES = ("train", "eval", "generate", "quickstart")
+
+
+def check_builds() -> None:
+    """Refuse an environment in which importing models fails.
+
+    Raises:
+        ConfigError: packages that are built for CUDA beside a torch for the processor.
+    """
+    if foreign := cuda_builds_beside_cpu_torch():
+        raise ConfigError(
+            f"{', '.join(foreign)}: built for CUDA, beside a torch for the processor: importing models fails with "
+            f"them. pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (nothing here needs them)"
+        )
+
+
+def check_packages(config: Config, command: str) -> None:
+    """Refuse a run whose packages are not installed.
+
+    Raises:
+        ConfigError: says which are missing, and how to install them.
+    """
+    if mistakes := list(package_mistakes(config, command)):
+        raise InvalidConfig(mistakes, "packages")
+
+
+def check_head_size(config: Config, command: str) -> None:
+    """Refuse a model that vLLM cannot generate with on this machine's processor.
+
+    Raises:
+        ConfigError: no kernel for its head size.
+    """
+    path = config.model.path
+    generates = command in GENERATES and config.rollout.engine == "vllm" and config.trainer.replay_rollouts is None
+    if not generates or count_gpus() or is_hub_name(path) or not (Path(path) / "config.json").is_file():
+        return
+    try:
+        head_dim = ModelSpec.outline(path).head_dim
+    except ModelError:
+        return  # the configuration's own check has a better message
+    if why := why_no_kernel(head_dim):
+        raise InvalidConfig([ConfigIssue("model.path", why)], path)
+
+
+def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
+    """Check what a dry run looks at; return a warning, or nothing.
+
+    A dry run may be of a recipe for another machine, so builds and GPUs of this one are no mistake.
+
+    Args:
+        with_files: the model's and the run's folders are those of this machine.
+
+    Raises:
+        ConfigError: what is wrong, and what to do.
+    """
+    if with_files:
+        check_head_size(config, command)
+        check_resume(config, command)
+    return cpu_torch_beside_gpus() or ""
+
+
+def check_code_and_data(config: Config, command: str) -> Preflight:
+    """Load what the configuration names and read some rows, outside of this process where that runs others' code.
+
+    Raises:
+        InvalidConfig: lists what is wrong.
+    """
+    checked = preflight(config, command)
+    if checked.issues:
+        raise InvalidConfig(checked.issues, "code and data that it names")
+    return checked
+
+
+def check_before_ranks(config: Config, command: str, *, is_rank: bool = False) -> str:
+    """Check all that can be known of a run before its ranks start; return a warning, or nothing.
+
+    Args:
+        is_rank: this process is one of the ranks. All of them come to the same; the checkpoint they read together.
+
+    Raises:
+        ConfigError: what is wrong, and what to do.
+    """
+    check_builds()
+    check_packages(config, command)
+    check_head_size(config, command)
+    if not is_rank:
+        check_resume(config, command)
+    unused_gpus = cpu_torch_beside_gpus()
+    if unused_gpus and command != "quickstart":  # whose model is tiny
+        raise ConfigError(unused_gpus)
+    return unused_gpus or ""
