@@ -32,6 +32,8 @@ def small_config(path: Path, config: Config) -> dict[str, Any]:
     actor = config.actor
     ends = sum(actor.megatron.get(name, 1) - 1 for name in ENDS_OF_PIPELINE)
     model["num_hidden_layers"] = max(4, actor.pp * (actor.vpp or 1)) + ends
+    if "layer_types" in model:
+        model["layer_types"] = model["layer_types"][: model["num_hidden_layers"]]
     if "num_experts" in model:
         model["num_experts"] = max(8, actor.ep)
     if "vision_config" in model:
