@@ -114,6 +114,13 @@ OPTIMIZER: dict[str, str] = {
     "use_layer_wise_distributed_optimizer": "Use {role}.ddp.use_distributed_optimizer.",
     "log_num_zeros_in_grad": "Zeros of gradients are not reported.",
     "optimizer_cuda_graph": "Megatron-LM's training loop captures its graph; steps are taken here without it.",
+    **_all_of(
+        """
+            muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
+            muon_tp_mode muon_extra_scale_factor
+        """,
+        "Muon is not built here: optimizers are adam and sgd.",
+    ),
 }
 
 SCHEDULER: dict[str, str] = {
@@ -208,6 +215,36 @@ SPECULATIVE: dict[str, str] = {
     "suffix_decoding_max_cached_requests": "It is 0: what is drawn depends on no response before it.",
 }
 
+# Values of fields whose annotation is text: those that megatron-core (0.16 to 0.19) and vLLM build in a run of this
+# library. The libraries themselves refuse others late, on ranks that have started, or in their first step.
+MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
+    "recompute_modules": ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
+    "offload_modules": (
+        "attn_norm",
+        "qkv_linear",
+        "core_attn",
+        "attn_proj",
+        "mlp_norm",
+        "expert_fc1",
+        "moe_act",
+    ),
+    "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    # sinkhorn would send tokens to other experts than the engine does
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+}
+OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {"optimizer": ("adam", "sgd")}
+SCHEDULER_VALUES: dict[str, tuple[str, ...]] = {
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
+    "wd_incr_style": ("constant", "linear", "cosine"),
+}
+VLLM_VALUES: dict[str, tuple[str, ...]] = {
+    "load_format": ("auto", "hf", "safetensors", "pt"),
+    "config_format": ("auto", "hf"),
+    "model_impl": ("auto", "vllm", "transformers"),
+    "offload_backend": ("auto", "uva", "prefetch"),
+}
+
 _NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")  # what Megatron's own DDP does
 
 _MEGATRON_CORE = ("megatron-core",)
@@ -221,12 +258,14 @@ class PassthroughClass:
     Attributes:
         distributions: names under which its package may be installed.
         owned: fields that megaverl sets, with what to use instead.
+        values: the values that can be built, of fields whose annotation does not say.
     """
 
     module: str
     name: str
     distributions: tuple[str, ...]
     owned: dict[str, str]
+    values: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def owner(self) -> str:
@@ -244,16 +283,18 @@ class PassthroughClass:
 _core = "megatron.core."
 TARGETS: dict[str, PassthroughClass] = {
     "megatron": PassthroughClass(
-        _core + "transformer.transformer_config", "TransformerConfig", _MEGATRON_CORE, MEGATRON
+        _core + "transformer.transformer_config", "TransformerConfig", _MEGATRON_CORE, MEGATRON, MEGATRON_VALUES
     ),
-    "optimizer": PassthroughClass(_core + "optimizer.optimizer_config", "OptimizerConfig", _MEGATRON_CORE, OPTIMIZER),
+    "optimizer": PassthroughClass(
+        _core + "optimizer.optimizer_config", "OptimizerConfig", _MEGATRON_CORE, OPTIMIZER, OPTIMIZER_VALUES
+    ),
     "scheduler": PassthroughClass(
-        _core + "optimizer_param_scheduler", "OptimizerParamScheduler", _MEGATRON_CORE, SCHEDULER
+        _core + "optimizer_param_scheduler", "OptimizerParamScheduler", _MEGATRON_CORE, SCHEDULER, SCHEDULER_VALUES
     ),
     "ddp": PassthroughClass(
         _core + "distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", _MEGATRON_CORE, DDP
     ),
-    "vllm": PassthroughClass("vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM),
+    "vllm": PassthroughClass("vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM, VLLM_VALUES),
     "speculative_config": PassthroughClass("vllm.config.speculative", "SpeculativeConfig", _VLLM, SPECULATIVE),
     "sampling": PassthroughClass("vllm.sampling_params", "SamplingParams", _VLLM, SAMPLING),
 }
@@ -311,6 +352,12 @@ def _check(
             yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
         elif expected := field_out_of_range(target.name, str(name), value):
             yield ConfigIssue(key, f"found {found(value)}; expected {expected}.", place(key))
+        elif (built := target.values.get(name)) is not None:
+            given = value if isinstance(value, list) else [value]
+            if wrong := [each for each in given if each is not None and each not in built]:
+                hint = did_you_mean(str(wrong[0]), built)
+                message = f"found {found(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
+                yield ConfigIssue(key, message, place(key))
 
 
 # Other libraries' names of fields.

@@ -145,6 +145,19 @@ def test_own_defaults_fit_their_annotations():
         ("rollout.sampling.top_k='1'", "top_k", "takes int"),
         ("rollout.sampling.logit_bias={a: 1}", "logit_bias", "takes dict[int, float]"),
         ("rollout.vllm.runner=generat", "runner", "allows auto, generate, pooling, draft. Did you mean `generate`?"),
+        ("actor.optimizer.optimizer=muon", "optimizer", "Allowed: adam, sgd."),
+        ("critic.optimizer.optimizer=adm", "optimizer", "Did you mean `adam`?"),
+        ("actor.optimizer.muon_momentum=0.9", "muon_momentum", "adam and sgd"),
+        ("actor.scheduler.lr_decay_style=cosin", "lr_decay_style", "Did you mean `cosine`?"),
+        ("actor.scheduler.wd_incr_style=step", "wd_incr_style", "Allowed: constant, linear, cosine."),
+        ("actor.scheduler.lr_wsd_decay_style=sqrt", "lr_wsd_decay_style", "minus_sqrt"),
+        ("actor.megatron.recompute_modules=[mlp, attn]", "recompute_modules", "found 'attn'"),
+        ("actor.megatron.offload_modules=[all]", "offload_modules", "core_attn"),
+        ("actor.megatron.cp_comm_type=ring", "cp_comm_type", "p2p"),
+        ("actor.megatron.moe_router_load_balancing_type=sinkhorn", "moe_router_load_balancing_type", "aux_loss"),
+        ("rollout.vllm.load_format=dummy", "load_format", "safetensors"),
+        ("rollout.vllm.model_impl=vlm", "model_impl", "Did you mean `vllm`?"),
+        ("rollout.vllm.config_format=mistral", "config_format", "auto, hf"),
         ("rollout.sampling.stop_token_ids=[a]", "stop_token_ids", "list[int] | None"),
         ("trainer.validation_sampling.temprature=0", "temprature", "Did you mean `temperature`?"),
     ],
@@ -167,6 +180,32 @@ def test_a_shortened_name_suggests_one_that_begins_alike(data: st.DataObject):
     suggested = nearest(short, names)
     assert suggested is not None
     assert all(whole.startswith(part) for part, whole in zip(short.split("_"), suggested.split("_"), strict=False))
+
+
+def test_values_that_are_allowed_are_those_that_are_built():
+    """Schedules are asked for a learning rate and a weight decay; megatron-core refuses others there."""
+    platform.adapt_megatron()
+    import torch
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    options = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 1, "lr_decay_steps": 4}
+    options |= {"start_wd": 0.0, "end_wd": 0.1, "wd_incr_steps": 4, "wsd_decay_steps": 2}
+
+    def step(**styles: str) -> None:
+        chosen = {"lr_decay_style": "linear", "wd_incr_style": "linear", **styles}
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = OptimizerParamScheduler(optimizer, **options, **chosen)
+        for _ in range(4):
+            scheduler.step(increment=1)
+
+    for style in passthrough.SCHEDULER_VALUES["lr_decay_style"]:
+        step(lr_decay_style=style, **({"lr_wsd_decay_style": "linear"} if style == "WSD" else {}))
+    for style in passthrough.SCHEDULER_VALUES["lr_wsd_decay_style"]:
+        step(lr_decay_style="WSD", lr_wsd_decay_style=style)
+    for style in ("linear", "cosine"):
+        step(wd_incr_style=style)
+    with pytest.raises(Exception, match="not supported"):
+        step(lr_decay_style="step")
 
 
 def test_right_fields_of_every_kind(load):
