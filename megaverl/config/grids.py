@@ -91,7 +91,8 @@ def grid_mistakes(
     actor_sizes = _sizes(config.actor)
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
-        yield from _engine_mistakes(config, role, None if placed else world_size)
+        is_trained = role != "reward_model" or command == "reward" or config.trains_reward_model
+        yield from _engine_mistakes(config, role, None if placed else world_size, is_trained=is_trained)
         if grid.engine == "fsdp" or (role != "actor" and _sizes(grid) == actor_sizes):
             continue  # the same grid: what is wrong with it is reported for the actor
         if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
@@ -198,11 +199,12 @@ def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPla
     return resolve(wanted, size, grids, islands=islands)
 
 
-def _engine_mistakes(config: Config, role: str, num_ranks: int | None) -> Iterator[ConfigIssue]:
-    """An inherited mistake is the actor's, and not said again."""
+def _engine_mistakes(config: Config, role: str, num_ranks: int | None, *, is_trained: bool) -> Iterator[ConfigIssue]:
+    """Yield what a role's engine cannot do. A mistake that a role inherits is reported for the actor alone."""
     grid: GridConfig = getattr(config, role)
     own = grid.fsdp.param_dtype
-    if grid.engine == "fsdp" and isinstance(grid, TrainedConfig) and (own or config.model.dtype) == "float16":
+    trains = is_trained and isinstance(grid, TrainedConfig)
+    if grid.engine == "fsdp" and trains and (own or config.model.dtype) == "float16":
         key = f"{role}.fsdp.param_dtype" if own else "model.dtype"
         if role == "actor" or (own and grid.fsdp != config.actor.fsdp):
             text = "found 'float16'; under engine: fsdp losses are not scaled, as float16 needs. Use bfloat16."

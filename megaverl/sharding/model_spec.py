@@ -208,8 +208,7 @@ class ModelSpec:
             why = f" by Megatron: {NO_TABLE[architecture]}" if architecture in NO_TABLE else ""
             raise ModelError(
                 f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
-                f"{', '.join(ARCHITECTURES)}. "
-                "Under actor.engine=fsdp any architecture trains that transformers builds."
+                f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"
             )
         written_type, model_type = config.get("model_type"), MODEL_TYPES[architecture]
         if written_type != model_type and is_model_type(written_type):
@@ -225,6 +224,31 @@ class ModelSpec:
         if problems:
             raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
         return cls(**_read(described), source=source)
+
+
+def _under_fsdp(config: dict[str, Any]) -> str:
+    """Say whether FSDP2 trains a model that Megatron does not: whether transformers builds it."""
+    from transformers import __version__
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    model_type = str(config.get("model_type"))
+    has_images = config.get("vision_config") is not None  # as `models.vision.auto_class_of` decides
+    built = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type in built:
+        return f"transformers builds {model_type} models: set actor.engine=fsdp."
+    if config.get("auto_map"):
+        return (
+            f"transformers {__version__} builds no policy of {model_type}. The folder brings code of its own: "
+            "actor.engine=fsdp with model.trust_remote_code=true trains it if that code runs with this version of "
+            "transformers. `megaverl models FOLDER` tries it."
+        )
+    return (
+        f"actor.engine=fsdp does not train it either: transformers {__version__} builds no policy of {model_type}. "
+        "Choose another model."
+    )
 
 
 def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:

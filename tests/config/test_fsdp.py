@@ -67,6 +67,15 @@ def test_what_an_engine_does_not_read(mistakes, overrides, key, said):
     assert said in found[key]
 
 
+def test_a_model_that_is_never_trained_may_be_in_half_precision(load, mistakes):
+    """float16 needs losses scaled, and there are none."""
+    half = "{engine: fsdp, fsdp: {param_dtype: float16}}"
+    scoring = load(f"reward_model={half}", "reward.0={path: models/judge, engine: megatron}")
+    assert scoring.reward_model.fsdp.param_dtype == "float16"
+    assert load(f"reference={half}", "algorithm.kl={in: loss, coef: 0.1}").reference.fsdp.param_dtype == "float16"
+    assert "reward_model.fsdp.param_dtype" in mistakes(f"reward_model={half}", command="reward")
+
+
 def test_all_at_once(mistakes):
     section = "{engine: fsdp, tp: 2, pp: 2, ddp: {bucket_size: 1}, megatron: {fp8: e4m3}}"
     found = mistakes(f"actor={section}", "critic.tp=4", "critic.optimizer.loss_scale=2.0")

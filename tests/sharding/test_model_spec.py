@@ -432,3 +432,21 @@ def test_a_folder_is_read_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "6 False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "auto_map": {"AutoConfig": "a.B"}},
+            "if that code",
+        ),
+        ({"architectures": ["QWenLMHeadModel"], "model_type": "qwen"}, "actor.engine=fsdp does not train it either"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "builds gpt2 models: set actor.engine=fsdp."),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "does not train it either"),
+    ],
+)
+def test_a_refusal_says_whether_fsdp2_trains_the_model(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        ModelSpec.from_config(config)
+    assert said in str(refused.value)
