@@ -261,7 +261,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
         found = examine_run(load_any(arguments.config, arguments.sources), arguments.tokenizer)
     elif arguments.sources:
-        data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31, too_long="drop")
+        data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31 - 1, too_long="drop")
         encoder, images = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else (None, None)
         # Without a tokenizer it is not known whether the model takes images.
         ignored = () if encoder else (data.images.key,)
