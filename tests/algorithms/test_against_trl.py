@@ -301,3 +301,40 @@ def test_reward_model_loss():
         pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
     ours = bradley_terry(scores[:4, 0], scores[4:, 0], torch.full((4,), 0.25), margin, center_coef=0.02)
     assert float(ours.loss) == pytest.approx(float(wanted), abs=1e-6)
+
+
+def test_vespo_with_a_correction():
+    """TRL's own loss of VESPO, with the weights of its token_truncate and token_mask."""
+    new, old, _, advantages, mask = inputs()
+    new, old = new * 0.1 - 2.0, old * 0.1 - 2.0
+    weights = 0.8 + 0.4 * torch.rand(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights[0, 2] = 0.0
+    weights = torch.where(mask, weights, 1.0)
+    owner = trl_class("trl", "GRPOTrainer")
+    try:
+        kernel = owner.get_gamma_weights(advantages[:, None], new - old, mask, weights)
+    except (AttributeError, TypeError) as error:
+        pytest.skip(f"TRL {trl.__version__} computes its kernel from other fields: {error}")
+    theirs, ours = new.clone().requires_grad_(), new.clone().requires_grad_()
+    wanted = (-kernel * advantages[:, None] * theirs)[mask].mean()
+    tokens = {"log_probs": ours, "old_log_probs": old, "advantages": advantages[:, None].expand(4, 7)}
+    tokens |= {"weights": mask.double() / mask.sum(), "importance_weights": weights}
+    loss = policy_losses.get("vespo")(tokens).loss
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-7)
+    gradients = [torch.autograd.grad(value, leaf)[0] for value, leaf in ((loss, ours), (wanted, theirs))]
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=0)
+
+
+def test_cpo_by_tokens():
+    """TRL's first term; its second is a cross-entropy over all tokens of the chosen responses."""
+    chosen, rejected, *lengths = log_prob_pairs()
+    sums = chosen * lengths[0], rejected * lengths[1]
+    trainer = SimpleNamespace(
+        alpha=0.0, beta=0.2, label_smoothing=0.0, loss_type="sigmoid", accelerator=SimpleNamespace(device="cpu")
+    )
+    first, *_ = trl_class("trl.experimental.cpo", "CPOTrainer").cpo_loss(trainer, *sums)
+    wanted = first.mean() - 0.7 * sums[0].sum() / lengths[0].sum()
+    batch = {"chosen_log_probs": sums[0], "rejected_log_probs": sums[1], "weights": torch.full((6,), 1 / 6)}
+    batch |= {"mean_chosen_length": lengths[0].double().mean()}
+    ours = preference_losses.get("cpo")(batch, beta=0.2, lam=0.7, sft_over="token").loss
+    assert float(ours) == pytest.approx(float(wanted), abs=1e-6)
