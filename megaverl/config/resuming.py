@@ -35,7 +35,7 @@ _READ = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class ResumeRule:
     """What becomes of a change of some keys.
 
     Attributes:
@@ -55,14 +55,14 @@ class Rule:
 
 
 RULES = (
-    Rule(("run.seed",), "refused", "The order of the rows and every random draw come from it."),
-    Rule(
+    ResumeRule(("run.seed",), "refused", "The order of the rows and every random draw come from it."),
+    ResumeRule(
         ("data.prompts_per_step", "data.shuffle", "data.streaming"),
         "refused",
         "The place in the training prompts is counted by it.",
         stages=("train",),
     ),
-    Rule(
+    ResumeRule(
         ("data.shuffle_buffer",),
         "refused",
         "The place in the training prompts is counted by it.",
@@ -70,20 +70,22 @@ RULES = (
         when="with data.streaming",
         holds=lambda config, before, now: config.data.streaming,
     ),
-    Rule(("sft.batch_size", "data.shuffle"), "refused", "The place in the rows is counted by it.", stages=("sft",)),
-    Rule(
+    ResumeRule(
+        ("sft.batch_size", "data.shuffle"), "refused", "The place in the rows is counted by it.", stages=("sft",)
+    ),
+    ResumeRule(
         ("preference.batch_size", "data.shuffle"),
         "refused",
         "The place in the rows is counted by it.",
         stages=("dpo", "reward_model"),
     ),
-    Rule(
+    ResumeRule(
         ("*.optimizer.optimizer",),
         "refused",
         "The checkpoint holds the state of the other optimizer.",
         holds=lambda config, before, now: (before or "adam") != (now or "adam"),
     ),
-    Rule(
+    ResumeRule(
         ("algorithm.kl.target",),
         "refused",
         "The checkpoint holds the state of the other kind of KL controller.",
@@ -91,15 +93,15 @@ RULES = (
         when="from null to a number, or back",
         holds=lambda config, before, now: (before is None) != (now is None),
     ),
-    Rule(
+    ResumeRule(
         ("model.path", "model.revision", "model.hub"),
         "kept",
         "Trained weights are the checkpoint's. The rest, such as the tokenizer and a reference without a path, is read "
         "from the new place.",
     ),
-    Rule(("model.init",), "kept", "Trained weights are the checkpoint's."),
-    Rule(("critic.path", "reward_model.path"), "kept", "Trained weights are the checkpoint's."),
-    Rule(
+    ResumeRule(("model.init",), "kept", "Trained weights are the checkpoint's."),
+    ResumeRule(("critic.path", "reward_model.path"), "kept", "Trained weights are the checkpoint's."),
+    ResumeRule(
         ("reward.*.path",),
         "kept",
         "Trained weights are the checkpoint's.",
@@ -107,8 +109,8 @@ RULES = (
         when="with a reward model that `mix` trains",
         holds=lambda config, before, now: config.mixes_reward_model,
     ),
-    Rule(("*.lora.path",), "kept", "Trained adapters are the checkpoint's."),
-    Rule(
+    ResumeRule(("*.lora.path",), "kept", "Trained adapters are the checkpoint's."),
+    ResumeRule(
         ("sft.*",),
         "kept",
         "Of a run like this only the quickstart's warm-up reads it, which is over.",
@@ -116,7 +118,7 @@ RULES = (
         when="unless `mix` has an update sft",
         holds=lambda config, before, now: all(entry.update != "sft" for entry in config.mix),
     ),
-    Rule(
+    ResumeRule(
         ("algorithm.kl.coef",),
         "kept",
         "The adaptive coefficient goes on from the checkpoint's value.",
@@ -124,7 +126,7 @@ RULES = (
         when="with algorithm.kl.target",
         holds=lambda config, before, now: config.algorithm.kl.target is not None,
     ),
-    Rule(
+    ResumeRule(
         ("algorithm.entropy_coef",),
         "kept",
         "The adaptive coefficient goes on from the checkpoint's value.",
@@ -132,7 +134,7 @@ RULES = (
         when="with algorithm.entropy_target",
         holds=lambda config, before, now: config.algorithm.entropy_target is not None,
     ),
-    Rule(
+    ResumeRule(
         ("*.optimizer.initial_loss_scale",),
         "kept",
         "The loss scale goes on from the checkpoint's value.",
@@ -209,7 +211,7 @@ def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
     ]
 
 
-def _rule_for(key: str, before: Any, now: Any, config: Config, stage: str) -> Rule | None:
+def _rule_for(key: str, before: Any, now: Any, config: Config, stage: str) -> ResumeRule | None:
     for rule in RULES:
         matches = stage in rule.stages and any(fnmatchcase(key, pattern) for pattern in rule.keys)
         if matches and rule.holds(config, before, now):
