@@ -23,6 +23,7 @@ PROGRAM = str(Path(__file__).with_name("own_loop.py"))
 FIRST_PROGRAM = """\
 from megaverl import trainer
 from megaverl.utils.config import get_ppo_config
+
 config = get_ppo_config()
 trainer.init_distributed(config)
 rl_trainer = trainer.PPOTrainer(config)
