@@ -28,6 +28,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "images without torchvision",
         "no ranks of drawn tokens",
         "sampling of drafts by definition",
+        "memory bound without a warning",
         "shared memory by job",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
