@@ -149,7 +149,7 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["actor.scheduler.lr_warmup_steps=100"], "actor.scheduler.lr_warmup_steps", "expected below"),
         (["critic.scheduler.lr_decay_style=WSD"], "critic.scheduler", "wsd_decay_steps, lr_wsd_decay_style"),
         (["actor.scheduler.end_wd=0.1"], "actor.scheduler.wd_incr_style", "differ"),
-        (["checkpoint.resume=elsewhere"], "checkpoint.resume", "auto, latest, never, or the folder"),
+        (["checkpoint.resume=elsewhere"], "checkpoint.resume", "auto, latest, unfinished, never, or the folder"),
         (["critic.path=nowhere"], "critic.path", "not a Hugging Face folder"),
         (["model.tokenizer=nowhere"], "model.tokenizer", "does not exist"),
         (["actor.tp=4", "critic.tp=1"], "actor.tp", "does not divide the model's 6 key-value heads"),
