@@ -42,6 +42,7 @@ ORDER = (
     "outside",
     "user_code",
     "plugins",
+    "child_checks",
     "platform",
     "algorithms",
     "rewards",

@@ -20,11 +20,11 @@ from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.checks import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
-from megaverl.config.preflight import Preflight
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
 from megaverl.temporary import remove_temporary_folder
+from megaverl.trainer.code_checks import Preflight
 from megaverl.trainer.preflight import (
     check_before_ranks,
     check_builds,

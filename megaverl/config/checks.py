@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megaverl.child_checks import probe_modules
 from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes, is_placed, used_roles
-from megaverl.config.preflight import probe_modules
 from megaverl.config.rollout_checks import (
     environment_mistakes,
     length_mistakes,
@@ -187,9 +187,14 @@ def _validation(config: Config) -> Iterator[ConfigIssue]:
 
 def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
     names_are_known = True
-    if check_paths and "RANK" not in os.environ and (broken := probe_modules(config.reward_modules)):
-        yield from broken  # importing them here could end or block this process
-        return
+    if check_paths and "RANK" not in os.environ:
+        # Importing the modules here could end or block this process.
+        problems = probe_modules(config.reward_modules)
+        for index, problem in enumerate(problems):
+            if problem:
+                yield ConfigIssue(f"reward_modules.{index}", problem)
+        if any(problems):
+            return
     for index, module in enumerate(config.reward_modules):
         try:
             load_modules([module])

@@ -11,12 +11,12 @@ from pathlib import Path
 from megaverl.config import Config
 from megaverl.config.checks import package_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig
-from megaverl.config.preflight import Preflight, preflight
 from megaverl.config.run import is_hub_name
 from megaverl.errors import ConfigError, ModelError
 from megaverl.gpus import count_gpus, cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
 from megaverl.rollout.cpu_kernels import why_no_kernel
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.trainer.code_checks import Preflight, preflight
 from megaverl.trainer.resuming import check_resume
 
 GENERATES = ("train", "eval", "generate", "quickstart")

@@ -30,20 +30,25 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    """Overrides that name a model folder, training and validation files that are there, and a reward."""
-    model = tmp_path / "model"
+def write_files(folder: Path) -> list[str]:
+    """Write a model folder, training and validation files; return overrides that name them, and a reward."""
+    model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
     for name in ("train", "validation"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+        (folder / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     return [
         f"model.path={model}",
-        f"data.train={tmp_path / 'train.jsonl'}",
-        f"data.validation={tmp_path / 'validation.jsonl'}",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.validation={folder / 'validation.jsonl'}",
         "reward=exact_match",
     ]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Overrides that name a model folder, training and validation files that are there, and a reward."""
+    return write_files(tmp_path)
 
 
 @pytest.fixture

@@ -1,50 +1,45 @@
 """Checks of a run's own code and of its first rows, before any rank starts.
 
-Code that a configuration names is imported in a child process with a deadline: it may raise, exit, block or print,
-and does none of that to the command. Each check is a `Task`; the child reports before and after each, so that the
-parent knows which one ended or blocked it.
+Code that a configuration names is loaded in a child process (`child_checks`); rows of files are read in this one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
-import os
 import re
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import which
-from typing import IO, Any
+from typing import Any
 
+from megaverl.child_checks import (
+    DEADLINE_SECONDS,
+    Check,
+    CheckResult,
+    CheckRunner,
+    catch_problem,
+    run_in_children,
+)
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.grids import REINFORCING
 from megaverl.config.passthrough import PLACES
 from megaverl.config.schema import Config
 from megaverl.errors import MegaverlError
 from megaverl.outside import read_json_file
-from megaverl.plugins import load_module, load_object
+from megaverl.plugins import load_object
 
-# A module that imports torch or transformers takes a few seconds; one that takes a minute blocks.
-DEADLINE_SECONDS = 60.0
 FIRST_ROWS = 16
 SPREAD_ROWS = 16
 # Larger files are read from the front only: to number all rows of one would take as long as the run's own start.
 LARGE_BYTES = 256 * 2**20
-_TAIL = 600
 TEMPLATE_BYTES = 8 * 2**30
 _RISKY = re.compile(r"\brange\b|\*|\bmacro\b|\brecursive\b")
 
 
 @dataclass(frozen=True)
-class Task:
+class CodeCheck:
     """One check.
 
     Attributes:
@@ -63,6 +58,11 @@ class Task:
     def runs_own_code(self) -> bool:
         """Whether the check executes code of the user's own or imports large libraries."""
         return self.kind not in ("rows", "tools_file")
+
+    @property
+    def doing(self) -> str:
+        """What happens in the check, for the message about one that does not end; "": the code is loaded."""
+        return "its chat template is rendered" if self.kind == "chat_template" else ""
 
 
 @dataclass
@@ -95,7 +95,9 @@ def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) 
             counts[task.key] = count
             if problem:
                 result.issues.append(ConfigIssue(task.key, problem))
-    for task, problem, count in _in_children(own, config, deadline):
+    checks = [{**asdict(task), **({"doing": task.doing} if task.doing else {})} for task in own]
+    results = run_in_children("megaverl.trainer.code_checks:make_runner", config.to_dict(), checks, deadline)
+    for task, (problem, count) in zip(own, results, strict=False):
         counts[task.key] = count
         if problem:
             result.issues.append(ConfigIssue(task.key, problem))
@@ -105,13 +107,7 @@ def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) 
     return result
 
 
-def probe_modules(names: Sequence[str], deadline: float = DEADLINE_SECONDS) -> list[ConfigIssue]:
-    """Import `reward_modules` in a child process; return what is wrong with them."""
-    tasks = [Task("module", f"reward_modules.{index}", name) for index, name in enumerate(names)]
-    return [ConfigIssue(task.key, problem) for task, problem, _ in _in_children(tasks, Config(), deadline) if problem]
-
-
-def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[Task]:
+def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[CodeCheck]:
     """Yield a check of every key that names code or rows, as far as `command` reads it."""
     if command in (*REINFORCING, "eval"):
         yield from _reward_tasks(config)
@@ -120,7 +116,7 @@ def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[Tas
     yield from _template_tasks(config)
     data = config.data
     if data.tools is not None:
-        yield Task("tools_file", "data.tools", data.tools)
+        yield CodeCheck("tools_file", "data.tools", data.tools)
     sources = {"data.train": data.train, "data.validation": data.validation}
     if command in ("sft", "quickstart"):
         sources["sft.train"] = config.sft.train
@@ -130,16 +126,16 @@ def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[Tas
         sources = {}
         for part in ("train", "validation"):
             for index, path in enumerate(getattr(config.preference, part)):
-                yield Task("pairs", f"preference.{part}.{index}", path)
+                yield CodeCheck("pairs", f"preference.{part}.{index}", path)
     if command == "generate":
         sources = {}
     for key, entries in sources.items():
         for index, entry in enumerate(entries):
             kind = _source_kind(entry.path)
-            if kind in ("hub", "verifiers"):
+            if kind in ("hub", "verifiers") or _is_large(entry.path):
                 not_checked.append(f"rows of {entry.path}")
             else:
-                yield Task("rows" if kind in ("files", "folder") else "own_rows", f"{key}.{index}", entry.path)
+                yield CodeCheck("rows" if kind in ("files", "folder") else "own_rows", f"{key}.{index}", entry.path)
 
 
 def _source_kind(path: str) -> str:
@@ -148,33 +144,33 @@ def _source_kind(path: str) -> str:
     return kind_of(path)
 
 
-def _reward_tasks(config: Config) -> Iterator[Task]:
+def _reward_tasks(config: Config) -> Iterator[CodeCheck]:
     for index, entry in enumerate(config.reward):
         if entry.function is not None and entry.path is None:
-            yield Task("reward", f"reward.{index}.function", entry.function)
+            yield CodeCheck("reward", f"reward.{index}.function", entry.function)
         if entry.shape is not None:
-            yield Task("function", f"reward.{index}.shape", entry.shape, ("score",))
+            yield CodeCheck("function", f"reward.{index}.shape", entry.shape, ("score",))
 
 
-def _environment_tasks(config: Config) -> Iterator[Task]:
+def _environment_tasks(config: Config) -> Iterator[CodeCheck]:
     name, options = config.environment.name, config.environment.options
     if name is None:
         return
     if ":" in name:
-        yield Task("environment", "environment.name", name)
+        yield CodeCheck("environment", "environment.name", name)
     if isinstance(function := options.get("function"), str) and name == "gateway":
         arguments = ("base_url", "api_key", "prompt", "reference", "extra")
-        yield Task("function", "environment.options.function", function, arguments)
+        yield CodeCheck("function", "environment.options.function", function, arguments)
     if name == "tools":
-        yield Task("tools", "environment.options.tools", name)
+        yield CodeCheck("tools", "environment.options.tools", name)
 
 
-def _template_tasks(config: Config) -> Iterator[Task]:
+def _template_tasks(config: Config) -> Iterator[CodeCheck]:
     """Yield the rendering of a chat template that has loops over numbers, powers or products, which may not end."""
     key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     folder = config.model.tokenizer or config.model.path
     if Path(folder).is_dir() and _RISKY.search(_template_of(Path(folder))):
-        yield Task("chat_template", key, folder)
+        yield CodeCheck("chat_template", key, folder)
 
 
 def _template_of(folder: Path) -> str:
@@ -188,22 +184,24 @@ def _template_of(folder: Path) -> str:
     return found if isinstance(found, str) else json.dumps(found or "")
 
 
-def _function_tasks(config: Config, command: str) -> Iterator[Task]:
+def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
     """Yield the functions of a user's own that sections name; `signatures.py` reads some of them as text too."""
     algorithm, rollout = config.algorithm, config.rollout
     for index, tracker in enumerate(config.run.log_with):
         if ":" in tracker:
-            yield Task("function", f"run.log_with.{index}", tracker, ("info",))
+            yield CodeCheck("function", f"run.log_with.{index}", tracker, ("info",))
     if command in (*REINFORCING, "eval", "generate"):
         if ":" in rollout.engine:
-            yield Task("function", "rollout.engine", rollout.engine, ("model_folder", "config"))
+            yield CodeCheck("function", "rollout.engine", rollout.engine, ("model_folder", "config"))
         if rollout.function is not None:
-            yield Task("function", "rollout.function", rollout.function, ("generate", "prompts", "sampling", "seeds"))
+            yield CodeCheck(
+                "function", "rollout.function", rollout.function, ("generate", "prompts", "sampling", "seeds")
+            )
     if command in REINFORCING:
         for index, operator in enumerate(config.trainer.operators):
-            yield Task("function", f"trainer.operators.{index}", operator, ("flow",))
+            yield CodeCheck("function", f"trainer.operators.{index}", operator, ("flow",))
         if algorithm.rollout_filter is not None and ":" in algorithm.rollout_filter:
-            yield Task("function", "algorithm.rollout_filter", algorithm.rollout_filter, ("batch", "scores"))
+            yield CodeCheck("function", "algorithm.rollout_filter", algorithm.rollout_filter, ("batch", "scores"))
         named = {
             "algorithm.advantage": algorithm.advantage,
             "algorithm.policy_loss": algorithm.policy_loss,
@@ -216,15 +214,15 @@ def _function_tasks(config: Config, command: str) -> Iterator[Task]:
         }
         for key, name in named.items():
             if name is not None and ":" in name:
-                yield Task("object", key, name)
+                yield CodeCheck("object", key, name)
     if command in ("dpo", "reward"):
         section, loss = ("preference", config.preference.loss) if command == "dpo" else ("", config.reward_model.loss)
         if ":" in loss:
-            yield Task("object", f"{section or 'reward_model'}.loss", loss)
+            yield CodeCheck("object", f"{section or 'reward_model'}.loss", loss)
     yield from _passthrough_tasks(config)
 
 
-def _passthrough_tasks(config: Config) -> Iterator[Task]:
+def _passthrough_tasks(config: Config) -> Iterator[CodeCheck]:
     """Yield the functions among the fields that are handed to other libraries."""
     values = config.to_dict()
     for place, target in PLACES.items():
@@ -235,110 +233,35 @@ def _passthrough_tasks(config: Config) -> Iterator[Task]:
         for name, value in (mapping or {}).items():
             is_function = fields and name in fields and "Callable" in fields[name].type_text
             if is_function and isinstance(value, str) and ":" in value:
-                yield Task("object", f"{place}.{name}", value)
+                yield CodeCheck("object", f"{place}.{name}", value)
 
 
-def _in_children(tasks: Sequence[Task], config: Config, deadline: float) -> Iterator[tuple[Task, str, int | None]]:
-    """Run the tasks in a child process, and in another one from where it ends or blocks."""
-    left = list(tasks)
-    while left:
-        done = 0
-        for problem, count in _in_a_child(left, config, deadline):
-            yield left[done], problem, count
-            done += 1
-        left = left[done:] if done else []
+def make_runner(context: Any) -> CheckRunner:
+    """Return a function that runs one task of a configuration in a child process."""
+    config = Config.model_validate(context)
+
+    def run(check: Check) -> CheckResult:
+        fields = {name: check[name] for name in ("kind", "key", "name")}
+        return _run(CodeCheck(**fields, arguments=tuple(check["arguments"])), config)
+
+    return run
 
 
-def _in_a_child(tasks: Sequence[Task], config: Config, deadline: float) -> Iterator[tuple[str, int | None]]:
-    """Yield (problem, rows) of the tasks in order, up to and with the first that ends the process or blocks."""
-    request = json.dumps({"config": config.to_dict(), "tasks": [asdict(task) for task in tasks]})
-    command = [sys.executable, "-c", "from megaverl.config.preflight import main; main()"]
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it ended at once, which shows below
-                process.stdin.write(request.encode())
-                process.stdin.close()
-            for task in tasks:
-                line = _line_of(process.stdout, deadline)
-                if line is None:
-                    yield f"did not finish within {deadline:g} s as {_happening(task)}.", None
-                    return
-                if not line:
-                    code = process.wait()
-                    ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-                    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
-                    tail = errors.read().decode(errors="replace").strip()
-                    said = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
-                    yield f"ends the process {ended} as {_happening(task)}.{said}", None
-                    return
-                answer = json.loads(line)
-                yield answer["problem"], answer["count"]
-        finally:
-            _end(process)
+def _run(task: CodeCheck, config: Config) -> CheckResult:
+    counts: list[int | None] = [None]
+
+    def check() -> None:
+        counts[0] = _CHECKS[task.kind](task, config)
+
+    problem = catch_problem(task.key, task.name, check)
+    return problem, counts[0] if isinstance(counts[0], int) else None
 
 
-def _happening(task: Task) -> str:
-    return "its chat template is rendered" if task.kind == "chat_template" else "it is loaded"
-
-
-def _line_of(stream: IO[bytes], deadline: float) -> bytes | None:
-    """Return the next line; empty at the end of the stream, None after the deadline."""
-    line = b""
-    end = time.monotonic() + deadline
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, end - time.monotonic())):
-                return None
-            part = os.read(stream.fileno(), 1)
-            if not part:
-                return b""
-            line += part
-    return line
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the child and whatever it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _run(task: Task, config: Config) -> tuple[str, int | None]:
-    """Return what is wrong with a task ("" for nothing), and the number of rows where it counts them."""
-    try:
-        return "", _CHECKS[task.kind](task, config)
-    except MegaverlError as error:
-        said = str(error)
-        for prefix in (f"{task.key}: ", "reward.function: ", "reward_modules: ", "data: "):
-            said = said.removeprefix(prefix)
-        return (said if task.name in said else f"found {task.name!r}. {said}"), None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit of a user's code too
-        return f"found {task.name!r}, which raises {type(error).__name__}: {str(error)[:200]}", None
-
-
-def _check_module(task: Task, config: Config) -> None:
-    load_module(task.name, task.key)
-
-
-def _check_object(task: Task, config: Config) -> Any:
+def _check_object(task: CodeCheck, config: Config) -> Any:
     load_object(task.name, task.key)
 
 
-def _check_function(task: Task, config: Config) -> None:
+def _check_function(task: CodeCheck, config: Config) -> None:
     function = load_object(task.name, task.key)
     if not callable(function):
         raise MegaverlError(f"It is {type(function).__name__}; expected a function.")
@@ -355,23 +278,43 @@ def _check_function(task: Task, config: Config) -> None:
         ) from error
 
 
-def _check_reward(task: Task, config: Config) -> None:
+def _check_reward(task: CodeCheck, config: Config) -> None:
     from megaverl.rewards import build_reward
     from megaverl.rewards.binding import RowNames
 
     index = int(task.key.split(".")[1])
     entry = config.reward[index].model_copy(update={"only_if": None, "shape": None})
     row = RowNames(prompt=config.data.prompt_key, answer=config.data.answer_key)
-    build_reward([entry], modules=config.reward_modules, row=row)
+    reward = build_reward([entry], modules=config.reward_modules, row=row)
+    if (columns := _first_columns(config)) is not None:
+        reward.check_columns(columns)
 
 
-def _check_environment(task: Task, config: Config) -> None:
+def _first_columns(config: Config) -> frozenset[str] | None:
+    """Return the columns beside prompt and answer in the first rows of all training files; None: not all are files."""
+    from megaverl.data.sources import open_source
+
+    columns: set[str] = set()
+    for entry in config.data.train:
+        if _source_kind(entry.path) not in ("files", "folder") or _is_large(entry.path):
+            return None
+        rows = open_source(entry)
+        for number in range(min(FIRST_ROWS, len(rows))):
+            columns |= rows[number].keys()
+    return frozenset(columns - {config.data.prompt_key, config.data.answer_key})
+
+
+def _is_large(path: str) -> bool:
+    return Path(path).is_file() and Path(path).stat().st_size > LARGE_BYTES
+
+
+def _check_environment(task: CodeCheck, config: Config) -> None:
     from megaverl.rollout.environments import check_options
 
     check_options(task.name, config.environment.options)
 
 
-def _check_tools(task: Task, config: Config) -> None:
+def _check_tools(task: CodeCheck, config: Config) -> None:
     from megaverl.rollout.environments.tools import BUILT_IN, tool_specs
 
     for name, spec in tool_specs(config.environment.options.get("tools", ("calculator",))).items():
@@ -386,7 +329,7 @@ def _check_tools(task: Task, config: Config) -> None:
             raise MegaverlError(f"{name}: the command {command[0]} is not found.")
 
 
-def _check_template(task: Task, config: Config) -> None:
+def _check_template(task: CodeCheck, config: Config) -> None:
     """Render a chat template for one message; what it refuses is an error of a row, in the words of its tokenizer."""
     import resource
 
@@ -408,20 +351,20 @@ def _check_template(task: Task, config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _check_tools_file(task: Task, config: Config) -> None:
+def _check_tools_file(task: CodeCheck, config: Config) -> None:
     from megaverl.data.prompts import load_tools
 
     load_tools(task.name)
 
 
-def _check_rows(task: Task, config: Config) -> int | None:
+def _check_rows(task: CodeCheck, config: Config) -> int | None:
     """Read the columns of the first rows of a source, and of some further on."""
     from megaverl.data.prompts import Columns
     from megaverl.data.sources import open_source
 
     section, part, index, *_ = task.key.split(".")
     entry = getattr(getattr(config, section), part)[int(index)]
-    if Path(entry.path).is_file() and Path(entry.path).stat().st_size > LARGE_BYTES:
+    if _is_large(entry.path):
         return None
     data = config.data
     columns = Columns(data.prompt_key, data.answer_key, data.tools_key)
@@ -434,7 +377,7 @@ def _check_rows(task: Task, config: Config) -> int | None:
     return len(rows)
 
 
-def _check_pairs(task: Task, config: Config) -> int:
+def _check_pairs(task: CodeCheck, config: Config) -> int:
     """Read the columns of the first rows of a file of pairs."""
     from megaverl.data.preferences import PreferenceColumns
     from megaverl.data.prompts import Columns
@@ -458,7 +401,6 @@ def _sample(count: int) -> list[int]:
 
 
 _CHECKS: dict[str, Any] = {
-    "module": _check_module,
     "object": _check_object,
     "function": _check_function,
     "reward": _check_reward,
@@ -470,20 +412,3 @@ _CHECKS: dict[str, Any] = {
     "own_rows": _check_rows,
     "pairs": _check_pairs,
 }
-
-
-def main() -> None:
-    """Run the tasks of {"config": ..., "tasks": [...]} on the input; what user code prints goes nowhere."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    silent = os.open(os.devnull, os.O_RDWR)
-    request = json.loads(sys.stdin.read())
-    os.dup2(silent, 0)
-    os.dup2(silent, 1)
-    config = Config.model_validate(request["config"])
-    for given in request["tasks"]:
-        task = Task(**{**given, "arguments": tuple(given["arguments"])})
-        problem, count = _run(task, config)
-        answers.write(json.dumps({"problem": problem, "count": count if isinstance(count, int) else None}) + "\n")
-        answers.flush()
-    answers.close()
-    os._exit(0)  # threads that user code has started do not hold it

@@ -1,0 +1,164 @@
+"""Checks that run in a child process with a deadline, because they execute code of the user's own.
+
+Such code may raise, exit, block or print, and does none of that to the command that checks it. The child answers after
+each check, so that the parent knows which one ended or blocked it, and goes on with the next one in another child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from megaverl.errors import MegaverlError
+from megaverl.plugins import load_module
+from megaverl.user_code import describe
+
+# A module that imports torch or transformers takes a few seconds; one that takes a minute blocks.
+DEADLINE_SECONDS = 60.0
+_TAIL = 600  # bytes of the child's error output that its last words are taken from
+
+Check = Mapping[str, Any]
+# Problem, or "" for none; and the number of rows where a check counts them.
+CheckResult = tuple[str, int | None]
+CheckRunner = Callable[[Check], CheckResult]
+
+
+def run_in_children(
+    runner: str, context: Any, checks: Sequence[Check], deadline: float = DEADLINE_SECONDS
+) -> Iterator[CheckResult]:
+    """Run checks in a child process, and in another one from where it ends or blocks; yield their results in order.
+
+    Args:
+        runner: `module:function` of megaverl. The child calls it with `context` once; what it returns runs a check.
+        context: a JSON value.
+        checks: JSON mappings. `doing` is what the child does in a check, for messages: "it is loaded" by default.
+        deadline: seconds that each check may take.
+    """
+    left = list(checks)
+    while left:
+        done = 0
+        for result in _run_in_a_child(runner, context, left, deadline):
+            yield result
+            done += 1
+        left = left[done:] if done else []
+
+
+def probe_modules(names: Sequence[str], deadline: float = DEADLINE_SECONDS) -> list[str]:
+    """Import `reward_modules` in a child process; return what is wrong with each, or ""."""
+    checks = [{"key": f"reward_modules.{index}", "name": name} for index, name in enumerate(names)]
+    results = run_in_children("megaverl.child_checks:make_module_runner", None, checks, deadline)
+    return [problem for problem, _ in results]
+
+
+def make_module_runner(context: None) -> CheckRunner:
+    """Return a function that imports the module of one check."""
+
+    def run(check: Check) -> CheckResult:
+        return catch_problem(check["key"], check["name"], lambda: load_module(check["name"], check["key"])), None
+
+    return run
+
+
+def catch_problem(key: str, name: str, check: Callable[[], object]) -> str:
+    """Run one check; return what is wrong with the key's value, or ""."""
+    try:
+        check()
+    except MegaverlError as error:
+        said = str(error)
+        for prefix in (f"{key}: ", "reward.function: ", "reward_modules: ", "data: "):
+            said = said.removeprefix(prefix)
+        return said if name in said else f"found {name!r}. {said}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit of a user's code too
+        return f"found {name!r}, which raises {describe(error)[:200]}"
+    return ""
+
+
+def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline: float) -> Iterator[CheckResult]:
+    """Yield the results of checks in order, up to and with the first that ends the process or blocks."""
+    request = json.dumps({"runner": runner, "context": context, "checks": list(checks)})
+    command = [sys.executable, "-c", "from megaverl.child_checks import main; main()"]
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended at once, which shows below
+                process.stdin.write(request.encode())
+                process.stdin.close()
+            for check in checks:
+                line = _line_of(process.stdout, deadline)
+                if line is None:
+                    yield f"did not finish within {deadline:g} s as {check.get('doing', 'it is loaded')}.", None
+                    return
+                if not line:
+                    code = process.wait()
+                    ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
+                    tail = errors.read().decode(errors="replace").strip()
+                    said = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
+                    yield f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{said}", None
+                    return
+                answer = json.loads(line)
+                yield answer["problem"], answer["count"]
+        finally:
+            _end(process)
+
+
+def _line_of(stream: IO[bytes], deadline: float) -> bytes | None:
+    """Return the next line; empty at the end of the stream, None after the deadline."""
+    line = b""
+    end = time.monotonic() + deadline
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, end - time.monotonic())):
+                return None
+            part = os.read(stream.fileno(), 1)
+            if not part:
+                return b""
+            line += part
+    return line
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the child and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def main() -> None:
+    """Run the checks that the parent has sent; what user code prints goes nowhere."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    silent = os.open(os.devnull, os.O_RDWR)
+    request = json.loads(sys.stdin.read())
+    os.dup2(silent, 0)
+    os.dup2(silent, 1)
+    module, _, function = request["runner"].partition(":")
+    run = getattr(importlib.import_module(module), function)(request["context"])
+    for check in request["checks"]:
+        problem, count = run(check)
+        answers.write(json.dumps({"problem": problem, "count": count}) + "\n")
+        answers.flush()
+    answers.close()
+    os._exit(0)  # threads that user code has started do not hold it
