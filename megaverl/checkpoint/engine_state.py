@@ -208,6 +208,8 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
     optimizers = _single_optimizers(optimizer)
     states = [state] if len(optimizers) == 1 else [state[index] for index in sorted(state)]
     for single, its_state in zip(optimizers, states, strict=True):
+        if single.optimizer is not None:
+            _set_settings(its_state.get("optimizer", its_state), single.param_groups)
         if isinstance(single, DistributedOptimizer):
             _load_distributed(single, its_state)
         elif single.optimizer is not None:
@@ -215,6 +217,22 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
                 # megatron-core leaves out a step count of zero, and torch cannot do without
                 its_state.get("optimizer", its_state)["state"].setdefault("common_step", torch.tensor(0.0))
             single.load_state_dict(its_state)
+
+
+# Keys of a parameter group that say which parameters are in it. The others are hyperparameters.
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+def _set_settings(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give saved parameter groups the run's own hyperparameters.
+
+    megatron-core 0.19 finds a saved group by its maximum learning rate, among others, and fails if that has changed.
+    """
+    own = {tuple(group.get(key) for key in _GROUP_KEYS): group for group in groups}
+    for saved in state.get("param_groups", ()):
+        group = own.get(tuple(saved.get(key) for key in _GROUP_KEYS))
+        if group is not None:
+            saved.update(_settings_of(group))
 
 
 def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:

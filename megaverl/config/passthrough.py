@@ -232,7 +232,16 @@ MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
     # sinkhorn would send tokens to other experts than the engine does
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
-OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {"optimizer": ("adam", "sgd")}
+# Transformer Engine's FusedAdam keeps moments in these (uint8: scaled to 8 bits), and main gradients and parameters in
+# those; other names of dtypes are accepted by the annotation and fail when the optimizer is built.
+_MOMENT_DTYPES = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "uint8")
+OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {
+    "optimizer": ("adam", "sgd"),
+    "exp_avg_dtype": _MOMENT_DTYPES,
+    "exp_avg_sq_dtype": _MOMENT_DTYPES,
+    "main_params_dtype": ("float32", "fp32", "float16", "fp16"),
+    "main_grads_dtype": ("float32", "fp32", "bfloat16", "bf16"),
+}
 SCHEDULER_VALUES: dict[str, tuple[str, ...]] = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
@@ -354,7 +363,8 @@ def _check(
             yield ConfigIssue(key, f"found {found(value)}; expected {expected}.", place(key))
         elif (built := target.values.get(name)) is not None:
             given = value if isinstance(value, list) else [value]
-            if wrong := [each for each in given if each is not None and each not in built]:
+            # A dtype may be written as torch.float32, too.
+            if wrong := [each for each in given if each is not None and str(each).removeprefix("torch.") not in built]:
                 hint = did_you_mean(str(wrong[0]), built)
                 message = f"found {found(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
                 yield ConfigIssue(key, message, place(key))

@@ -37,6 +37,15 @@ WHOLE_NUMBERS = (
     "max_position_embeddings",
 )
 OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim")
+# Far beyond any model. A damaged file could otherwise ask for lists of a billion layers or experts.
+LARGEST_NUMBER = 2**31 - 1
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_experts": 100_000,
+    "num_local_experts": 100_000,
+    "n_routed_experts": 100_000,
+    "n_shared_experts": 1_000,
+}
 
 
 class ExpertKeys(NamedTuple):
@@ -162,6 +171,8 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         value = config.get(key, 1)
         if (type(value) is not int or value < 1) and not (value is None and key in optional):
             yield f"{key} is {value!r}; expected a whole number above 0. {AGAIN}"
+        elif type(value) is int and value > LARGEST.get(key, LARGEST_NUMBER):
+            yield f"{key} is {value:,}; expected at most {LARGEST.get(key, LARGEST_NUMBER):,}. {AGAIN}"
     factors = ("routed_scaling_factor",) if experts is not None and experts.by_sigmoid else ()
     for key in ("rms_norm_eps", "rope_theta", *factors):
         value = config.get(key, 1.0)

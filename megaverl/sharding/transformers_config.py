@@ -11,12 +11,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megaverl.errors import ModelError
+
+# Configuration classes make lists of one entry for each layer: a damaged file must not ask for a billion of them.
+MOST_LAYERS = 10_000
 
 
 def read_by_transformers(model_type: str, config: dict[str, Any], source: str = "config.json") -> dict[str, Any]:
@@ -28,11 +32,23 @@ def read_by_transformers(model_type: str, config: dict[str, Any], source: str = 
     Raises:
         ModelError: transformers has no such model type, or its class refuses the values.
     """
+    for key, value in _counts(config):
+        if value > MOST_LAYERS:
+            raise ModelError(f"{source}: {key} is {value:,}; expected at most {MOST_LAYERS:,}. Copy the file again.")
     answer = json.loads(_answer(model_type, json.dumps(config)))
     if "error" in answer:
         raise ModelError(f"{source}: transformers cannot read it: {answer['error']}")
     found: dict[str, Any] = answer["config"]
     return found
+
+
+def _counts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of layers in a configuration and in its parts, such as `text_config`."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _counts(value)
+        elif str(key).endswith(("_layers", "n_layer", "depth")) and type(value) is int:
+            yield key, value
 
 
 def is_model_type(name: Any) -> bool:

@@ -62,7 +62,7 @@ def test_what_megaverl_owns_is_there_to_be_owned(target: PassthroughClass):
     if target.distributions == ("megatron-core",) and Version(version("megatron-core")) < Version("0.19"):
         assert not missing & {"timers", "optimizer", "preserve_fp32_weights"} and len(missing) < len(target.owned) / 2
     else:
-        assert missing <= {"preserve_fp32_weights"}
+        assert missing <= {"preserve_fp32_weights", "muon_use_nesterov"}
     assert target.settable()
 
 
@@ -146,6 +146,7 @@ def test_own_defaults_fit_their_annotations():
         ("rollout.sampling.logit_bias={a: 1}", "logit_bias", "takes dict[int, float]"),
         ("rollout.vllm.runner=generat", "runner", "allows auto, generate, pooling, draft. Did you mean `generate`?"),
         ("actor.optimizer.optimizer=muon", "optimizer", "Allowed: adam, sgd."),
+        ("actor.optimizer.exp_avg_dtype=int8", "exp_avg_dtype", "Allowed: float32, fp32"),
         ("critic.optimizer.optimizer=adm", "optimizer", "Did you mean `adam`?"),
         ("actor.optimizer.muon_momentum=0.9", "muon_momentum", "adam and sgd"),
         ("actor.scheduler.lr_decay_style=cosin", "lr_decay_style", "Did you mean `cosine`?"),

@@ -159,6 +159,7 @@ def test_the_installed_transformers_is_read_back() -> None:
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
         ({"hidden_size": "48"}, "hidden_size is '48'; expected a whole number above 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000; expected at most 10,000"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number above 0"),
