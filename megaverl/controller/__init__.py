@@ -1,1 +1,1 @@
-"""The coordinator's rank runs the program; all ranks serve its calls in the order in which it makes them."""
+"""Controller: the coordinator's rank runs a program, and every rank serves its calls in the order of the program."""

@@ -1,4 +1,4 @@
-"""The controller: sends the calls of a program to the ranks, one order for all, and collects the replies.
+"""Controller: sends the calls of a program to the ranks, in one order for all, and collects the replies.
 
     program (async def)            controller                                ranks of a group
     run.actor.update(batch)  --->  CallRequest 7 to ranks 0..3, moves first  --->   receive rows, run update()
@@ -52,7 +52,7 @@ Wanted = Mapping[int, Rows | None]
 
 @dataclass(frozen=True)
 class CallTimeouts:
-    """How long the controller waits, in seconds.
+    """Limits on the controller's waiting, in seconds.
 
     Attributes:
         call: for the replies to one call, unless the call has its own deadline.

@@ -10,7 +10,7 @@ from megaverl.errors import TrainingStopped
 
 
 class CallFailed(TrainingStopped):
-    """A call of the program failed. Every later call of the program fails with the same error.
+    """Failure of a call of the program. Every later call of the program fails with the same error.
 
     Attributes:
         ranks: ranks at the root of the failure.
@@ -24,12 +24,12 @@ class CallFailed(TrainingStopped):
 
 
 class ControllerLost(TrainingStopped):
-    """The connection to the controller broke: its process ended, or its node is not reachable."""
+    """Loss of the connection to the controller: its process ended, or its node is not reachable."""
 
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank's connection broke."""
+    """Evidence that a rank's connection broke."""
 
     rank: int
     reason: str
@@ -37,7 +37,7 @@ class LostRank:
 
 @dataclass(frozen=True)
 class RaisedError:
-    """A rank replied with an exception."""
+    """Evidence that a rank replied with an exception."""
 
     rank: int
     call: str
@@ -46,7 +46,7 @@ class RaisedError:
 
 @dataclass(frozen=True)
 class PassedDeadline:
-    """A call did not finish in time.
+    """Evidence that a call did not finish in time.
 
     The cause may be another call: a rank may be late for this one because it still waits inside an earlier one.
 

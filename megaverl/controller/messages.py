@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class RowTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """One transfer between two ranks that a call needs before it runs.
+    """Transfer between two ranks that a call needs before it runs.
 
     Attributes:
         value: id of the call that made the value.
@@ -47,7 +47,7 @@ Argument = ValueArgument | PlainArgument
 
 
 class CallRequest(msgspec.Struct, frozen=True, tag="call"):
-    """One call of the program, for one rank.
+    """Call of the program, for one rank.
 
     Attributes:
         id: number of the call in the program; the value it makes has the same id.

@@ -1,4 +1,4 @@
-"""Which rows go from rank to rank before a call: pure arithmetic on row numbers.
+"""Transfers of rows between ranks before a call, as pure arithmetic on row numbers.
 
 The moves of a call have one order for the whole job, and each rank goes through its own moves in that order. So no two
 ranks can wait for each other, even where a send blocks until the other rank receives.

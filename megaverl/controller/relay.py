@@ -1,4 +1,4 @@
-"""A relay on a node: the ranks of the node connect to it, and it alone connects to the controller.
+"""Relay of a node: the ranks of the node connect to it, and it alone connects to the controller.
 
     controller --- one connection a node ---> relay ---> rank 8
                (ranks 8..15, message)               ---> rank 9

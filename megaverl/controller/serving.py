@@ -1,4 +1,4 @@
-"""A rank's part: run the controller's calls in order, until it says that the program has ended."""
+"""Loop of a rank that runs the controller's calls in order until the program has ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Mover(Protocol):
 
 
 class StatusBoard:
-    """What a rank is doing, for `Where`. The main thread writes, a side thread reads."""
+    """State of a rank, for `Where`. The main thread writes it, a side thread reads it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

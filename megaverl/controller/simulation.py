@@ -1,4 +1,4 @@
-"""A cluster in virtual time: the real controller and real programs, with simulated ranks, connections and faults.
+"""Simulated cluster in virtual time: real controller and programs; ranks, connections and faults are simulated.
 
 Thousands of ranks run in one thread. Nothing sleeps: whenever every task waits, the clock jumps to the next event. All
 randomness comes from one seed, so a run that fails is repeated exactly by its seed.
@@ -109,7 +109,7 @@ class _ProcessEnded(BaseException):
 
 @dataclass(eq=False)
 class _Rank:
-    """One simulated process.
+    """Simulated process.
 
     Attributes:
         inbox: messages of the controller; None: the connection broke.
@@ -126,7 +126,7 @@ class _Rank:
 
 @dataclass(eq=False)
 class _Waiting:
-    """One end of a transfer that waits for the other end."""
+    """End of a transfer that waits for the other end."""
 
     rank: int
     value: object
@@ -135,7 +135,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class SimulatedOutcome:
-    """How a simulated run ended.
+    """End of a simulated run.
 
     Attributes:
         result: what the program returned, or None.

@@ -1,4 +1,4 @@
-"""The thread of the coordinator's rank that runs the program. The rank's main thread serves calls like any other."""
+"""Thread of the coordinator's rank that runs the program. The rank's main thread serves calls like any other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ControllerThread(Generic[T]):
 
     @property
     def address(self) -> Address:
-        """What ranks need to connect. Raises OSError if the host's address cannot be bound."""
+        """Address that ranks connect to. Raises OSError if the host's address cannot be bound."""
         return self._address.result()
 
     def result(self) -> T:

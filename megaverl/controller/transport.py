@@ -1,4 +1,4 @@
-"""What carries control messages: the interface that sockets (`zmq_transport`) and the simulation (`simulation`) share.
+"""Interface of what carries control messages, shared by sockets (`zmq_transport`) and the simulation (`simulation`).
 
 Every transport keeps the order of messages between the controller and one rank, in both directions. Between two ranks
 there is no order. A connection that breaks stays broken: the rank is lost, and the run ends.

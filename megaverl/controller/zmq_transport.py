@@ -49,7 +49,7 @@ RANK_BYTES = 4  # of a rank's number, which is its identity as a peer; a relay's
 
 
 class Address(msgspec.Struct, frozen=True):
-    """What a rank needs to connect. Handed over the job's store, not over the network in the clear.
+    """Endpoint and keys that a rank needs to connect. The job's store hands them to the ranks.
 
     Attributes:
         endpoint: such as "tcp://10.0.0.1:41234".
