@@ -48,6 +48,7 @@ COSTS = (
     "busy/*",
     "reward/service_*",
     "*/hidden_fraction",
+    "rollout/server_samples/*",  # the server that is free first takes a request
 )
 # Variables by which a user or an administrator chooses kernels and threads.
 KERNEL_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "VLLM_")
@@ -178,7 +179,7 @@ def read_records(path: Path) -> list[dict[str, str]]:
 
 
 def is_cost(metric: str) -> bool:
-    """Whether a metric measures time, memory or speed, and so differs from run to run."""
+    """Return whether a metric depends on time, memory or speed, and so differs from run to run."""
     return any(fnmatchcase(metric, pattern) for pattern in COSTS)
 
 

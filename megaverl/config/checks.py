@@ -27,6 +27,7 @@ from megaverl.config.rollout_checks import (
 )
 from megaverl.config.run import RESUME_WORDS, is_hub_name
 from megaverl.config.schema import Config
+from megaverl.config.signatures import source_file
 from megaverl.config.training_checks import (
     fp8_mistakes,
     mix_mistakes,
@@ -313,7 +314,8 @@ def package_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
             "is vllm, which is not installed here: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]'), "
             "or rollout.engine=hf.",
         )
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+    # `find_spec` of a dotted name would import the parent package.
+    if find_spec("megatron") is None or source_file("megatron.core") is None:
         yield ConfigIssue(
             "actor", "is trained by megatron-core, which is not installed here: pip install 'megaverl[megatron]'."
         )

@@ -23,6 +23,7 @@ CONFIG = {
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM has a kernel for it on a CPU
     "vocab_size": 64,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 1024,

@@ -116,6 +116,7 @@ def test_a_real_run_from_outside(
         start_new_session=True,
     )
     assert running.stdout is not None
+    assert running.stdout.readline().startswith("accuracy counts responses")
     assert running.stdout.readline().startswith("step  ")
     launcher = psutil.Process(running.pid)
     processes = [launcher, *launcher.children(recursive=True)]

@@ -123,7 +123,7 @@ def test_no_heavy_library_is_imported() -> None:
 
 
 def test_a_search_reports_mistakes_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*RECIPE, "--auto", "actor.tpp=3", "actor.fsdp=null"]) == 2
+    assert main([*RECIPE, "--auto", "actor.tpp=3", "actor.fsdp=3"]) == 2
     said = capsys.readouterr().err
     assert "actor.tpp (command line): unknown key. Did you mean `tp`?" in said
-    assert "actor.fsdp (command line): found null; expected a mapping" in said
+    assert "actor.fsdp (command line): found 3; expected a mapping" in said

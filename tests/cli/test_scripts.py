@@ -38,7 +38,7 @@ def test_one_node(tmp_path):
         [LAUNCH / "train_one_node.sh", *DRY], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("run:")
+    assert done.stdout.startswith("train: the configuration is good: 1 rank")
 
 
 def test_two_nodes(tmp_path):
@@ -66,7 +66,7 @@ def test_two_nodes(tmp_path):
     ]
     outputs = [agent.communicate(timeout=300) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert [out.count("run:") for out, _ in outputs] == [1, 0]
+    assert [out.count("the configuration is good") for out, _ in outputs] == [1, 0]
 
 
 @pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "MASTER_ADDR"])

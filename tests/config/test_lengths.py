@@ -87,6 +87,6 @@ def test_nothing_is_chosen_over_a_mistake(mistakes, tmp_path, given):
 
 def test_a_dry_run_says_what_was_chosen(files, tmp_path, capsys):
     shrink(tmp_path, 64)
-    assert main(["train", *files, "--dry-run", "--print"]) == 0
+    assert main(["train", *files, "rollout.engine=hf", "--dry-run", "--print"]) == 0
     said = capsys.readouterr()
     assert "max_prompt_tokens: 42" in said.out and "data.max_prompt_tokens=42 and rollout.sampling" in said.err

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megaverl.data.datasets import PromptDataset, PromptSampler
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat
+from megaverl.data.row_groups import RowGroupCache
 from megaverl.data.sources import JsonlFile, ParquetFile, RowChain, RowList, expand_paths, open_rows
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import DataError
@@ -140,11 +141,10 @@ def test_one_file_is_read_as_it_stands_and_several_as_a_chain(tmp_path: Path) ->
 def test_a_parquet_file_is_read_by_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=4)
-    rows = ParquetFile(path)
+    cache = RowGroupCache()
+    rows = ParquetFile(path, cache)
     assert [rows[n] for n in (3, 4, 7, 8, 9, 0)] == [ROWS[n] for n in (3, 4, 7, 8, 9, 0)]
     assert rows.where(0) == f"{path}, row 1" and len(rows) == 10
-    held = rows._group
-    assert rows[1] == ROWS[1] and rows._group is held, "the row group last read stays in memory"
     data = bytearray(path.read_bytes())
     data[4:200] = bytes(196)
     path.write_bytes(data)

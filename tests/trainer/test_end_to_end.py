@@ -117,7 +117,8 @@ def test_a_person_sees_a_line_per_step_and_no_library(ppo: Run) -> None:
     assert all(word in line for line in steps for word in ("reward", "accuracy", "tok/s"))
     validations = [line for line in lines if line.startswith("validation after step")]
     assert [line.split()[3].rstrip(":") for line in validations] == ["0", "2", "3"]
-    assert len(lines) == len(steps) + len(validations) + 1
+    assert lines[0].startswith("accuracy counts responses to which the reward 'letters' gives 1 or more.")
+    assert len(lines) == 1 + len(steps) + len(validations) + 1
     assert lines[-1] == f"model written to {ppo.folder / 'hf'}"
 
 

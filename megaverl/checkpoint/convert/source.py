@@ -114,7 +114,8 @@ def kind_of(path: Path) -> str:
     if _checkpoint_folder(path) is not None:
         return "megatron"
     pickled = sorted(file.name for suffix in PICKLED for file in path.glob(f"*{suffix}"))
-    if pickled:
+    is_distributed = any(path.glob("*.distcp"))  # a Megatron checkpoint without its index
+    if pickled and not is_distributed:
         raise ModelError(
             f"{path}: holds {pickled[0]}, whose weights are pickled. Such files can run code and are not read. Write "
             f"them as safetensors once: transformers' AutoModelForCausalLM.from_pretrained({str(path)!r}, dtype='auto')"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ from tests.checkpoint.convert.folders import converted, make_model
 def make_large(folder: Path, num_layers: int, shard_bytes: int) -> int:
     """A model of some size, without transformers; returns its bytes."""
     small = make_model(folder, num_hidden_layers=1, hidden_size=512, intermediate_size=2048, dtype="bfloat16")
-    config = (small / "config.json").read_text().replace('"num_hidden_layers": 1', f'"num_hidden_layers": {num_layers}')
-    (small / "config.json").write_text(config)
+    config = json.loads((small / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    config.pop("layer_types", None)  # one entry for each layer
+    (small / "config.json").write_text(json.dumps(config))
     (small / "model.safetensors").unlink()
     weights = weights_of(ModelSpec.from_folder(small))
     with FolderWriter(small, weights, torch.bfloat16, shard_bytes, writes=True) as writer:

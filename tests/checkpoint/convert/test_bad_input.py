@@ -100,14 +100,12 @@ FOLDERS: dict[str, tuple[Mess, str]] = {
     ),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "config.json of another model": (
-        lambda folder: (folder / "config.json").write_text(
-            (folder / "config.json").read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 3')
-        ),
+        lambda folder: write_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
         "model.layers.3.",
     ),
     "only pickles": (
         lambda folder: [file.unlink() for file in folder.glob("model*")],
-        "holds no model: neither model.safetensors nor",
+        "holds pytorch_model.bin, whose we",
     ),
 }
 
