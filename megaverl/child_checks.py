@@ -17,9 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from megaverl.errors import MegaverlError
+from megaverl.errors import ConfigError, MegaverlError
 from megaverl.plugins import load_module
 from megaverl.user_code import describe
 
@@ -27,9 +27,26 @@ from megaverl.user_code import describe
 DEADLINE_SECONDS = 60.0
 _TAIL = 600  # bytes of the child's error output that its last words are taken from
 
+# Set in a child process. Code that starts a run as it is imported would otherwise start a check of itself, and so on.
+CHECKING = "_MEGAVERL_CHECKING"
+
 Check = Mapping[str, Any]
-# Problem, or "" for none; and the number of rows where a check counts them.
-CheckResult = tuple[str, int | None]
+
+
+class CheckResult(NamedTuple):
+    """Outcome of one check.
+
+    Attributes:
+        problem: what is wrong, or "".
+        num_rows: of a source, where a check counts them.
+        left_out: what could not be looked at here, with the reason, or "".
+    """
+
+    problem: str = ""
+    num_rows: int | None = None
+    left_out: str = ""
+
+
 CheckRunner = Callable[[Check], CheckResult]
 
 
@@ -41,7 +58,8 @@ def run_in_children(
     Args:
         runner: `module:function` of megaverl. The child calls it with `context` once; what it returns runs a check.
         context: a JSON value.
-        checks: JSON mappings. `doing` is what the child does in a check, for messages: "it is loaded" by default.
+        checks: JSON mappings. `doing` is what the child does in a check, for messages: "it is loaded" by default. A
+            check with `may_wait` waits for something outside, such as a hub: if its deadline passes, it is left out.
         deadline: seconds that each check may take.
     """
     left = list(checks)
@@ -57,14 +75,27 @@ def probe_modules(names: Sequence[str], deadline: float = DEADLINE_SECONDS) -> l
     """Import `reward_modules` in a child process; return what is wrong with each, or ""."""
     checks = [{"key": f"reward_modules.{index}", "name": name} for index, name in enumerate(names)]
     results = run_in_children("megaverl.child_checks:make_module_runner", None, checks, deadline)
-    return [problem for problem, _ in results]
+    return [result.problem for result in results]
+
+
+def refuse_in_a_check() -> None:
+    """Refuse to start a run in a process that only checks code.
+
+    Raises:
+        ConfigError: this is such a process.
+    """
+    if CHECKING in os.environ:
+        raise ConfigError(
+            "it starts a run when it is imported, and the ranks import it. Put the call that starts the run under "
+            "`if __name__ == '__main__':`."
+        )
 
 
 def make_module_runner(context: None) -> CheckRunner:
     """Return a function that imports the module of one check."""
 
     def run(check: Check) -> CheckResult:
-        return catch_problem(check["key"], check["name"], lambda: load_module(check["name"], check["key"])), None
+        return CheckResult(catch_problem(check["key"], check["name"], lambda: load_module(check["name"], check["key"])))
 
     return run
 
@@ -96,7 +127,7 @@ def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", CHECKING: "1"},
         )
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -106,7 +137,8 @@ def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline
             for check in checks:
                 line = _line_of(process.stdout, deadline)
                 if line is None:
-                    yield f"did not finish within {deadline:g} s as {check.get('doing', 'it is loaded')}.", None
+                    late = f"did not finish within {deadline:g} s as {check.get('doing', 'it is loaded')}."
+                    yield CheckResult(left_out=late) if check.get("may_wait") else CheckResult(late)
                     return
                 if not line:
                     code = process.wait()
@@ -114,10 +146,9 @@ def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline
                     errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
                     tail = errors.read().decode(errors="replace").strip()
                     said = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
-                    yield f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{said}", None
+                    yield CheckResult(f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{said}")
                     return
-                answer = json.loads(line)
-                yield answer["problem"], answer["count"]
+                yield CheckResult(*json.loads(line))
         finally:
             _end(process)
 
@@ -157,8 +188,7 @@ def main() -> None:
     module, _, function = request["runner"].partition(":")
     run = getattr(importlib.import_module(module), function)(request["context"])
     for check in request["checks"]:
-        problem, count = run(check)
-        answers.write(json.dumps({"problem": problem, "count": count}) + "\n")
+        answers.write(json.dumps(run(check)) + "\n")
         answers.flush()
     answers.close()
     os._exit(0)  # threads that user code has started do not hold it

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.gpus import count_gpus
+from megaverl.trainer.preflight import CHECKED
 from tests import rank as rank_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,7 +167,9 @@ class Launcher:
         on_rank, more = on_rank or {}, more or {}
         place = {} if folder is None else {"folder": str(folder)}
         kwargs = [{"arguments": [*arguments, *more.get(rank, ())], **place} for rank in range(ranks)]
-        environments = [{**CPU_ONLY, **(environment or {}), **on_rank.get(rank, {})} for rank in range(ranks)]
+        # The command that starts ranks has checked code and data, for which each test would wait seconds.
+        of_all = {**CPU_ONLY, CHECKED: "1", **(environment or {})}
+        environments = [{**of_all, **on_rank.get(rank, {})} for rank in range(ranks)]
         return _until_ended("tests.faults.rank:command", kwargs, environments, logs, deadline)
 
     def _keep(self, num_worlds: int) -> None:

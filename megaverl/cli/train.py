@@ -87,8 +87,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         else:
             warning = check_before_ranks(config, command, is_rank=rank is not None)
         checked = None
-        if not arguments.no_file_checks and rank is None:  # ranks of torchrun load what the command would load
-            checked = check_code_and_data(config, command)
+        if not arguments.no_file_checks and (rank is None or arguments.dry_run and rank == 0):
+            checked = check_code_and_data(config, command)  # ranks of torchrun check it when they have met
     except ConfigError as error:
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)
@@ -102,7 +102,7 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
                 print(line, file=sys.stderr)
         return 0
     if rank is not None:
-        return run_rank(config, command, options, rank)
+        return run_rank(config, command, options, rank, checks_files=not arguments.no_file_checks)
     from megaverl.trainer.elastic_agent import launch
 
     try:
@@ -157,7 +157,7 @@ def _choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, An
     return choose(make, keys, world)
 
 
-def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -> int:
+def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *, checks_files: bool = True) -> int:
     """`megaverl.trainer.run.main` on this rank; returns only if it went well.
 
     A MegaverlError shows its message; anything else shows on the terminal rank, exception and the log that has
@@ -169,7 +169,8 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -
         from megaverl.planner.advice import check_memory
         from megaverl.trainer.run import main
 
-        code = main(config, command, options, check_memory if command == "train" else None)
+        check = check_memory if command == "train" else None
+        code = main(config, command, options, check, checks_files=checks_files)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:  # SystemExit too: whatever code it has, the run has not come to its end

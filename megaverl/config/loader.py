@@ -125,7 +125,7 @@ def load_config(
         warnings.append(
             "run.replan: no key is auto, so that the layout stays; trainer.replan_every tells of better ones"
         )
-    config.note(warnings, [line for line in (choice, reason) if line], chosen, _make_of(source))
+    config.note(warnings, [line for line in (choice, reason) if line], chosen, _make_of(source), source.place)
     return config
 
 

@@ -54,10 +54,20 @@ FROZEN = (
 
 
 class MadeBy:
-    """What makes a configuration again with other settings; two that say the same are equal whatever made them."""
+    """Origin of a configuration: two configurations with the same values are equal, whatever their origins are.
 
-    def __init__(self, make: Callable[[Mapping[str, Any]], Config] | None = None) -> None:
+    Attributes:
+        make: makes the configuration again with other settings.
+        place: where a key was written: "file, line n", "command line", or "" for a default.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Mapping[str, Any]], Config] | None = None,
+        place: Callable[[str], str] = lambda key: "",
+    ) -> None:
         self.make = make
+        self.place = place
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MadeBy)
@@ -160,9 +170,14 @@ class Config(Section):
         choices: list[str],
         chosen: dict[str, Any] | None = None,
         make: Callable[[Mapping[str, Any]], Config] | None = None,
+        place: Callable[[str], str] = lambda key: "",
     ) -> None:
         self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
-        self._made_by = MadeBy(make)
+        self._made_by = MadeBy(make, place)
+
+    def place(self, key: str) -> str:
+        """Return where a key was written: "file, line n", "command line", or "" for a default."""
+        return self._made_by.place(key)
 
     @property
     def uses_critic(self) -> bool:

@@ -12,7 +12,7 @@ import re
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -340,12 +340,49 @@ class ParquetFile:
         try:
             table = self._cache.get((self._number, group), lambda: self._file.read_row_group(group))
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(
-                f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source."
-            ) from error
-        first = self._ends[group - 1] if group else 0
+            raise self._damaged(index, error) from error
+        return self._row(table, index - self.first_row(group), index)
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of row groups."""
+        return len(self._ends)
+
+    def first_row(self, group: int) -> int:
+        """Return the number of a row group's first row."""
+        return self._ends[group - 1] if group else 0
+
+    def front(self, group: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield the first rows of a row group, without decoding the rest of it.
+
+        Args:
+            count: of rows, at most.
+        """
+        import pyarrow
+
+        first = self.first_row(group)
+        if group >= self.num_groups:
+            return
         try:
-            row: dict[str, Any] = table.slice(index - first, 1).to_pylist()[0]
+            batch = next(self._file.iter_batches(count, row_groups=[group]), None)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise self._damaged(first, error) from error
+        for number in range(0 if batch is None else batch.num_rows):
+            yield self._row(batch, number, first + number)
+
+    def _damaged(self, index: int, error: Exception) -> DataError:
+        return DataError(f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source.")
+
+    def _row(self, table: Any, number: int, index: int) -> dict[str, Any]:
+        """Return one row of a decoded table.
+
+        Args:
+            number: of the row in the table. index: of the row in the file, for messages.
+        """
+        import pyarrow
+
+        try:
+            row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # dates beyond Python's, text not UTF-8
             raise DataError(
                 f"{self.where(index)}: it holds a value that cannot be read ({type(error).__name__}: {error}). Correct "

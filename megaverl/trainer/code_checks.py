@@ -1,4 +1,4 @@
-"""Checks of a run's own code and of its first rows, before any rank starts.
+"""Checks of a run's own code and of a sample of its rows, before models are built.
 
 Code that a configuration names is loaded in a child process (`child_checks`); rows of files are read in this one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import which
@@ -25,16 +25,22 @@ from megaverl.child_checks import (
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.grids import REINFORCING
 from megaverl.config.passthrough import PLACES
+from megaverl.config.run import DataConfig, SourceConfig
 from megaverl.config.schema import Config
-from megaverl.errors import MegaverlError
+from megaverl.errors import DataError, MegaverlError
 from megaverl.outside import read_json_file
 from megaverl.plugins import load_object
 
-FIRST_ROWS = 16
-SPREAD_ROWS = 16
-# Larger files are read from the front only: to number all rows of one would take as long as the run's own start.
-LARGE_BYTES = 256 * 2**20
 TEMPLATE_BYTES = 8 * 2**30
+# Checks that wait for a hub or a server of images, which may be slow without being wrong.
+MAY_WAIT = ("far_rows", "image_rows")
+# What happens in a check, for the message about one that does not end. Of others the code is loaded.
+_DOING = {
+    "chat_template": "its chat template is rendered",
+    "far_rows": "its first rows are read",
+    "image_rows": "its first images are read",
+    "own_rows": "its first rows are read",
+}
 _RISKY = re.compile(r"\brange\b|\*|\bmacro\b|\brecursive\b")
 
 
@@ -60,9 +66,11 @@ class CodeCheck:
         return self.kind not in ("rows", "tools_file")
 
     @property
-    def doing(self) -> str:
-        """What happens in the check, for the message about one that does not end; "": the code is loaded."""
-        return "its chat template is rendered" if self.kind == "chat_template" else ""
+    def for_child(self) -> dict[str, Any]:
+        """The check as `run_in_children` takes it."""
+        doing = _DOING.get(self.kind)
+        more = {} if doing is None else {"doing": doing}
+        return {**asdict(self), **more, "may_wait": self.kind in MAY_WAIT}
 
 
 @dataclass
@@ -86,28 +94,26 @@ def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) 
         deadline: seconds that each check may take.
     """
     result = Preflight([], [])
-    counts: dict[str, int | None] = {}
-    tasks = list(_tasks(config, command, result.not_checked))
-    own = [task for task in tasks if task.runs_own_code]
-    for task in tasks:
-        if not task.runs_own_code:
-            problem, count = _run(task, config)
-            counts[task.key] = count
-            if problem:
-                result.issues.append(ConfigIssue(task.key, problem))
-    checks = [{**asdict(task), **({"doing": task.doing} if task.doing else {})} for task in own]
-    results = run_in_children("megaverl.trainer.code_checks:make_runner", config.to_dict(), checks, deadline)
-    for task, (problem, count) in zip(own, results, strict=False):
-        counts[task.key] = count
-        if problem:
-            result.issues.append(ConfigIssue(task.key, problem))
-    training = [count for key, count in counts.items() if ".train." in key]
-    if training and None not in training:
-        result.num_rows = sum(count for count in training if count is not None)
+    tasks = list(_tasks(config, command))
+    inside = [task for task in tasks if not task.runs_own_code]
+    outside = [task for task in tasks if task.runs_own_code]
+    results = [_run(task, config) for task in inside]
+    checks = [task.for_child for task in outside]
+    results += run_in_children("megaverl.trainer.code_checks:make_runner", config.to_dict(), checks, deadline)
+    counts: list[int | None] = []
+    for task, found in zip([*inside, *outside], results, strict=True):
+        if found.problem:
+            result.issues.append(ConfigIssue(task.key, found.problem, config.place(task.key)))
+        if found.left_out:
+            result.not_checked.append(f"{task.name}: {found.left_out.rstrip('.')}")
+        if ".train." in task.key:
+            counts.append(found.num_rows)
+    if counts and None not in counts:
+        result.num_rows = sum(count for count in counts if count is not None)
     return result
 
 
-def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[CodeCheck]:
+def _tasks(config: Config, command: str) -> Iterator[CodeCheck]:
     """Yield a check of every key that names code or rows, as far as `command` reads it."""
     if command in (*REINFORCING, "eval"):
         yield from _reward_tasks(config)
@@ -129,19 +135,30 @@ def _tasks(config: Config, command: str, not_checked: list[str]) -> Iterator[Cod
                 yield CodeCheck("pairs", f"preference.{part}.{index}", path)
     if command == "generate":
         sources = {}
+    takes_images = _takes_images(config)
     for key, entries in sources.items():
         for index, entry in enumerate(entries):
-            kind = _source_kind(entry.path)
-            if kind in ("hub", "verifiers") or _is_large(entry.path):
-                not_checked.append(f"rows of {entry.path}")
-            else:
-                yield CodeCheck("rows" if kind in ("files", "folder") else "own_rows", f"{key}.{index}", entry.path)
+            kind = _ROWS_OF.get(_source_kind(entry.path), "own_rows")
+            yield CodeCheck("image_rows" if takes_images else kind, f"{key}.{index}", entry.path)
+
+
+# Kind of a source -> kind of its check; of others rows are made by code that is not megaverl's.
+_ROWS_OF = {"files": "rows", "folder": "rows", "hub": "far_rows", "verifiers": "far_rows"}
 
 
 def _source_kind(path: str) -> str:
     from megaverl.data.sources import kind_of
 
     return kind_of(path)
+
+
+def _takes_images(config: Config) -> bool | None:
+    """Return whether the model takes images; None: its config.json is not on this machine."""
+    file = Path(config.model.path) / "config.json"
+    try:
+        return "vision_config" in read_json_file(file)
+    except (OSError, ValueError, TypeError):  # a damaged file is reported later
+        return None
 
 
 def _reward_tasks(config: Config) -> Iterator[CodeCheck]:
@@ -248,13 +265,18 @@ def make_runner(context: Any) -> CheckRunner:
 
 
 def _run(task: CodeCheck, config: Config) -> CheckResult:
-    counts: list[int | None] = [None]
+    results = [CheckResult()]
 
     def check() -> None:
-        counts[0] = _CHECKS[task.kind](task, config)
+        try:
+            results.append(_CHECKS[task.kind](task, config) or CheckResult())
+        except DataError as error:
+            if task.kind not in MAY_WAIT or not _is_unreachable(error):
+                raise
+            results.append(CheckResult(left_out="its rows, as the hub is not reached from here"))
 
     problem = catch_problem(task.key, task.name, check)
-    return problem, counts[0] if isinstance(counts[0], int) else None
+    return CheckResult(problem) if problem else results[-1]
 
 
 def _check_object(task: CodeCheck, config: Config) -> Any:
@@ -291,21 +313,16 @@ def _check_reward(task: CodeCheck, config: Config) -> None:
 
 
 def _first_columns(config: Config) -> frozenset[str] | None:
-    """Return the columns beside prompt and answer in the first rows of all training files; None: not all are files."""
-    from megaverl.data.sources import open_source
+    """Return the columns beside prompt and answer in a sample of all training files; None: not all are files."""
+    from megaverl.data.row_samples import RowSample
 
     columns: set[str] = set()
     for entry in config.data.train:
-        if _source_kind(entry.path) not in ("files", "folder") or _is_large(entry.path):
+        if _source_kind(entry.path) not in ("files", "folder"):
             return None
-        rows = open_source(entry)
-        for number in range(min(FIRST_ROWS, len(rows))):
-            columns |= rows[number].keys()
+        for row in RowSample(entry):
+            columns |= row.columns.keys()
     return frozenset(columns - {config.data.prompt_key, config.data.answer_key})
-
-
-def _is_large(path: str) -> bool:
-    return Path(path).is_file() and Path(path).stat().st_size > LARGE_BYTES
 
 
 def _check_environment(task: CodeCheck, config: Config) -> None:
@@ -357,50 +374,80 @@ def _check_tools_file(task: CodeCheck, config: Config) -> None:
     load_tools(task.name)
 
 
-def _check_rows(task: CodeCheck, config: Config) -> int | None:
+def _check_rows(task: CodeCheck, config: Config) -> CheckResult:
     """Read the columns of the first rows of a source, and of some further on."""
     from megaverl.data.prompts import Columns
-    from megaverl.data.sources import open_source
+    from megaverl.data.row_samples import RowSample
 
-    section, part, index, *_ = task.key.split(".")
-    entry = getattr(getattr(config, section), part)[int(index)]
-    if _is_large(entry.path):
-        return None
     data = config.data
     columns = Columns(data.prompt_key, data.answer_key, data.tools_key)
-    rows = open_source(entry)
-    for number in _sample(len(rows)):
-        row, where = rows[number], rows.where(number)
-        if data.images.key in row or "<image>" in json.dumps(row.get(data.prompt_key), default=str):
-            continue  # images are read by the model's own processor
+    is_known = _takes_images(config) is not None
+    has_images = False
+    sample = RowSample(_source_of(task, config))
+    for row, where in sample:
+        if not is_known and _has_images(row, data):
+            has_images = True
+        else:
+            columns.read(row, where)
+    left_out = "its images, as the model's config.json is not on this machine" if has_images else ""
+    return CheckResult("", sample.num_rows, left_out)
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Return whether an error comes from the network, by the types that its clients raise."""
+    reasons: list[BaseException] = [error]
+    while (cause := reasons[-1].__cause__ or reasons[-1].__context__) is not None and cause not in reasons:
+        reasons.append(cause)
+    names = {kind.__name__ for reason in reasons for kind in type(reason).__mro__}
+    is_refused = names & {"DatasetNotFoundError", "RepositoryNotFoundError", "DataFilesNotFoundError"}
+    return not is_refused and bool(names & {"ConnectionError", "TimeoutError", "TransportError", "HTTPError"})
+
+
+def _check_image_rows(task: CodeCheck, config: Config) -> CheckResult:
+    """Read rows as `_check_rows`, and the headers of their images."""
+    from megaverl.data.images import Images
+    from megaverl.data.prompts import Columns
+    from megaverl.data.row_samples import RowSample
+    from megaverl.data.tokenizers import load_tokenizer
+
+    data, model = config.data, config.model
+    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+    images = Images.of(data.images, model.path, tokenizer)
+    columns = Columns(data.prompt_key, data.answer_key, data.tools_key, images=images)
+    sample = RowSample(_source_of(task, config))
+    for row, where in sample:
         columns.read(row, where)
-    return len(rows)
+    return CheckResult("", sample.num_rows)
 
 
-def _check_pairs(task: CodeCheck, config: Config) -> int:
+def _source_of(task: CodeCheck, config: Config) -> SourceConfig:
+    section, part, index, *_ = task.key.split(".")
+    source: SourceConfig = getattr(getattr(config, section), part)[int(index)]
+    return source
+
+
+def _has_images(row: Mapping[str, Any], data: DataConfig) -> bool:
+    """Return whether a row or a message in its prompt names images."""
+    text = json.dumps(row.get(data.prompt_key), default=str)
+    return row.get(data.images.key) is not None or "<image>" in text or '"image' in text
+
+
+def _check_pairs(task: CodeCheck, config: Config) -> CheckResult:
     """Read the columns of the first rows of a file of pairs."""
     from megaverl.data.preferences import PreferenceColumns
     from megaverl.data.prompts import Columns
-    from megaverl.data.sources import open_source
+    from megaverl.data.row_samples import RowSample
 
     preferences = PreferenceColumns.of(config.preference)
     columns = Columns(config.data.prompt_key, None, config.data.tools_key)
-    rows = open_source(task.name)
-    for number in _sample(len(rows)):
-        row, where = rows[number], rows.where(number)
+    sample = RowSample(SourceConfig(path=task.name))
+    for row, where in sample:
         columns.read(row, where)
         preferences.read(row, where)
-    return len(rows)
+    return CheckResult("", sample.num_rows)
 
 
-def _sample(count: int) -> list[int]:
-    """Return the numbers of the first rows and of some spread over the others, the last among them."""
-    first = range(min(FIRST_ROWS, count))
-    further = {count - 1 - number * count // SPREAD_ROWS for number in range(SPREAD_ROWS)}
-    return [*first, *sorted(number for number in further if number >= FIRST_ROWS)]
-
-
-_CHECKS: dict[str, Any] = {
+_CHECKS: dict[str, Callable[[CodeCheck, Config], CheckResult | None]] = {
     "object": _check_object,
     "function": _check_function,
     "reward": _check_reward,
@@ -410,5 +457,7 @@ _CHECKS: dict[str, Any] = {
     "chat_template": _check_template,
     "rows": _check_rows,
     "own_rows": _check_rows,
+    "far_rows": _check_rows,
+    "image_rows": _check_image_rows,
     "pairs": _check_pairs,
 }

@@ -32,6 +32,7 @@ from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS
 from megaverl.gpus import count_gpus
 from megaverl.processes import FINISHED, ending_with_parent
 from megaverl.temporary import remove_temporary_folder, temporary_folder
+from megaverl.trainer.preflight import CHECKED
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 MASTER_PORT = 29500  # torchrun's, where none is given
@@ -250,7 +251,7 @@ def check_world(config: Config, command: str, world_size: int) -> None:
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int:
-    """Run `python arguments` in `nproc` ranks of one job.
+    """Run `python arguments` in `nproc` ranks of one job, whose code and data the caller has checked.
 
     A rank that fails prints why by itself; here only what it could not (a signal) is printed. The others are
     ended with it. SIGTERM and SIGUSR1 go on to the ranks, which save and leave.
@@ -258,7 +259,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
     Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
+    with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir, _marked_as_checked():
         agent = {
             "--nproc-per-node": str(nproc),
             "--rdzv-id": uuid.uuid4().hex,
@@ -269,6 +270,16 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
         # after "--" nothing is taken for an option of the agent, such as the command's own --nproc
         options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python", "--"]
         return main([*options, sys.executable, *arguments], log_hint)
+
+
+@contextmanager
+def _marked_as_checked() -> Iterator[None]:
+    """Tell ranks that are started inside that code and data are checked (`preflight.check_in_ranks`)."""
+    os.environ[CHECKED] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[CHECKED]
 
 
 if __name__ == "__main__":

@@ -23,18 +23,25 @@ from megaverl.platform import platform
 from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
+from megaverl.trainer.preflight import check_in_ranks
 
 if TYPE_CHECKING:
     from megaverl.trainer.build import Builder
 
 
 def main(
-    config: Config, command: str, options: Mapping[str, Any] | None = None, check: PlacementCheck | None = None
+    config: Config,
+    command: str,
+    options: Mapping[str, Any] | None = None,
+    check: PlacementCheck | None = None,
+    *,
+    checks_files: bool = True,
 ) -> int:
     """Run `command` (train, sft, eval, generate or quickstart) on this rank.
 
     Args:
         check: of who is where, before anything is built on it; the same on every rank.
+        checks_files: look at code and data first, where the command that started the ranks has not.
 
     Returns: the exit status: 0, or what `Leaving` says where the run has saved and left.
 
@@ -47,6 +54,9 @@ def main(
     platform.start()
     job = join_job(config, command, console, check)
     try:
+        if checks_files:
+            job.liveness.status("checking code and data")
+            check_in_ranks(config, command, job.fabric.control)
         code = _do(config, command, console, job, options)
     except BaseException as error:
         # of a rank that is gone the others hear in their own way: what they say of it is one thing

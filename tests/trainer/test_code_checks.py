@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from megaverl.child_checks import run_in_children
 from megaverl.cli.main import main
 from megaverl.config import Config, load_config
+from megaverl.processes import ending_with_parent
 from megaverl.trainer.code_checks import CodeCheck, preflight
+from megaverl.trainer.preflight import _merge_reports
 from tests.config.conftest import write_files
+from tests.trainer.conftest import ROOT, environment
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 CODE = {
     "syntax": "def f(:",
@@ -23,6 +31,7 @@ CODE = {
     "ends": "import os\nos._exit(0)",
     "prints": "print('not an answer')\ndef f(prompt, response, reference):\n    return 1.0",
     "column": "def f(response, levle, **kwargs):\n    return 1.0",
+    "starts": "from megaverl.trainer import init_distributed\ninit_distributed({})\ndef f(response):\n    return 1.0",
     "good": "def f(prompt, response, reference):\n    return 1.0\ndef nothing():\n    pass\nnumber = 3\n",
 }
 
@@ -58,6 +67,7 @@ def test_every_key_that_names_code_is_loaded(load, plugins):
         {"function": own("nowhere.py:f")},
         {"function": own("prints.py:f")},
         {"name": "exact_match", "shape": own("good.py:nothing")},
+        {"function": own("starts.py:f")},
     ]
     config = load(
         f"reward={json.dumps(rewards)}",
@@ -78,6 +88,7 @@ def test_every_key_that_names_code_is_loaded(load, plugins):
         "reward.4.function": "has no 'lacks'",
         "reward.5.function": "is not there",
         "reward.7.shape": "is called with score",
+        "reward.8.function": "starts a run when it is imported",
         "environment.options.tools": "is not there",
         "trainer.operators.0": "is called with flow",
         "run.log_with.1": "expected a function",
@@ -91,10 +102,18 @@ def test_every_key_that_names_code_is_loaded(load, plugins):
 
 def test_code_that_blocks_is_ended(plugins):
     (plugins / "blocks.py").write_text("while True:\n    pass")
-    check = asdict(CodeCheck("object", "rollout.function", str(plugins / "blocks.py:f")))
+    check = CodeCheck("object", "rollout.function", str(plugins / "blocks.py:f")).for_child
     runner = "megaverl.trainer.code_checks:make_runner"
-    [(problem, _)] = run_in_children(runner, Config().to_dict(), [check], deadline=1.0)
-    assert "did not finish within 1 s as it is loaded" in problem
+    [found] = run_in_children(runner, Config().to_dict(), [check], deadline=1.0)
+    assert "did not finish within 1 s as it is loaded" in found.problem
+
+
+def test_what_waits_for_a_hub_is_left_out_after_the_deadline(plugins):
+    (plugins / "slow.py").write_text("while True:\n    pass")
+    check = CodeCheck("object", "rollout.function", str(plugins / "slow.py:f")).for_child
+    runner = "megaverl.trainer.code_checks:make_runner"
+    [found] = run_in_children(runner, Config().to_dict(), [{**check, "may_wait": True}], deadline=1.0)
+    assert found.problem == "" and "did not finish within 1 s" in found.left_out
 
 
 @pytest.mark.parametrize(
@@ -142,3 +161,78 @@ def test_a_good_dry_run_ends_with_one_line(files, capsys):
     assert "GB on the fullest rank" in line and "Not looked at: prompts in tokens" in line
     assert main(["train", *files, "--dry-run", "--no-file-checks"]) == 0
     assert "files, code and data (--no-file-checks)" in capsys.readouterr().out
+
+
+def test_a_mistake_names_the_line_of_the_file(files, plugins):
+    data = plugins / "broken.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    recipe = plugins / "run.yaml"
+    recipe.write_text(
+        f"rollout: {{engine: hf}}\ndata:\n  train: [{data}]\nreward:\n  - function: {plugins / 'raises.py'}:f\n"
+    )
+    left = [each for each in files if not each.startswith(("data.train", "reward"))]
+    issues = preflight(load_config(recipe, left), "train").issues
+    assert {issue.key: issue.where for issue in issues} == {
+        "data.train.0": f"{recipe}, line 3",
+        "reward.0.function": f"{recipe}, line 5",
+    }
+
+
+PROGRAM = """
+import sys
+from megaverl.trainer import RLTrainer
+if __name__ == "__main__":
+    RLTrainer(overrides=sys.argv[1:]).train()
+"""
+
+
+@pytest.mark.parametrize("start", ["command", "program"])
+def test_ranks_of_a_torchrun_check_code_and_rows(start, inputs, tmp_path):
+    """Two ranks that torchrun starts: the mistakes are shown once, and no model is built."""
+    (tmp_path / "raises.py").write_text(CODE["raises"])
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n')
+    (tmp_path / "program.py").write_text(PROGRAM)
+    overrides = [
+        f"model.path={inputs / 'model'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"reward={tmp_path / 'raises.py'}:f",
+        f"run.dir={tmp_path / 'runs'}",
+        "data.max_prompt_tokens=16",
+        "rollout.sampling.max_tokens=6",
+    ]
+    what = ["-m", "megaverl.cli.main", "train"] if start == "command" else [str(tmp_path / "program.py")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *what]
+    done = subprocess.run(
+        ending_with_parent([*torchrun, *overrides]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, said
+    assert "2 mistakes in the configuration (code and data that it names)" in said
+    assert "reward.0.function" in said and "on import" in said and "train.jsonl, line 2" in said
+    assert said.count("train.jsonl, line 2") == (
+        1 if start == "command" else 2
+    )  # its ranks each end with their traceback
+    assert not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+def test_a_good_run_of_a_torchrun_is_not_held_up(monkeypatch):
+    """`start_ranks` marks its ranks, which then do not check again; a run that they start is no part of it."""
+    from megaverl.trainer.preflight import CHECKED, check_in_ranks
+
+    monkeypatch.setenv(CHECKED, "1")
+    group = cast("dist.ProcessGroup", None)
+    check_in_ranks(Config(), "train", group)
+    assert CHECKED not in os.environ
+
+
+def test_issues_of_several_nodes_are_merged():
+    def report(host: str, *keys: str) -> dict[str, Any]:
+        return {"host": host, "issues": [{"key": key, "message": "is wrong."} for key in keys]}
+
+    merged = _merge_reports([report("a", "x", "y"), None, report("b", "x"), None])
+    assert {issue["key"]: issue["message"] for issue in merged} == {"x": "is wrong.", "y": "is wrong. (on a)"}

@@ -295,7 +295,7 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
             return load_config(description, [*overrides, *more], check_paths=check_paths)
     except InvalidConfig as error:
         source = str(description) if isinstance(description, str | Path) else "what was given"
-        raise InvalidConfig(map(_of_a_program, error.mistakes), source) from None
+        raise InvalidConfig(map(of_a_program, error.mistakes), source) from None
 
 
 def _make_inputs(config: Config) -> None:
@@ -314,7 +314,7 @@ def _make_inputs(config: Config) -> None:
     make_inputs(config)
 
 
-def _of_a_program(mistake: ConfigIssue) -> ConfigIssue:
+def of_a_program(mistake: ConfigIssue) -> ConfigIssue:
     """The same, where no command line was typed: with the setting of `TrainerConfig` that the key is."""
     if mistake.where not in ("", COMMAND_LINE):
         return mistake

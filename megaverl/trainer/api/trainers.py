@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from megaverl.child_checks import refuse_in_a_check
 from megaverl.config import Config, smallest_world
 from megaverl.config.absolute import with_absolute_paths
+from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import resolve_placement, role_grids, used_roles
 from megaverl.config.yaml_source import Override
 from megaverl.errors import INTERRUPTED, SAVED_AND_LEFT, ConfigError, TrainingStopped
@@ -26,10 +28,11 @@ from megaverl.trainer.api.settings import (
     TrainerConfig,
     as_overrides,
     as_started,
+    of_a_program,
     refuse_unknown,
     resolve,
 )
-from megaverl.trainer.preflight import check_before_ranks, check_code_and_data
+from megaverl.trainer.preflight import check_before_ranks, check_code_and_data, check_in_ranks
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -43,6 +46,7 @@ class _Joined:
 
     job: Job | None = None
     config: Config | None = None
+    checked: ClassVar[list[Config]] = []  # whose code and data were looked at
 
 
 def under_torchrun() -> bool:
@@ -65,6 +69,7 @@ def init_distributed(config: Description) -> Job:
         ConfigError: a configuration that cannot be, or one that needs more ranks than there are.
         TrainingStopped: ranks that do not come, or another job at the same address.
     """
+    refuse_in_a_check()
     resolved = resolve(config)
     _check(resolved, is_rank=under_torchrun())
     if not under_torchrun():
@@ -79,6 +84,7 @@ def init_distributed(config: Description) -> Job:
             raise ConfigError(
                 "placement: this program has joined its job with another one. Give all trainers the same."
             )
+        _check_code(resolved, _Joined.job)
         return _Joined.job
     if not under_torchrun():
         JOB_OF_ONE.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
@@ -97,7 +103,22 @@ def init_distributed(config: Description) -> Job:
     use_fabric(_Joined.job.fabric)
     seed_generators(resolved.run.seed)
     atexit.register(_leave)
+    _check_code(resolved, _Joined.job)
     return _Joined.job
+
+
+def _check_code(config: Config, job: Job) -> None:
+    """Check the code and the data of a configuration, once. Every rank takes part.
+
+    Raises:
+        InvalidConfig: lists what is wrong.
+    """
+    if config in _Joined.checked:
+        return
+    job.liveness.status("checking code and data")
+    with _as_a_program():
+        check_in_ranks(config, "train", job.fabric.control)
+    _Joined.checked.append(config)
 
 
 @contextmanager
@@ -352,6 +373,15 @@ def _check(config: Config, *, is_rank: bool) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
+@contextmanager
+def _as_a_program() -> Iterator[None]:
+    """Name settings as a Python program gives them in the mistakes that are raised inside."""
+    try:
+        yield
+    except InvalidConfig as error:
+        raise InvalidConfig(map(of_a_program, error.mistakes), "code and data that it names") from None
+
+
 def _num_ranks(config: Config) -> int:
     from megaverl.trainer.elastic_agent import default_nproc
 
@@ -365,8 +395,10 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
     from megaverl.monitoring.backends import read_metrics
     from megaverl.trainer.elastic_agent import check_world, start_ranks
 
+    refuse_in_a_check()
     _check(config, is_rank=False)
-    check_code_and_data(config, "train")
+    with _as_a_program():
+        check_code_and_data(config, "train")
     count = _num_ranks(config)
     check_world(config, "train", count)
     for choice in config.choices:  # to the ranks they are given

@@ -1,0 +1,136 @@
+"""A bounded sample of a source's rows, for checks before a run starts.
+
+Small sources are sampled by row number: the first rows, and some spread over the others. To number the rows of large
+files would take as long as the run's own start, so these are sampled by place: the front of the first file, then rows
+after some byte positions (JSONL) or at the beginning of some row groups (Parquet). Of a data set on the hub the first
+rows are streamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from megaverl.config.run import SourceConfig
+from megaverl.data.row_groups import RowGroupCache
+from megaverl.data.row_values import parse_row
+from megaverl.data.sources import ParquetFile, Place, expand_paths, folder_files, kind_of, open_source
+from megaverl.data.streaming import FilesReader, HubReader, Row
+from megaverl.errors import DataError
+
+FIRST_ROWS = 16
+SPREAD_ROWS = 16
+# Files of a source that has more bytes are sampled by place.
+LARGE_BYTES = 256 * 2**20
+# A line of JSONL that is longer is no row that a tokenizer could take, and is not read to its end.
+LONGEST_LINE = 64 * 2**20
+
+
+class RowSample:
+    """Some rows of a source. Iterating reads them.
+
+    Args:
+        source: the source, with its `limit`.
+
+    Attributes:
+        num_rows: rows of the whole source; None where they were not counted.
+
+    Raises:
+        DataError: nothing is there, it is damaged or empty, or the package that reads it is missing.
+    """
+
+    def __init__(self, source: SourceConfig) -> None:
+        self.num_rows: int | None = None
+        kind = kind_of(source.path)
+        if kind in ("files", "folder"):
+            files = folder_files(Path(source.path)) if kind == "folder" else expand_paths(source.path)
+            if is_large(files):
+                self._rows = _by_place(files, source.limit)
+                return
+        if kind == "hub" and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("1", "true", "yes", "on"):
+            reader = HubReader(source)
+            self._rows = islice(iter(reader.read, None), min(FIRST_ROWS, source.limit or FIRST_ROWS))
+            return
+        rows = open_source(source)
+        self.num_rows = len(rows)
+        self._rows = (Row(rows[number], rows.where(number)) for number in sampled_numbers(self.num_rows))
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._rows
+
+
+def is_large(files: Sequence[Path]) -> bool:
+    """Return whether the files together have more than `LARGE_BYTES`."""
+    return sum(file.stat().st_size for file in files) > LARGE_BYTES
+
+
+def sampled_numbers(count: int) -> list[int]:
+    """Return the numbers of the first rows and of some spread over the others, the last among them."""
+    first = range(min(FIRST_ROWS, count))
+    further = {count - 1 - number * count // SPREAD_ROWS for number in range(SPREAD_ROWS)}
+    return [*first, *sorted(number for number in further if number >= FIRST_ROWS)]
+
+
+def _by_place(files: Sequence[Path], limit: int | None) -> Iterator[Row]:
+    """Yield rows of large files: from the front of the first, then from places all over them.
+
+    Args:
+        limit: rows of the source that count; where it is set, rows further on may not be among them.
+    """
+    first = _front(files[0])
+    yield from islice(first, min(FIRST_ROWS, limit or FIRST_ROWS))
+    if limit is not None:
+        return
+    total = sum(file.stat().st_size for file in files)
+    for number in range(1, SPREAD_ROWS + 1):
+        file, position = _place_of(files, number * total // (SPREAD_ROWS + 1))
+        row = _group_row(file, position) if file.suffix == ".parquet" else _row_after(file, position)
+        if row is not None:
+            yield row
+
+
+def _place_of(files: Sequence[Path], position: int) -> tuple[Path, int]:
+    """Return the file, and the position in it, of a byte of all files together."""
+    for file in files:
+        size = file.stat().st_size
+        if position < size:
+            return file, position
+        position -= size
+    return files[-1], 0
+
+
+def _front(file: Path) -> Iterator[Row]:
+    """Yield the rows of a file in their order, without reading further than they are asked for."""
+    if file.suffix == ".parquet":
+        rows = ParquetFile(file, RowGroupCache(0))
+        yield from (Row(row, rows.where(number)) for number, row in enumerate(rows.front(0, FIRST_ROWS)))
+    else:
+        yield from iter(FilesReader([file]).read, None)
+
+
+def _group_row(file: Path, position: int) -> Row | None:
+    """Return the first row of the Parquet row group that lies about `position`."""
+    rows = ParquetFile(file, RowGroupCache(0))
+    if not rows.num_groups:
+        return None
+    group = min(rows.num_groups - 1, position * rows.num_groups // file.stat().st_size)
+    columns = next(iter(rows.front(group, 1)), None)
+    return None if columns is None else Row(columns, rows.where(rows.first_row(group)))
+
+
+def _row_after(file: Path, position: int) -> Row | None:
+    """Return the row of the first whole line after a byte of a JSONL file; None: no line begins after it."""
+    with file.open("rb") as stream:
+        stream.seek(position)
+        if not stream.readline(LONGEST_LINE).endswith(b"\n"):
+            if stream.tell() - position < LONGEST_LINE:
+                return None  # the last line
+            raise DataError(f"{file}: the line at byte {position} has more than {LONGEST_LINE:,} bytes. Shorten it.")
+        begin = stream.tell()
+        line = stream.readline(LONGEST_LINE)
+    if not line.strip():
+        return None
+    where = Place(f"{file}, the line at byte {begin}", file.parent)
+    return Row(parse_row(line, where), where)
