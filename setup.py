@@ -81,6 +81,8 @@ EXTRAS_REQUIRE = {
         "megatron-core>=0.19,<0.20",
         "transformer-engine[pytorch]>=2.20,<2.21",
         "flash-attn>=2.8.3,<2.8.4",
+        # Older ones are whole wheels with files of cuda-bindings in them, which megatron-core then imports half old.
+        "cuda-python>=13",
     ],
     # ft_launcher in the place of torchrun: restarts within a job, hot spares.
     "resiliency": ["nvidia-resiliency-ext>=0.4"],

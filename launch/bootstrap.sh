@@ -81,9 +81,30 @@ _prepare_builds() {
     fi
     export CUDA_HOME="$toolkit" NVTE_BUILD_USE_NVIDIA_WHEELS="${NVTE_BUILD_USE_NVIDIA_WHEELS:-1}" # cuDNN's headers
     # FlashAttention 2's kernels are for 80, 90, 100 and 120: that of a GPU is the last one before its own. Each takes
-    # as long as the others, and some 3 GB of memory a job.
+    # as long as the others.
     export FLASH_ATTN_CUDA_ARCHS="${FLASH_ATTN_CUDA_ARCHS:-$(_architectures)}"
-    export MAX_JOBS="${MAX_JOBS:-$(awk '/MemAvailable/ {n = int($2 / 4e6); print n < 1 ? 1 : n}' /proc/meminfo)}"
+    # nproc would return OMP_NUM_THREADS where that is set.
+    export MAX_JOBS="${MAX_JOBS:-$(_compilers "$(env -u OMP_NUM_THREADS nproc)" "$(_free_kilobytes)")}"
+}
+
+# Compilers at once, for this many cores and this much free memory: flash-attn's own rule (its setup.py, 2.8.3), half of
+# the cores and 9 GB each, as nvcc compiles with four threads there. Transformer Engine has no rule by memory.
+_compilers() {
+    local by_cores=$(($1 / 2)) by_memory=$(($2 / 9000000))
+    local jobs=$((by_cores < by_memory ? by_cores : by_memory))
+    echo $((jobs > 1 ? jobs : 1))
+}
+
+# Free memory of the machine, or what a container's limit leaves of it.
+_free_kilobytes() {
+    local free limit used
+    free="$(awk '/^MemAvailable/ {print $2}' /proc/meminfo)"
+    limit="$(cat /sys/fs/cgroup/memory.max 2>/dev/null || true)"
+    used="$(cat /sys/fs/cgroup/memory.current 2>/dev/null || true)"
+    if [[ "$limit" =~ ^[0-9]+$ && "$used" =~ ^[0-9]+$ ]] && (((limit - used) / 1024 < free)); then
+        free=$(((limit - used) / 1024))
+    fi
+    echo "$free"
 }
 
 _architectures() {
@@ -180,6 +201,20 @@ _logged() {
     return "$code"
 }
 
+# Imports what a lock has installed: a package that is there need not work.
+_check_imports() {
+    local problems problem code=0
+    problems="$(cd / && "$_venv/bin/python" "$MEGAVERL_ROOT/launch/check_imports.py" "$1")" || code=$?
+    while IFS= read -r problem; do
+        [[ -z "$problem" ]] || _say "$problem"
+    done <<<"$problems"
+    if ((code)); then
+        _say "Everything in $1 is installed, but not everything works. If the error names CUDA or a symbol, a package"
+        _say "was built for another torch: remove ${_venv} and run the same command again. Otherwise please report it."
+    fi
+    return "$code"
+}
+
 _tick() {
     local begin=$SECONDS
     while kill -0 $$ 2>/dev/null; do
@@ -207,7 +242,7 @@ _is_of_another() {
 
 # Installs one lock. Called with the install lock held.
 _install() {
-    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python wheels=() built=()
+    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python wheels=() built=() package
     local pip uv wheel_folders
     torch_line="$(grep -E '^torch==' "$lock" || true)"
     mapfile -t wheels < <(grep -v '# no wheel' "$lock" | sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p' | grep -v '^torch==')
@@ -242,21 +277,23 @@ _install() {
         _explain_failure "installing requirements/$name.lock"
         return 1
     fi
-    if ((${#built[@]})); then
-        _say "building ${built[*]}: minutes to an hour, with MAX_JOBS=$MAX_JOBS"
-        if ! _fetch "building" --no-build-isolation "${built[@]}"; then
-            _explain_failure "building ${built[*]}"
+    # One after the other: at once, each would start MAX_JOBS compilers.
+    for package in "${built[@]}"; do
+        _say "building $package: minutes to an hour, with MAX_JOBS=$MAX_JOBS"
+        if ! _fetch "building" --no-build-isolation "$package"; then
+            _explain_failure "building $package"
             return 1
         fi
-    fi
+    done
     if [[ "$name" == "$_base_lock" ]] &&
         ! _fetch "installing megaverl" --no-build-isolation -e "$MEGAVERL_ROOT"; then
         _explain_failure "installing megaverl itself"
         return 1
     fi
+    rm -f "$_venv/.installing" # everything is there: what was built is kept, whatever the imports say
+    _check_imports "$lock" || return 1
     mkdir -p "$_venv/stamps"
     _stamp_of "$name" >"$_venv/stamps/$name"
-    rm -f "$_venv/.installing"
     _say "installed in $((SECONDS - begin)) s"
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -13,6 +14,10 @@ from pathlib import Path
 DEVICES = Path("/dev")
 # Their wheels are built for one torch each, and vLLM's dependencies may bring a CUDA build beside a CPU torch.
 BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
+DRIVER = "libcuda.so.1"
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+# The first driver of each CUDA version (CUDA's release notes, "CUDA Toolkit and Minimum Required Driver Version").
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def count_gpus() -> int:
@@ -67,6 +72,57 @@ def cpu_torch_beside_gpus() -> str | None:
     )
 
 
+def driver_cuda_version(library: str = DRIVER) -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver serves, such as (13, 0), or None without a driver.
+
+    The driver's own library answers, so a `cuda-compat` package on LD_LIBRARY_PATH counts. No GPU is initialised.
+    """
+    try:
+        driver = ctypes.CDLL(library)
+        version = ctypes.c_int(0)
+        failed = driver.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    if failed or version.value <= 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def driver_older_than_torch() -> str | None:
+    """Return what is wrong where the driver is too old for the CUDA that torch is built for; else None.
+
+    torch then starts without its GPUs, and `torch.cuda.is_available()` is False: a run would compute on the processor.
+    A driver serves every CUDA version of its own major number.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() == 0:
+        return None
+    facts = _torch_facts()
+    wanted = re.match(r"'(\d+)\.(\d+)", facts.get("cuda", ""))
+    served = driver_cuda_version()
+    if wanted is None or served is None or served[0] >= int(wanted[1]):
+        return None
+    oldest = OLDEST_DRIVERS.get(int(wanted[1]))
+    newer = f"{oldest} or newer" if oldest else f"one for CUDA {wanted[1]}"
+    return (
+        f"The NVIDIA driver{_driver_number()} serves CUDA up to {served[0]}.{served[1]}, and torch here is built for "
+        f"CUDA {wanted[1]}.{wanted[2]}: no GPU can be used.\n  Update the driver to {newer}, or put cuda-compat-"
+        f"{wanted[1]} on LD_LIBRARY_PATH (data-centre GPUs only).\n  If the processor is meant: "
+        "CUDA_VISIBLE_DEVICES= megaverl ..."
+    )
+
+
+def _driver_number() -> str:
+    """Return " 570.86.15", the kernel module's number, or nothing where it cannot be read."""
+    text = DRIVER_VERSION.read_text(encoding="utf-8") if DRIVER_VERSION.exists() else ""
+    number = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return f" {number[1]}" if number else ""
+
+
+def unusable_gpus() -> str | None:
+    """Return why the GPUs of this machine cannot be used by the installed torch, with the fix; None where they can."""
+    return driver_older_than_torch() or cpu_torch_beside_gpus()
+
+
 def cuda_builds_beside_cpu_torch() -> list[str]:
     """Packages of this environment, with their versions, with which importing transformers' models fails: they are
     built for a torch with CUDA, and torch is one for the processor."""
@@ -84,12 +140,17 @@ def _installed(name: str) -> str:
 
 
 def _cpu_torch() -> str | None:
-    """The version of a torch that knows neither CUDA nor ROCm, by its version file; None of any other, or of none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return None
-    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-    facts = dict(re.findall(r"^(\w+)(?::[^=\n]*)? = (.+)$", text, flags=re.MULTILINE))
-    if facts.get("cuda") != "None" or facts.get("hip", "None") != "None":
+    """Return the version of a torch that knows neither CUDA nor ROCm; None of any other, or of none."""
+    facts = _torch_facts()
+    if not facts or facts.get("cuda") != "None" or facts.get("hip", "None") != "None":
         return None
     return facts.get("__version__", "(of an unknown version)").strip("'\"")
+
+
+def _torch_facts() -> dict[str, str]:
+    """Return the assignments of the installed torch's version file as text; empty without torch."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return {}
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    return dict(re.findall(r"^(\w+)(?::[^=\n]*)? = (.+)$", text, flags=re.MULTILINE))

@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 import megaverl
 from megaverl.version import RELEASE
+from tools.wheel_records import find_overlaps
 
 ROOT = Path(megaverl.__file__).resolve().parents[1]
 PACKAGE = ROOT / "megaverl"
@@ -341,6 +342,21 @@ def test_what_is_locked_runs_under_the_oldest_python() -> None:
     assert {
         name: said for name, said in here.items() if name in locked and oldest not in SpecifierSet(said or "")
     } == {}
+
+
+def test_no_installed_file_has_two_owners() -> None:
+    """Of what the base lock names; the wheels that are not installed here are compared by `tools/update_lock.py`."""
+    locked = {line.split("==")[0] for line in lock_lines("cpu-py311")}
+    records: dict[str, dict[str, str]] = {}
+    for distribution in metadata.distributions():
+        name = canonicalize_name(distribution.metadata["Name"])
+        if name in locked:
+            files = distribution.files or []
+            records[name] = {
+                str(file): file.hash.value for file in files if file.hash and ".dist-info/" not in str(file)
+            }
+    assert len(records) > 100
+    assert [str(overlap) for overlap in find_overlaps(records)] == []
 
 
 def tracked_files() -> list[Path]:

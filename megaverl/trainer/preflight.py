@@ -17,7 +17,7 @@ from megaverl.config.checks import package_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, listed
 from megaverl.config.run import is_hub_name
 from megaverl.errors import ConfigError, ModelError
-from megaverl.gpus import count_gpus, cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
+from megaverl.gpus import count_gpus, cuda_builds_beside_cpu_torch, unusable_gpus
 from megaverl.rollout.cpu_kernels import why_no_kernel
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.code_checks import Preflight, preflight
@@ -87,7 +87,7 @@ def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
     if with_files:
         check_head_size(config, command)
         check_resume(config, command)
-    return cpu_torch_beside_gpus() or ""
+    return unusable_gpus() or ""
 
 
 def check_code_and_data(config: Config, command: str) -> Preflight:
@@ -162,7 +162,7 @@ def check_before_ranks(config: Config, command: str, *, is_rank: bool = False) -
     check_head_size(config, command)
     if not is_rank:
         check_resume(config, command)
-    unused_gpus = cpu_torch_beside_gpus()
-    if unused_gpus and command != "quickstart":  # whose model is tiny
-        raise ConfigError(unused_gpus)
-    return unused_gpus or ""
+    why_unusable = unusable_gpus()
+    if why_unusable and command != "quickstart":  # whose model is tiny
+        raise ConfigError(why_unusable)
+    return why_unusable or ""

@@ -153,6 +153,58 @@ def test_for_a_gpu_what_has_no_wheel_is_built(project: Path, tmp_path: Path) -> 
     assert again.returncode == 0 and "installing" not in again.stderr, "without --gpu, too, it stays a GPU's"
 
 
+def test_what_cannot_be_imported_is_named(project: Path) -> None:
+    """All is installed, and the lock is not taken for done; after the next run's repair it is."""
+    lock = project / "requirements" / "cpu-py311.lock"
+    lock.write_text("megatron-core==9.0\ntiny-thing==1.0\ntransformers==1.0\n")
+    wheels = project.parent / "wheels"
+    write_wheel(wheels / "transformers-1.0-py3-none-any.whl")
+    broken = "import cuda.bindings.runtime as r; r.cudaLibrary_t"
+    write_wheel(wheels / "megatron_core-9.0-py3-none-any.whl", module="megatron/core/__init__", source=broken)
+    done = bootstrap(project)
+    assert done.returncode == 1, done.stderr
+    assert "import megatron.core fails: ModuleNotFoundError: No module named 'cuda'" in done.stderr
+    assert "import transformers fails" not in done.stderr
+    assert not (project / ".venv" / "stamps" / "cpu-py311").exists()
+    assert not (project / ".venv" / ".installing").exists(), "what was built stays"
+    lock.write_text("tiny-thing==1.0\ntransformers==1.0\n")
+    again = bootstrap(project)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_missing_driver_is_no_failure_of_an_import(project: Path) -> None:
+    """An image is built where there is none."""
+    (project / "requirements" / "cpu-py311.lock").write_text("transformers==1.0\n")
+    without = "raise ImportError('libcuda.so.1: cannot open shared object file')"
+    write_wheel(project.parent / "wheels" / "transformers-1.0-py3-none-any.whl", source=without)
+    done = bootstrap(project)
+    assert done.returncode == 0, done.stderr
+    assert "libcuda.so.1" in done.stderr and "not checked" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "gigabytes", "jobs"),
+    [(192, 1800, 96), (192, 100, 11), (16, 128, 8), (2, 24, 1), (1, 4, 1)],
+)
+def test_compilers_by_cores_and_by_memory(cores: int, gigabytes: int, jobs: int) -> None:
+    script = f"source {LAUNCH}/bootstrap.sh; _compilers {cores} {gigabytes * 1_000_000}; _free_kilobytes"
+    given = {**os.environ, "MEGAVERL_PYTHON": sys.executable}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=given, check=True)
+    found, free = map(int, done.stdout.split())
+    assert found == jobs and free > 100_000
+
+
+def test_packages_are_built_one_after_the_other(project: Path, tmp_path: Path) -> None:
+    write_source(project.parent / "wheels" / "other_thing-1.0.tar.gz")
+    lock = project / "requirements" / "cuda-py311.lock"
+    lock.write_text("other-thing==1.0  # no wheel: built from its source\n" + lock.read_text())
+    write_program(tmp_path / "toolkit" / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    done = bootstrap(project, "--gpu", CUDA_HOME=str(tmp_path / "toolkit"), MAX_JOBS="3")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "building" in line and "MAX_JOBS=3" in line]
+    assert ["other-thing" in said[0], "built-thing" in said[1]] == [True, True], done.stderr
+
+
 def test_a_cpu_environment_on_a_machine_with_a_gpu(project: Path, tmp_path: Path) -> None:
     venv = project / ".venv"
     (venv / "bin").mkdir(parents=True)
@@ -188,12 +240,12 @@ def write_source(path: Path) -> None:
             file.add(root, arcname=folder)
 
 
-def write_wheel(path: Path, metadata: str = "") -> None:
-    """The smallest wheel: one module, of its name."""
+def write_wheel(path: Path, metadata: str = "", module: str = "", source: str = "") -> None:
+    """The smallest wheel: one module, of its name unless another is given."""
     name, version = path.name.split("-")[:2]
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{name}.py", "")
+        file.writestr(f"{module or name}.py", source)
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")

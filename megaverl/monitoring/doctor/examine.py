@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch
+from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch, driver_older_than_torch
 from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.hardware import hardware
 from megaverl.monitoring.doctor.network import network, storage
@@ -34,6 +34,9 @@ GB = 2**30
 
 def versions() -> Iterator[Finding]:
     """Every part of the stack with its version, and what does not fit together."""
+    if old := driver_older_than_torch():  # first: everything about GPUs below follows from it
+        found, *fixes = old.splitlines()
+        yield Finding("versions", "driver", "fail", found, " ".join(fix.strip() for fix in fixes))
     yield Finding("versions", "interpreter", "ok", sys.executable)  # the usual cause of "but I have installed it"
     for name, version in collect_versions().items():
         yield _version(name, version)
