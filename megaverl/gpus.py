@@ -56,12 +56,22 @@ def gpu_memory() -> list[tuple[int, int]]:
     return [(int(free), int(total)) for _, free, total in chosen]
 
 
+def is_processor_meant() -> bool:
+    """Return whether the environment hides all GPUs: `CUDA_VISIBLE_DEVICES=` (empty, or -1)."""
+    return "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() == 0
+
+
+def has_usable_gpu() -> bool:
+    """Return whether a GPU is visible and this environment's torch can use it, without importing torch."""
+    return count_gpus() > 0 and _cpu_torch() is None
+
+
 def cpu_torch_beside_gpus() -> str | None:
     """What is wrong where GPUs are visible and the torch of this environment is built without CUDA; else None.
 
     `CUDA_VISIBLE_DEVICES=` (empty, or -1) says that the processor is meant.
     """
-    if "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() == 0:
+    if is_processor_meant():
         return None
     if not (any(DEVICES.glob("nvidia[0-9]*")) or _count_listed()) or (version := _cpu_torch()) is None:
         return None

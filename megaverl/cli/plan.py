@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_json, add_nproc, read_config
-from megaverl.config import load_config, smallest_world
+from megaverl.config import Config, load_config, smallest_world
+from megaverl.config.errors import InvalidConfig
+from megaverl.config.field_needs import FieldMachine
 from megaverl.config.loader import layered, load_any
 from megaverl.config.run import DataConfig, SourceConfig
 from megaverl.config.typed_yaml import BadYaml, read_argument
@@ -20,6 +22,7 @@ from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError, ModelEr
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, find_spec, make_job
 from megaverl.trainer.contracts import KINDS, check
+from megaverl.trainer.preflight import field_mistakes_on
 from megaverl.user_code import exits_raise
 
 PLAN = (
@@ -108,6 +111,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
         machine = hardware.machine(**given) if hardware else Machine(**given)
         config = read_config(arguments)  # the grids are judged below, against the world and the model together
+        if hardware is not None:
+            _check_fields(config, hardware)
         spec = find_spec(config, arguments.model_config, beside=arguments.config)
         world = (arguments.nodes or 0) * machine.gpus_per_node or config.run.nproc or smallest_world(config)
         job = make_job(config, spec, world, machine)
@@ -125,6 +130,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_fields(config: Config, hardware: Hardware) -> None:
+    """Refuse fields of megatron-core that a kind of machine cannot compute.
+
+    Raises:
+        InvalidConfig: lists them.
+    """
+    machine = FieldMachine(has_gpu=hardware.cores is None, has_fp8="float8" in hardware.tflops)
+    if mistakes := [*field_mistakes_on(config, "train", machine)]:
+        raise InvalidConfig(mistakes, f"what {hardware.name} can compute")
+
+
 def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     """`plan --auto`: the five best layouts, and the best as a recipe."""
     from megaverl.planner.search import LayoutSearch, as_text, chosen_recipe
@@ -134,6 +150,7 @@ def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     machine = hardware.machine(**given)
     make = layered(arguments.config, arguments.overrides)
     config = make({})
+    _check_fields(config, hardware)
     spec = find_spec(config, arguments.model_config, beside=arguments.config)
     world = (arguments.nodes or 1) * machine.gpus_per_node
     lengths = likely_lengths(config, arguments.prompt_tokens, arguments.response_tokens)

@@ -30,6 +30,7 @@ from megaverl.trainer.preflight import (
     check_builds,
     check_code_and_data,
     check_dry_run,
+    check_fields,
     check_packages,
 )
 from megaverl.trainer.resuming import check_resume
@@ -86,6 +87,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
             warning = check_dry_run(config, command, with_files=not arguments.no_file_checks)
         else:
             warning = check_before_ranks(config, command, is_rank=rank is not None)
+        with_trials = not arguments.no_file_checks and rank is None
+        notes = check_fields(config, command, dry_run=arguments.dry_run, with_trials=with_trials)
         checked = None
         if not arguments.no_file_checks and (rank is None or arguments.dry_run and rank == 0):
             checked = check_code_and_data(config, command)  # ranks of torchrun check it when they have met
@@ -95,6 +98,9 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         return MISTAKE
     if warning and rank is None:
         print(f"warning: {warning}", file=sys.stderr)
+    if rank is None:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
     if arguments.dry_run:
         if not rank:
             print(config.to_yaml() if arguments.print else f"{summary(config, command, checked)}\n", end="")

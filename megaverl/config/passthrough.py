@@ -16,6 +16,7 @@ from megaverl.plugins import load_object
 
 _FROM_MODEL = "It comes from the model's config.json."
 _DTYPE = "Use model.dtype."
+_GLOBAL_GROUPS = "megatron-core reads its global process groups for it, which are not made here."
 _HOOK = "The training step installs its own."
 _NO_TEXT = "megaverl hands vLLM token ids and takes token ids back."
 
@@ -93,6 +94,7 @@ MEGATRON: dict[str, str] = {
         "The engines compute no such scales: what is sampled would not be the trained policy.",
     ),
     "moe_expert_rank_capacity_factor": "Dropped tokens would make the trained policy another one than the sampled.",
+    **dict.fromkeys(("config_logger_dir", "test_mode"), _GLOBAL_GROUPS),
     "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
     "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
     "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
@@ -110,6 +112,8 @@ OPTIMIZER: dict[str, str] = {
     **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
     **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
     "timers": _HOOK,
+    "config_logger_dir": _GLOBAL_GROUPS,
+    "overlap_param_gather_with_optimizer_step": "Steps are whole. Use {role}.ddp.overlap_param_gather.",
     "grad_norm_skip_threshold": "Use coordinator.skip_above.",
     "use_layer_wise_distributed_optimizer": "Use {role}.ddp.use_distributed_optimizer.",
     "log_num_zeros_in_grad": "Zeros of gradients are not reported.",

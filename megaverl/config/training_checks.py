@@ -113,6 +113,14 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
                     f"found {found(values[1])}, but {role}.optimizer.{name} is {found(values[0])}.",
                     involves=(f"{role}.optimizer.{name}",),
                 )
+        is_sharded = section.ddp.get("use_distributed_optimizer", True)
+        if section.engine == "megatron" and section.optimizer.get("optimizer") == "sgd" and is_sharded:
+            yield ConfigIssue(
+                f"{role}.optimizer.optimizer",
+                f"found 'sgd', which megatron-core does not shard. Set {role}.ddp.use_distributed_optimizer: false, or "
+                "use adam.",
+                involves=(f"{role}.ddp.use_distributed_optimizer",),
+            )
         yield from scheduler_mistakes(role, section, config.total_updates)
 
 

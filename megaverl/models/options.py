@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megaverl.config.field_needs import FieldMachine, why_not_there
 from megaverl.config.passthrough import coerce, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
@@ -134,6 +135,10 @@ def transformer_config(
         options["bias_dropout_fusion"] = False  # its experts refuse it beside biases
     if not platform.is_cuda:
         options |= CPU_OPTIONS
+    machine = FieldMachine(platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None)
+    for name, value in (overrides or {}).items():
+        if why := why_not_there("megatron", name, value, machine):
+            raise ModelError(f"megatron.{name}={value} {why}")
     options |= coerce(config_class, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,
@@ -148,7 +153,6 @@ def transformer_config(
     _check_attention_backend(options.get("attention_backend", AttnBackend.auto))
     if options.get("fp8"):
         options.setdefault("fp8_recipe", "tensorwise")
-        _check_fp8()
     try:
         config = config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
@@ -159,23 +163,11 @@ def transformer_config(
 
 
 def _check_attention_backend(backend: AttnBackend) -> None:
-    """Refuse a kernel of Transformer Engine that is not here, where it only says so in the first batch."""
-    if backend not in (AttnBackend.flash, AttnBackend.fused):
+    """Refuse FlashAttention under Transformer Engine where it cannot compute, which shows in the first batch."""
+    if backend is not AttnBackend.flash or importlib.util.find_spec("flash_attn_3") is not None:
         return
-    reason = "" if uses_transformer_engine() else "it comes with Transformer Engine, which needs a GPU and is not here"
-    if not reason and backend is AttnBackend.flash and importlib.util.find_spec("flash_attn_3") is None:
-        reason = flash_attention.why_not()
-    if reason:
+    if reason := flash_attention.why_not():
         raise ModelError(f"megatron.attention_backend={backend.name}: {reason}. Leave it at auto.")
-
-
-def _check_fp8() -> None:
-    """Refuse to compute in 8 bits where no layer can."""
-    if not uses_transformer_engine():
-        raise ModelError(
-            "megatron.fp8: products in 8 bits come with Transformer Engine, which needs a GPU and is not here. Leave "
-            "it out on this machine."
-        )
 
 
 def token_multiple(config: TransformerConfig, shape: GridShape) -> int:

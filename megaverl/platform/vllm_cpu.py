@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,28 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.errors import RolloutError
 from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
 from megaverl.platform.quiet import native_stderr_without
 from megaverl.temporary import MARK, SHARED_MEMORY, claim_shared_memory, release_shared_memory
 
 FROM_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 WITH_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-# vLLM's CPU attention is causal over the tokens of an image, where these models see all of it at once
-NOT_CAUSAL = ("Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration")
-
-
-def check_images_run_here(architecture: str) -> None:
-    """Refuse a model whose images vLLM's CPU build computes otherwise.
-
-    Raises:
-        RolloutError: names the architecture.
-    """
-    if architecture in NOT_CAUSAL:
-        raise RolloutError(
-            f"{architecture}: vLLM's CPU build attends causally over the tokens of an image, and the model does not: "
-            "its answers would be those of another model. Generate on a GPU, or use a Qwen-VL model here."
-        )
 
 
 class _WithPil(MetaPathFinder, Loader):
@@ -90,7 +74,6 @@ DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
 NORM_LANES = 16  # the CPU norm kernels work on multiples of this
-LATENT_ATTENTION = "CPU_MLA"
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 REPACK = "megaverl_repack_experts"
 
@@ -373,7 +356,7 @@ def engine_defaults(
     dtype: torch.dtype,
     max_model_len: int,
     num_sequences: int | None,
-    latent_attention: bool,
+    latent_attention: str | None,
 ) -> dict[str, Any]:
     """EngineArgs that suit a CPU where the user has set none.
 
@@ -384,6 +367,7 @@ def engine_defaults(
 
     Args:
         num_kv_heads: on one rank.
+        latent_attention: the backend of a model with latent attention; None: its attention is another.
     """
     token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
     blocks_each = -(-max_model_len // BLOCK_TOKENS)
@@ -391,63 +375,5 @@ def engine_defaults(
     wanted = (num_sequences or DEFAULT_NUM_SEQUENCES) * blocks_each * block_bytes
     # vLLM keeps one block for itself, and one response must fit whatever the limit.
     cache_bytes = max(min(wanted, MAX_CACHE_BYTES), blocks_each * block_bytes) + 2 * block_bytes
-    backend = {"attention_backend": LATENT_ATTENTION} if latent_attention else {}
+    backend = {"attention_backend": latent_attention} if latent_attention else {}
     return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS, **backend}
-
-
-def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
-    """Refuse what vLLM's CPU build cannot do for training; each would fail, or go wrong, in the first batches.
-
-    Args:
-        arguments: EngineArgs.
-        experts: whether the model has routed experts.
-
-    Raises:
-        RolloutError: quantised experts; compiled models, which would keep old weights; scheduling beside a device that
-            works by itself, which vLLM would turn off without a word (0.32, `platforms/cpu.py`); a backend of latent
-            attention that throws away the weights that an update is written to, and knows no float32.
-    """
-    if not arguments["enforce_eager"]:
-        raise RolloutError(
-            "rollout.vllm.enforce_eager=false: a compiled model would not see updated weights on a CPU. Leave it out."
-        )
-    if arguments.get("async_scheduling"):
-        raise RolloutError(
-            "rollout.vllm.async_scheduling=true: on a CPU there is no device to schedule ahead of. Leave it out."
-        )
-    if arguments.get("attention_backend") == "AMX_MLA":
-        raise RolloutError(
-            "rollout.vllm.attention_backend=AMX_MLA: it drops weights that every update is written to. Leave it out: "
-            f"{LATENT_ATTENTION} is taken."
-        )
-    if experts and arguments.get("quantization"):
-        raise RolloutError(
-            "rollout.vllm.quantization: vLLM's CPU build has kernels for quantised experts only where there is AMX, "
-            "and these reorder the weights that an update is written to. Leave it out on a CPU, or use a dense model."
-        )
-
-
-SPECULATORS = ("ngram", "draft_model")
-
-
-def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`rollout.vllm.speculative_config`, without what vLLM's CPU build gets wrong: a request whose whole prompt but one
-    token is cached would be filled up with drafts -1, which its kernels read beyond their rows for and accept (0.32). A
-    number of drafts by batch size, all the same, keeps it from that.
-
-    Raises:
-        RolloutError: a speculator that this build cannot run.
-    """
-    if given["method"] not in SPECULATORS:
-        raise RolloutError(
-            f"rollout.vllm.speculative_config.method={given['method'] or None}: of vLLM's speculators, "
-            f"{' and '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
-            "leave speculative_config out."
-        )
-    if given.get("rejection_sample_method", "standard") != "standard":
-        raise RolloutError(
-            "rollout.vllm.speculative_config.rejection_sample_method: vLLM's CPU build has kernels for `standard` "
-            "alone. Leave it out."
-        )
-    number = given.get("num_speculative_tokens")
-    return {**given, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(given)

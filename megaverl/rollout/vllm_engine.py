@@ -19,6 +19,7 @@ from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.rollout.cpu_kernels import why_no_kernel
+from megaverl.rollout.cpu_limits import LATENT_ATTENTION, check_runs_here
 from megaverl.rollout.engine import (
     Generation,
     Images,
@@ -165,7 +166,7 @@ class VLLMEngine:
         if not platform.is_cuda:
             if why := why_no_kernel(spec.head_dim):
                 raise RolloutError(why)
-            vllm_cpu().check_runs_here(arguments, experts=spec.moe is not None)
+            check_runs_here(arguments, experts=spec.moe is not None)
         if arguments.get("quantization"):
             arguments |= quantised_arguments(arguments["quantization"])
         if drafts := arguments.get("speculative_config"):
@@ -206,7 +207,7 @@ class VLLMEngine:
             dtype=dtype,
             max_model_len=self.max_model_len,
             num_sequences=num_sequences,
-            latent_attention=spec.mla is not None,
+            latent_attention=None if spec.mla is None else LATENT_ATTENTION,
         )
 
     @property

@@ -20,6 +20,7 @@ import torch
 
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
+from megaverl.rollout.cpu_limits import check_images_run_here, speculation_here
 from megaverl.rollout.engine import Generation, OnFinished, SavedWork
 from megaverl.rollout.vllm_tracing import pixels_are_normalised
 from megaverl.rollout.vllm_weights import drafts_from_their_folder
@@ -47,7 +48,7 @@ def prepare_images(architecture: str) -> dict[str, Any]:
     """
     found = pixels_are_normalised()
     if not platform.is_cuda:
-        vllm_cpu().check_images_run_here(architecture)
+        check_images_run_here(architecture)
         found["skip_mm_profiling"] = True  # nothing is measured on a CPU
     return found
 
@@ -177,7 +178,7 @@ def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
         more = {"draft_load_config": LoadConfig()}
     if platform.is_cuda:
         return {**given, **more}
-    return vllm_cpu().speculation_here({**given, "method": method, **more})
+    return speculation_here({**given, "method": method, **more})
 
 
 def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:

@@ -7,7 +7,9 @@ on from. Nothing heavy is imported. Ranks that torchrun has started check their 
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +17,17 @@ from typing import TYPE_CHECKING, Any
 from megaverl.config import Config
 from megaverl.config.checks import package_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, listed
+from megaverl.config.field_needs import FieldMachine, need_mistakes, without_repeats
+from megaverl.config.grids import used_roles
 from megaverl.config.run import is_hub_name
-from megaverl.errors import ConfigError, ModelError
-from megaverl.gpus import count_gpus, cuda_builds_beside_cpu_torch, unusable_gpus
+from megaverl.errors import ConfigError, ModelError, RolloutError
+from megaverl.gpus import cuda_builds_beside_cpu_torch, has_usable_gpu, is_processor_meant, unusable_gpus
 from megaverl.rollout.cpu_kernels import why_no_kernel
+from megaverl.rollout.cpu_limits import check_runs_here, speculation_here
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.code_checks import Preflight, preflight
 from megaverl.trainer.resuming import check_resume
+from megaverl.trainer.trial_build import try_roles
 from megaverl.user_code import describe
 
 if TYPE_CHECKING:
@@ -55,22 +61,86 @@ def check_packages(config: Config, command: str) -> None:
         raise InvalidConfig(mistakes, "packages")
 
 
-def check_head_size(config: Config, command: str) -> None:
-    """Refuse a model that vLLM cannot generate with on this machine's processor.
+def generates_with_vllm(config: Config, command: str) -> bool:
+    """Return whether the command has vLLM engines in its own processes."""
+    is_replayed = config.trainer.replay_rollouts is not None
+    return command in GENERATES and config.rollout.engine == "vllm" and not is_replayed
+
+
+def head_size_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Yield a model that vLLM cannot generate with on this machine's processor."""
+    spec = _outline(config)
+    if spec is None or has_usable_gpu() or not generates_with_vllm(config, command):
+        return
+    if why := why_no_kernel(spec.head_dim):
+        yield ConfigIssue("model.path", why)
+
+
+def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Yield what vLLM's build for processors cannot do, where this machine has no GPU."""
+    if has_usable_gpu() or not generates_with_vllm(config, command):
+        return
+    spec = _outline(config)
+    fields = config.rollout.vllm
+    try:
+        check_runs_here({"enforce_eager": True, **fields}, experts=spec is not None and spec.moe is not None)
+        if speculative := fields.get("speculative_config"):
+            method = speculative.get("method") or ("draft_model" if speculative.get("model") else "")
+            speculation_here({**speculative, "method": method})
+    except RolloutError as error:
+        key, mark, rest = re.split("([=:])", str(error), maxsplit=1)
+        yield ConfigIssue(key, f"found {rest}" if mark == "=" else rest.strip())
+
+
+def _outline(config: Config) -> ModelSpec | None:
+    """Return the model's dimensions, or None where its config.json is not here or cannot be read."""
+    path = config.model.path
+    if is_hub_name(path) or not (Path(path) / "config.json").is_file():
+        return None
+    try:
+        return ModelSpec.outline(path)
+    except ModelError:
+        return None  # the configuration's own check has a better message
+
+
+def field_mistakes_on(config: Config, command: str, machine: FieldMachine) -> Iterator[ConfigIssue]:
+    """Yield what megatron-core's fields ask for and a machine does not have, of the roles that `command` builds."""
+    sections = {role: getattr(config, role) for role in used_roles(config, command)}
+    on_megatron = {role: section for role, section in sections.items() if section.engine == "megatron"}
+    for role, parts in without_repeats(on_megatron).items():
+        yield from need_mistakes(role, parts, machine)
+
+
+def check_fields(config: Config, command: str, *, dry_run: bool = False, with_trials: bool = True) -> list[str]:
+    """Check that this machine can compute what the fields for megatron-core and vLLM ask for.
+
+    A dry run on a machine without a GPU may be of a run on another machine, unless CUDA_VISIBLE_DEVICES says that the
+    processor is meant. What is wrong is then returned as a note, and not raised.
+
+    Args:
+        with_trials: build models in child processes; else only what is known without building is checked.
+
+    Returns:
+        Notes for the terminal.
 
     Raises:
-        ConfigError: no kernel for its head size.
+        InvalidConfig: lists what cannot be computed here.
     """
-    path = config.model.path
-    generates = command in GENERATES and config.rollout.engine == "vllm" and config.trainer.replay_rollouts is None
-    if not generates or count_gpus() or is_hub_name(path) or not (Path(path) / "config.json").is_file():
-        return
-    try:
-        head_dim = ModelSpec.outline(path).head_dim
-    except ModelError:
-        return  # the configuration's own check has a better message
-    if why := why_no_kernel(head_dim):
-        raise InvalidConfig([ConfigIssue("model.path", why)], path)
+    issues = [*head_size_mistakes(config, command), *engine_mistakes_here(config, command)]
+    issues += field_mistakes_on(config, command, FieldMachine.here())
+    notes = []
+    if with_trials and not issues and _outline(config) is not None:
+        tried = try_roles(config, command)
+        issues += tried.issues
+        notes += [f"not tried before ranks start: {what}" for what in tried.not_tried]
+    if not issues:
+        return notes
+    if not dry_run or has_usable_gpu() or is_processor_meant():
+        raise InvalidConfig(issues, "what this machine can compute")
+    return [
+        f"{issue.key}: {issue.message} A run on this machine would be refused; one on another machine may not be."
+        for issue in issues
+    ]
 
 
 def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
@@ -85,7 +155,6 @@ def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
         ConfigError: what is wrong, and what to do.
     """
     if with_files:
-        check_head_size(config, command)
         check_resume(config, command)
     return unusable_gpus() or ""
 
@@ -159,7 +228,6 @@ def check_before_ranks(config: Config, command: str, *, is_rank: bool = False) -
     """
     check_builds()
     check_packages(config, command)
-    check_head_size(config, command)
     if not is_rank:
         check_resume(config, command)
     why_unusable = unusable_gpus()

@@ -59,21 +59,7 @@ class MegatronTrainable(TrainableModel):
         offload: OffloadConfig | None = None,
     ) -> None:
         grid = model.grid
-        try:
-            of_ddp = coerce(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
-            ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | of_ddp))
-            given = {
-                "params_dtype": model.config.params_dtype,
-                "bf16": model.config.bf16,
-                "fp16": model.config.fp16,
-                "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
-                "min_lr": 0.0,
-            }
-            config = OptimizerConfig(**(given | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")))
-        except (AssertionError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}"
-            ) from error
+        config, ddp_config = optimizer_configs(model.role, optimizer, ddp, model.config.params_dtype)
         super().__init__(model, max_norm=float(config.clip_grad), gradient_accumulation=gradient_accumulation)
         self.chunks = [
             DistributedDataParallel(
@@ -182,6 +168,33 @@ class MegatronTrainable(TrainableModel):
                 gradient = decoupled if decoupled is not None else parameter.grad
                 if gradient is not None:
                     gradient.mul_(factor)
+
+
+def optimizer_configs(
+    role: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
+    """Make megatron-core's configurations of an optimizer and of gradient buffers from a role's mappings.
+
+    Args:
+        dtype: of the model's parameters.
+
+    Raises:
+        ConfigError: megatron-core refuses a value; its reason is passed on.
+    """
+    try:
+        of_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
+        ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | of_ddp))
+        given = {
+            "params_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            "min_lr": 0.0,
+        }
+        config = OptimizerConfig(**(given | coerce(OptimizerConfig, optimizer, f"{role}.optimizer")))
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{role}.optimizer or {role}.ddp: megatron-core refuses it: {error}") from error
+    return config, ddp_config
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -65,6 +65,18 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
     assert "nearest that would: rollout.vllm.gpu_memory_utilization=" in out
 
 
+@pytest.mark.parametrize(
+    ("hardware", "said"),
+    [("h100", ""), ("a100", "a GPU that multiplies in 8 bits, which this one does not"), ("cpu", "needs a GPU")],
+)
+def test_fields_that_the_hardware_cannot_compute_are_refused(
+    hardware: str, said: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*tiny, "actor.megatron.fp8=hybrid", "model.dtype=bfloat16", "--hardware", hardware]
+    assert main(given) == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_a_picture(suffix: str, tiny: list[str], tmp_path: Path) -> None:
     file = tmp_path / "made" / f"plan{suffix}"

@@ -69,7 +69,7 @@ def test_rows_are_as_long_as_kernels_in_8_bits_want(
 
 
 def test_8_bits_are_refused_where_no_kernel_is() -> None:
-    with pytest.raises(ModelError, match=r"megatron\.fp8: .* needs a GPU and is not here. Leave it out"):
+    with pytest.raises(ModelError, match=r"megatron\.fp8=hybrid needs .* needs a GPU and is not here. Leave it out"):
         transformer_config(make_spec(), GridShape(), torch.float32, {"fp8": "hybrid"})
 
 

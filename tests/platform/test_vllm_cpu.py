@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megaverl.errors import RolloutError
-from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, check_runs_here, engine_defaults
+from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, engine_defaults
+from megaverl.rollout.cpu_limits import check_runs_here
 from tests.launcher import Launcher
 
 RANKS = "tests.platform.vllm_ranks"
@@ -97,7 +98,7 @@ def test_cache_holds_what_is_asked_for_within_limits() -> None:
 
 def test_latent_attention_keeps_the_weights_that_updates_are_written_to() -> None:
     """Where there is AMX vLLM would take a backend without them."""
-    assert sizes(latent_attention=True)["attention_backend"] == "CPU_MLA"
+    assert sizes(latent_attention="CPU_MLA")["attention_backend"] == "CPU_MLA"
     assert "attention_backend" not in sizes()
     with pytest.raises(RolloutError, match="rollout.vllm.attention_backend=AMX_MLA: .* Leave it out"):
         check_runs_here({"enforce_eager": True, "attention_backend": "AMX_MLA"}, experts=False)

@@ -51,7 +51,7 @@ def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
 def test_a_head_size_is_refused_before_ranks_start(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "count_gpus", lambda: 0)
+    monkeypatch.setattr(preflight, "has_usable_gpu", lambda: False)
     monkeypatch.setattr("megaverl.rollout.cpu_kernels.cpu_head_sizes", lambda: (64, 128))
     said = "the model's heads have 32 dimensions; vLLM's CPU attention has kernels for 64, 128 only."
     settings: dict[str, Any] = {
@@ -76,4 +76,80 @@ def test_a_head_size_is_refused_before_ranks_start(
     for option in ([], ["--dry-run"]):
         assert main(["train", *command, *option]) == MISTAKE
         assert said in capsys.readouterr().err
-    preflight.check_head_size(load_config(None, [*command, "rollout.engine=hf"]), "train")
+    assert preflight.check_fields(load_config(None, [*command, "rollout.engine=hf"]), "train") == []
+
+
+def _command(inputs: Path, tmp_path: Path, *more: str) -> list[str]:
+    given = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "reward=exact_match"]
+    given += ["data.max_prompt_tokens=16", "rollout.sampling.max_tokens=6", f"run.dir={tmp_path}"]
+    return ["train", *given, *more]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            ["actor.megatron.fp8=hybrid", "model.dtype=bfloat16"],
+            "actor.megatron.fp8: found 'hybrid', which",
+        ),
+        (["actor.megatron.attention_backend=flash"], "Leave it at auto."),
+        (["actor.optimizer.optimizer_cpu_offload=true"], "Use actor.offload.optimizer."),
+        (["rollout.vllm.enforce_eager=false"], "rollout.vllm.enforce_eager: found false: a compiled model"),
+        (["rollout.vllm.speculative_config={method: suffix}"], "found suffix: of vLLM's speculators"),
+        (["actor.optimizer.optimizer=sgd"], "Set actor.ddp.use_distributed_optimizer: false"),
+    ],
+)
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_what_this_machine_cannot_compute_is_refused_before_ranks_start(
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fields: list[str],
+    said: str,
+    is_dry: bool,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(_command(inputs, tmp_path, *fields, *["--dry-run"] * is_dry)) == MISTAKE
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_may_be_of_a_run_on_a_machine_with_gpus(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "has_usable_gpu", lambda: False)
+    command = _command(inputs, tmp_path, "actor.megatron.fp8=hybrid", "model.dtype=bfloat16")
+    assert main([*command, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "the configuration is good" in shown.out
+    assert "note: actor.megatron.fp8: found 'hybrid'" in shown.err
+    assert "A run on this machine would be refused; one on another machine may not be." in shown.err
+    assert main(command) == MISTAKE
+
+
+def test_megatron_core_itself_judges_a_small_model(inputs: Path, tmp_path: Path) -> None:
+    """Of fields that no table knows: what it raises while it builds, on a grid of several ranks too."""
+    import megaverl.trainer.trial_build as trial_build
+
+    def tried(*more: str) -> trial_build.TrialResult:
+        config = load_config(None, _command(inputs, tmp_path, *more)[1:], check_paths=False)
+        return trial_build.try_roles(config, "train")
+
+    refused = tried("actor.tp=2", "actor.pp=2", "actor.megatron.delay_wgrad_compute=true")
+    [issue] = refused.issues
+    assert issue.key == "actor.megatron" and "actor.megatron.delay_wgrad_compute" in issue.message
+    good = tried("actor.tp=2", "actor.megatron.sequence_parallel=true", "actor.optimizer.weight_decay=0.1")
+    assert good == trial_build.TrialResult([], [])
+    stepped = tried("actor.megatron.fp32_residual_connection=true", "model.dtype=bfloat16")
+    assert "RuntimeError: expected m1 and m2 to have the same dtype" in stepped.issues[0].message
+
+
+def test_an_end_of_the_trial_is_no_judgement(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import megaverl.trainer.trial_build as trial_build
+
+    config = load_config(None, _command(inputs, tmp_path, "actor.megatron.sequence_parallel=false")[1:])
+    result = trial_build.try_roles(config, "train", deadline=0.01)
+    assert result.issues == [] and "did not finish within 0.01 s as its model is built" in result.not_tried[0]
+    plain = load_config(None, _command(inputs, tmp_path, "actor.megatron.hidden_dropout=0.0")[1:])
+    assert trial_build.unusual_fields(plain, "train") == {}

@@ -32,7 +32,7 @@ from megaverl.trainer.api.settings import (
     refuse_unknown,
     resolve,
 )
-from megaverl.trainer.preflight import check_before_ranks, check_code_and_data, check_in_ranks
+from megaverl.trainer.preflight import check_before_ranks, check_code_and_data, check_fields, check_in_ranks
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -371,6 +371,8 @@ def _check(config: Config, *, is_rank: bool) -> None:
     """
     if warning := check_before_ranks(config, "train", is_rank=is_rank):
         print(f"warning: {warning}", file=sys.stderr)
+    for note in check_fields(config, "train", with_trials=not is_rank):
+        print(f"note: {note}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,0 +1,86 @@
+"""What vLLM's CPU build cannot do for training, from the configuration alone: asked before ranks start, and by the
+engine again. Importing it imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from megaverl.errors import RolloutError
+
+LATENT_ATTENTION = "CPU_MLA"
+# vLLM's CPU attention is causal over the tokens of an image, where these models see all of it at once
+NOT_CAUSAL = ("Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration")
+
+
+def check_images_run_here(architecture: str) -> None:
+    """Refuse a model whose images vLLM's CPU build computes otherwise.
+
+    Raises:
+        RolloutError: names the architecture.
+    """
+    if architecture in NOT_CAUSAL:
+        raise RolloutError(
+            f"{architecture}: vLLM's CPU build attends causally over the tokens of an image, and the model does not: "
+            "its answers would be those of another model. Generate on a GPU, or use a Qwen-VL model here."
+        )
+
+
+def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
+    """Refuse what vLLM's CPU build cannot do for training; each would fail, or go wrong, in the first batches.
+
+    Args:
+        arguments: EngineArgs.
+        experts: whether the model has routed experts.
+
+    Raises:
+        RolloutError: quantised experts; compiled models, which would keep old weights; scheduling beside a device that
+            works by itself, which vLLM would turn off without a word (0.32, `platforms/cpu.py`); a backend of latent
+            attention that throws away the weights that an update is written to, and knows no float32.
+    """
+    if not arguments["enforce_eager"]:
+        raise RolloutError(
+            "rollout.vllm.enforce_eager=false: a compiled model would not see updated weights on a CPU. Leave it out."
+        )
+    if arguments.get("async_scheduling"):
+        raise RolloutError(
+            "rollout.vllm.async_scheduling=true: on a CPU there is no device to schedule ahead of. Leave it out."
+        )
+    if arguments.get("attention_backend") == "AMX_MLA":
+        raise RolloutError(
+            "rollout.vllm.attention_backend=AMX_MLA: it drops weights that every update is written to. Leave it out: "
+            f"{LATENT_ATTENTION} is taken."
+        )
+    if experts and arguments.get("quantization"):
+        raise RolloutError(
+            "rollout.vllm.quantization: vLLM's CPU build has kernels for quantised experts only where there is AMX, "
+            "and these reorder the weights that an update is written to. Leave it out on a CPU, or use a dense model."
+        )
+
+
+SPECULATORS = ("ngram", "draft_model")
+
+
+def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`rollout.vllm.speculative_config`, without what vLLM's CPU build gets wrong: a request whose whole prompt but one
+    token is cached would be filled up with drafts -1, which its kernels read beyond their rows for and accept (0.32). A
+    number of drafts by batch size, all the same, keeps it from that.
+
+    Raises:
+        RolloutError: a speculator that this build cannot run.
+    """
+    if given["method"] not in SPECULATORS:
+        raise RolloutError(
+            f"rollout.vllm.speculative_config.method={given['method'] or None}: of vLLM's speculators, "
+            f"{' and '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
+            "leave speculative_config out."
+        )
+    if given.get("rejection_sample_method", "standard") != "standard":
+        raise RolloutError(
+            "rollout.vllm.speculative_config.rejection_sample_method: vLLM's CPU build has kernels for `standard` "
+            "alone. Leave it out."
+        )
+    number = given.get("num_speculative_tokens")
+    return {**given, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(given)

@@ -1,0 +1,283 @@
+"""Models of every role built small, in a child process, before ranks start: whether megatron-core takes the
+configuration's fields on this machine.
+
+Fields that are handed to megatron-core can ask for kernels, packages and combinations that only its own code judges,
+some of them in the first step. On a CPU, a model of the same kind with tiny matrices is built with these fields here,
+and takes a step where its grid is of one rank. On a GPU only the configuration classes are made, which use none of its
+memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megaverl.child_checks import Check, CheckResult, CheckRunner, run_in_children
+from megaverl.config.errors import ConfigIssue
+from megaverl.config.field_needs import NEEDS, without_repeats
+from megaverl.config.grids import REINFORCING, used_roles
+from megaverl.config.passthrough import TARGETS
+from megaverl.config.schema import Config
+from megaverl.errors import MegaverlError
+
+if TYPE_CHECKING:
+    from megaverl.distributed.grid import GridShape
+    from megaverl.sharding.model_spec import ModelSpec
+
+# Imports of torch and megatron-core take most of the time, far more on a machine that is busy.
+DEADLINE_SECONDS = 300.0
+SMALL_HEAD = 16
+SMALL_WIDTH = 64
+SMALL_VOCABULARY = 128
+NUM_TRIED_TOKENS = 8
+RANDOM = 11
+
+
+@dataclass
+class TrialResult:
+    """What the trials found.
+
+    Attributes:
+        issues: what megatron-core refuses.
+        not_tried: roles whose trial came to no end.
+    """
+
+    issues: list[ConfigIssue]
+    not_tried: list[str]
+
+
+def try_roles(config: Config, command: str, deadline: float = DEADLINE_SECONDS) -> TrialResult:
+    """Build every Megatron role that has unusual fields, small, in a child process each.
+
+    Args:
+        deadline: seconds that each may take.
+    """
+    result = TrialResult([], [])
+    for role, parts in unusual_fields(config, command).items():
+        context = {"config": config.to_dict(), "command": command}
+        key = f"{role}.{next(iter(parts))}"
+        # Without `may_wait` a busy machine's late answer would be a refusal.
+        check = {"key": key, "role": role, "doing": "its model is built", "may_wait": True}
+        # Each in a process of its own: megatron-core keeps some fields in the environment.
+        for outcome in run_in_children("megaverl.trainer.trial_build:make_runner", context, [check], deadline):
+            if outcome.problem:
+                fields = ", ".join(f"{role}.{part}.{name}" for part, names in parts.items() for name in names)
+                result.issues.append(
+                    ConfigIssue(key, f"{outcome.problem} Fields that may have to do with it: {fields}.")
+                )
+            elif outcome.left_out:
+                result.not_tried.append(f"fields of {role} ({outcome.left_out})")
+    return result
+
+
+def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str]]]:
+    """Return, by role and mapping, the fields that choose code; a number with a fraction chooses none."""
+    sections = {role: getattr(config, role) for role in used_roles(config, command)}
+    on_megatron = {role: section for role, section in sections.items() if section.engine == "megatron"}
+    roles: dict[str, dict[str, list[str]]] = {}
+    for role, parts in without_repeats(on_megatron).items():
+        for part, mapping in parts.items():
+            if part == "optimizer" and command not in REINFORCING:
+                continue  # other commands have optimizers of their own sections
+            fields = TARGETS[part].fields() or {}
+            usual = {("optimizer", "adam")} if part == "optimizer" else set()
+            names = [
+                name
+                for name, value in mapping.items()
+                if (name, value) not in usual and name in fields and fields[name].type_text not in _PLAIN
+            ]
+            if names:
+                roles.setdefault(role, {})[part] = names
+    return roles
+
+
+_PLAIN = ("float", "Optional[float]", "float | None")
+
+
+def make_runner(context: Any) -> CheckRunner:
+    """Return a function that tries one role in this child process."""
+    config = Config.model_validate(context["config"])
+    command = context["command"]
+
+    def run(check: Check) -> CheckResult:
+        logging.disable(logging.CRITICAL)
+        try:
+            return CheckResult(_try_role(config, command, check["role"]))
+        except Exception as error:  # of the trial itself
+            return CheckResult(left_out=f"{type(error).__name__}: {error}")
+
+    return run
+
+
+def _try_role(config: Config, command: str, role: str) -> str:
+    """Return what megatron-core says against a role's fields; empty: nothing."""
+    import torch
+
+    from megaverl.distributed.grid import GridShape
+    from megaverl.models.options import recompute_options, transformer_config
+    from megaverl.platform import platform
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.trainer.build import grid_sizes
+
+    section: Any = getattr(config, role)
+    folder = getattr(section, "path", None) or config.model.path
+    spec = ModelSpec.from_folder(folder)
+    name = config.model.dtype
+    dtype = platform.default_dtype if name == "auto" else getattr(torch, name)
+    sizes = grid_sizes(section)
+    stage, experts = sizes["tp"] * sizes["cp"], (sizes["etp"] or sizes["tp"]) * sizes["ep"]
+    world = math.lcm(stage, experts) * sizes["pp"]  # the fewest data-parallel ranks that experts are cut over
+    shape = GridShape.fit(world, **sizes, role=role)
+    checkpointing = getattr(section, "activation_checkpointing", "none")
+
+    def options(of: ModelSpec) -> dict[str, Any]:
+        return recompute_options(checkpointing, of) | dict(section.megatron)
+
+    try:
+        transformer_config(spec, shape, dtype, options(spec))
+        if hasattr(section, "ddp"):
+            _make_configs(role, section, command, dtype)
+    except MegaverlError as error:
+        return _sentence(str(error))
+    if platform.is_cuda:
+        return ""
+    small = small_spec(spec, shape)
+    try:
+        transformer_config(small, shape, dtype, options(small))
+    except MegaverlError:
+        return ""  # it is the small model that these fields do not go with
+    try:
+        with _pretended_world(world):
+            build_and_step(small, shape, dtype, options(small), role, section, command)
+    except Exception as error:
+        return _sentence(f"megatron-core cannot use it here: {type(error).__name__}: {error}")
+    return ""
+
+
+def _make_configs(role: str, section: Any, command: str, dtype: Any) -> None:
+    """Make the configuration classes of optimizer and gradient buffers as ranks do."""
+    from megaverl.workers.optimizers import optimizer_configs
+
+    optimizer = section.optimizer if command in REINFORCING else {}
+    optimizer_configs(role, optimizer, section.ddp, dtype)
+
+
+def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
+    """Return a model of the same kind with tiny matrices: layers, heads and experts stay as many as they are."""
+    changes: dict[str, Any] = {
+        "hidden_size": SMALL_WIDTH,
+        "ffn_hidden_size": SMALL_HEAD * math.lcm(shape.tp, shape.expert_tp),
+        "vocab_size": SMALL_VOCABULARY,
+    }
+    if spec.mla is None:
+        changes["head_dim"] = SMALL_HEAD
+    else:
+        changes["mla"] = replace(
+            spec.mla,
+            q_lora_rank=None if spec.mla.q_lora_rank is None else SMALL_HEAD,
+            kv_lora_rank=SMALL_HEAD,
+            qk_nope_head_dim=SMALL_HEAD,
+            qk_rope_head_dim=SMALL_HEAD,
+            v_head_dim=SMALL_HEAD,
+        )
+    if spec.moe is not None:
+        width = SMALL_HEAD * shape.expert_tp
+        shared = SMALL_HEAD * shape.tp if spec.moe.shared_ffn_hidden_size else 0
+        changes["moe"] = replace(spec.moe, ffn_hidden_size=width, shared_ffn_hidden_size=shared)
+    return replace(spec, **changes)
+
+
+@contextlib.contextmanager
+def _pretended_world(size: int) -> Iterator[None]:
+    """Make this process rank 0 of a world of so many, whose collectives move nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(
+        "gloo" if size == 1 else "fake",
+        store=dist.HashStore() if size == 1 else FakeStore(),
+        rank=0,
+        world_size=size,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build_and_step(
+    spec: ModelSpec,
+    shape: GridShape,
+    dtype: Any,
+    overrides: Mapping[str, Any],
+    role: str,
+    section: Any,
+    command: str,
+) -> None:
+    """Build a role's model, and its optimizer if it has one; alone in its grid it takes a step."""
+    from megaverl.config.algorithm import AlgorithmConfig
+    from megaverl.distributed.groups import ProcessGroupManager
+    from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.optimizers import MegatronTrainable
+    from megaverl.workers.policy import Actor, Policy
+
+    model = MegatronModel(
+        spec,
+        ProcessGroupManager().grid(shape),
+        dtype=dtype,
+        seed=RANDOM,
+        overrides=overrides,
+        role=role,
+        chunked_logits=section.chunked_logits,
+        pack_samples=section.pack_samples,
+    )
+    if not hasattr(section, "ddp"):
+        if shape.world_size == 1:
+            policy = Policy(model, temperature=1.0, micro_batch_tokens=4 * NUM_TRIED_TOKENS)
+            policy.log_probs(_tried_batch(spec.vocab_size))
+        return
+    trainable = MegatronTrainable(
+        model,
+        optimizer=section.optimizer if command in REINFORCING else {"lr": 1e-6},
+        scheduler=section.scheduler,
+        ddp=section.ddp,
+        total_updates=1_000_000_000,  # a schedule's numbers are judged elsewhere
+    )
+    if shape.world_size == 1:
+        algorithm = AlgorithmConfig()
+        actor = Actor(trainable, algorithm, temperature=1.0, micro_batch_tokens=4 * NUM_TRIED_TOKENS, seed=RANDOM)
+        actor.update(_tried_batch(spec.vocab_size), step=0)
+
+
+def _tried_batch(vocab_size: int) -> Any:
+    """Return two samples of random tokens, with the fields that an update reads."""
+    import torch
+
+    from megaverl.data.batch import RolloutBatch
+
+    generator = torch.Generator().manual_seed(RANDOM)
+    shape = (2, NUM_TRIED_TOKENS)
+    return RolloutBatch(
+        {
+            "input_ids": torch.randint(0, vocab_size, shape, generator=generator),
+            "prompt_lengths": torch.full((2,), NUM_TRIED_TOKENS),
+            "generated_ids": torch.randint(0, vocab_size, shape, generator=generator),
+            "response_mask": torch.ones(shape, dtype=torch.bool),
+            "rollout_log_probs": torch.full(shape, -4.0),
+            "old_log_probs": torch.full(shape, -4.0),
+            "advantages": torch.randn(shape, generator=generator),
+        }
+    )
+
+
+def _sentence(text: str) -> str:
+    """Return one line that ends as a sentence."""
+    line = " ".join(text.split())[:600]
+    return line if line.endswith(".") else f"{line}."
+
+
+assert set(NEEDS) <= set(TARGETS)
