@@ -63,7 +63,7 @@ def is_processor_meant() -> bool:
 
 def has_usable_gpu() -> bool:
     """Return whether a GPU is visible and this environment's torch can use it, without importing torch."""
-    return count_gpus() > 0 and _cpu_torch() is None
+    return count_gpus() > 0 and _cpu_torch() is None and driver_older_than_torch() is None
 
 
 def cpu_torch_beside_gpus() -> str | None:
@@ -104,7 +104,7 @@ def driver_older_than_torch() -> str | None:
     torch then starts without its GPUs, and `torch.cuda.is_available()` is False: a run would compute on the processor.
     A driver serves every CUDA version of its own major number.
     """
-    if "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() == 0:
+    if is_processor_meant():
         return None
     facts = _torch_facts()
     wanted = re.match(r"'(\d+)\.(\d+)", facts.get("cuda", ""))

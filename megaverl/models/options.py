@@ -135,10 +135,7 @@ def transformer_config(
         options["bias_dropout_fusion"] = False  # its experts refuse it beside biases
     if not platform.is_cuda:
         options |= CPU_OPTIONS
-    machine = FieldMachine(platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None)
-    for name, value in (overrides or {}).items():
-        if why := why_not_there("megatron", name, value, machine):
-            raise ModelError(f"megatron.{name}={value} {why}")
+    _check_needs(overrides or {})
     options |= coerce(config_class, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,
@@ -160,6 +157,14 @@ def transformer_config(
     for name, value in yarn_options(spec).items():  # GPTModel reads them there, though they are no fields
         setattr(config, name, value)
     return config
+
+
+def _check_needs(overrides: Mapping[str, Any]) -> None:
+    """Refuse fields that need what this process does not have, of users whose ranks nobody has checked before."""
+    machine = FieldMachine(platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None)
+    for name, value in overrides.items():
+        if why := why_not_there("megatron", name, value, machine):
+            raise ModelError(f"megatron.{name}={value} {why}")
 
 
 def _check_attention_backend(backend: AttnBackend) -> None:
