@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ from megaverl.controller.messages import (
     RowTransfer,
     Status,
     ValueArgument,
+    ValuesArgument,
     Where,
     decode_for_controller,
     decode_value,
@@ -98,6 +99,9 @@ class Controller:
         node_of: node of a rank; rows stay inside nodes where they can.
         log: receives one line for a person.
 
+    Attributes:
+        signal: number of the signal that asked a rank to leave the run, as replies have told so far; 0: none has.
+
     Example:
         controller = Controller(transport, num_ranks=8)
         actor = ActorGroup("actor", range(8), controller)
@@ -114,6 +118,7 @@ class Controller:
         log: Callable[[str], None] = print,
     ) -> None:
         self.num_ranks = num_ranks
+        self.signal = 0
         self.timeouts = timeouts or CallTimeouts()
         self._transport = transport
         self._node_of = node_of
@@ -193,7 +198,7 @@ class Controller:
 
         Args:
             ranks: ranks that run the method.
-            arguments: references and plain values.
+            arguments: references, lists of references, and plain values.
             finish: makes the result from the replies of `ranks`.
             keeps: ranks keep the returned value; the result is to be a reference.
             wanted: by id of a referenced value, what each rank needs of it. Default: ranks that hold some rows keep to
@@ -232,16 +237,16 @@ class Controller:
     ) -> list[RowTransfer]:
         moves: list[RowTransfer] = []
         planned: set[int] = set()
-        for argument in arguments:
-            if not isinstance(argument, Ref) or argument.id in planned:
+        for ref in list_references(arguments):
+            if ref.id in planned:
                 continue
-            planned.add(argument.id)
-            needs = wanted.get(argument.id)
+            planned.add(ref.id)
+            needs = wanted.get(ref.id)
             if needs is None:
-                needs = {rank: argument.rows.get(rank) for rank in ranks}
-            moves += plan_moves(argument.id, argument.rows, needs, self._node_of)
+                needs = {rank: ref.rows.get(rank) for rank in ranks}
+            moves += plan_moves(ref.id, ref.rows, needs, self._node_of)
             for rank, rows in needs.items():
-                argument.rows[rank] = _union(argument.rows[rank], rows) if rank in argument.rows else rows
+                ref.rows[rank] = _union(ref.rows[rank], rows) if rank in ref.rows else rows
         return moves
 
     def _send_call(
@@ -305,6 +310,7 @@ class Controller:
 
     def _take_reply(self, rank: int, reply: Reply) -> None:
         running = self._running.get(reply.call)
+        self.signal = max(self.signal, reply.signal)
         if running is None or rank not in running.waiting:
             return
         if reply.error is not None:
@@ -437,9 +443,26 @@ def _value_of(reply: Reply, kind: type[T]) -> T:
     return decode_value(reply.value, kind)
 
 
+def list_references(arguments: Sequence[object]) -> list[Ref[Any]]:
+    """Return the references among arguments of a call, those in lists included."""
+    references: list[Ref[Any]] = []
+    for argument in arguments:
+        if isinstance(argument, Ref):
+            references.append(argument)
+        elif _is_list_of_references(argument):
+            references += argument
+    return references
+
+
+def _is_list_of_references(argument: object) -> TypeGuard[list[Ref[Any]]]:
+    return isinstance(argument, list) and bool(argument) and all(isinstance(item, Ref) for item in argument)
+
+
 def _encode_argument(argument: object) -> Argument:
     if isinstance(argument, Ref):
         return ValueArgument(argument.id)
+    if _is_list_of_references(argument):
+        return ValuesArgument(tuple(ref.id for ref in argument))
     return PlainArgument(encode_value(argument))
 
 

@@ -37,13 +37,19 @@ class ValueArgument(msgspec.Struct, frozen=True, tag="value"):
     id: int
 
 
+class ValuesArgument(msgspec.Struct, frozen=True, tag="values"):
+    """Argument that is a list of values which the rank holds."""
+
+    ids: tuple[int, ...]
+
+
 class PlainArgument(msgspec.Struct, frozen=True, tag="plain"):
     """Argument that is sent in the message. The rank decodes it to the type in the method's signature."""
 
     data: bytes
 
 
-Argument = ValueArgument | PlainArgument
+Argument = ValueArgument | ValuesArgument | PlainArgument
 
 
 class CallRequest(msgspec.Struct, frozen=True, tag="call"):
@@ -104,6 +110,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
         value: the returned value, encoded; empty where the rank keeps it.
         rows: row numbers of the kept value that are on this rank; None: the whole value.
         description: what the value says of itself to the program (`references.Describes`), encoded; or empty.
+        signal: number of the signal that asked this rank to leave the run, such as SIGTERM; 0: none has.
     """
 
     call: int
@@ -111,6 +118,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     value: bytes = b""
     rows: tuple[int, ...] | None = None
     description: bytes = b""
+    signal: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

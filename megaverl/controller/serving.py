@@ -24,6 +24,7 @@ from megaverl.controller.messages import (
     RowTransfer,
     Status,
     ValueArgument,
+    ValuesArgument,
     decode_for_rank,
     encode,
     encode_value,
@@ -33,6 +34,7 @@ from megaverl.controller.transport import RankTransport
 from megaverl.errors import MegaverlError
 
 T = TypeVar("T")
+_NONE = encode_value(None)
 
 
 class Mover(Protocol):
@@ -104,14 +106,29 @@ def _read_kinds(worker: Any) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@dataclass(frozen=True)
+class Served:
+    """End of a rank's loop.
+
+    Attributes:
+        reason: why the run fails; empty: the program has returned.
+        error: the first exception that a call of this rank raised by itself; None: there was none, or it only said
+            that another rank is gone.
+    """
+
+    reason: str
+    error: BaseException | None = None
+
+
 async def serve(
     rank: int,
     transport: RankTransport,
     workers: Mapping[str, object],
     mover: Mover,
     board: StatusBoard | None = None,
-) -> str:
-    """Run calls until `End`; return its reason, empty when the program has returned.
+    signal: Callable[[], int] = lambda: 0,
+) -> Served:
+    """Run calls until `End`.
 
     On a rank it is driven by `run_blocking` on the main thread, where nothing in it suspends. In the simulation it is
     a task, and workers' methods are coroutines.
@@ -119,29 +136,35 @@ async def serve(
     Args:
         rank: this rank's number in the job.
         workers: by role, the object whose public methods the program calls.
+        board: shows the running call to the thread that answers `Where`.
+        signal: returns the number of the signal that asked this rank to leave the run, or 0.
 
     Raises:
         ControllerLost: the connection to the controller broke.
     """
     board = board or StatusBoard()
+    first_error: BaseException | None = None
     methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
     while True:
         message = decode_for_rank(await transport.receive())
         if isinstance(message, End):
             transport.send(encode(Left()))
-            return message.reason
+            return Served(message.reason, first_error)
         if not isinstance(message, CallRequest):
             continue
         for value in message.releases:
             values.pop(value, None)
         board.begin(message.id, f"{message.role}.{message.method}" if message.method else f"rows for {message.role}")
         try:
-            reply = await _run_call(rank, message, methods, values, mover, board)
+            reply = await _run_call(rank, message, methods, values, mover, board, signal)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a worker's SystemExit is an error of this call, too
-            reply = Reply(message.id, _report_error(error))
+            report = _report_error(error)
+            if not report.is_secondary:
+                first_error = first_error or error
+            reply = Reply(message.id, report)
         board.end()
         transport.send(encode(reply))
 
@@ -153,6 +176,7 @@ async def _run_call(
     values: dict[int, object],
     mover: Mover,
     board: StatusBoard,
+    signal: Callable[[], int],
 ) -> Reply:
     for move in call.moves:
         if move.source == rank:
@@ -162,7 +186,7 @@ async def _run_call(
             board.enter(f"receive rows from rank {move.source}")
             values[move.value] = await mover.receive(move, values.get(move.value))
     if not call.method:
-        return Reply(call.id)
+        return Reply(call.id, signal=signal())
     board.enter("run")
     method = _find_method(methods, call.role, call.method)
     arguments = [_decode(argument, kind, values) for argument, kind in zip(call.arguments, method.kinds, strict=True)]
@@ -170,11 +194,11 @@ async def _run_call(
     if inspect.isawaitable(result):
         result = await result
     if not call.keeps:
-        return Reply(call.id, value=encode_value(result))
+        return Reply(call.id, value=encode_value(result), signal=signal())
     values[call.id] = result
     rows = result.held_rows() if isinstance(result, HoldsRows) else None
     description = encode_value(result.describe()) if isinstance(result, Describes) else b""
-    return Reply(call.id, rows=rows, description=description)
+    return Reply(call.id, rows=rows, description=description, signal=signal())
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -204,6 +228,10 @@ def _find_method(methods: Mapping[str, Mapping[str, Method]], role: str, name: s
 def _decode(argument: Argument, kind: Any, values: Mapping[int, object]) -> object:
     if isinstance(argument, ValueArgument):
         return values[argument.id]
+    if isinstance(argument, ValuesArgument):
+        return [values[id] for id in argument.ids]
+    if argument.data == _NONE:
+        return None  # whatever the parameter's type is, which may be one that msgspec does not know
     return msgspec.msgpack.decode(argument.data, type=kind, strict=False)
 
 

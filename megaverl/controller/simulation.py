@@ -234,7 +234,8 @@ class SimulatedCluster:
     async def _serve(self, rank: _Rank, workers: Mapping[str, object]) -> str:
         await asyncio.sleep(self.random.uniform(*self.latencies.join))
         try:
-            return await serve(rank.number, _RankEnd(self, rank), workers, _SimulatedMover(self, rank), rank.board)
+            served = await serve(rank.number, _RankEnd(self, rank), workers, _SimulatedMover(self, rank), rank.board)
+            return served.reason
         finally:
             self._process_ends(rank)
 

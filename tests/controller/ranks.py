@@ -132,7 +132,7 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
         address = Address.decode(store.get(f"{key}-relay"))
     workers = {"rollout": Worker(rank, board), "actor": Worker(rank, board)}
     with ZmqRank(address, rank, board, leave_after=1.0) as transport:
-        reason = run_blocking(serve(rank, transport, workers, GlooMover(), board))
+        reason = run_blocking(serve(rank, transport, workers, GlooMover(), board)).reason
     if relay is not None:
         relay.close()
     result: dict[str, Any] = {"reason": reason}
