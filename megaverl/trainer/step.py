@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import call_object
 from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
-from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts, refill
+from megaverl.trainer.dynamic_sampling import SampledRound, refill
+from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
 from megaverl.trainer.roles import Mix, Roles, ShareScores
 from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.workers.advantage_computer import AdvantageComputer, kept_by
@@ -30,7 +31,6 @@ from megaverl.workers.critic import VALUES
 from megaverl.workers.policy import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
-    Metrics,
     greedy_responses,
     of_each_sample,
     once,
@@ -75,6 +75,7 @@ class RLStep:
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)
     early: ShareScores = field(init=False, default_factory=ShareScores)
+    _measured: dict[int, dict[str, float]] = field(default_factory=dict)
     _has_compared: bool = False
     _early_seconds: float = 0.0
 
@@ -84,6 +85,30 @@ class RLStep:
             self.in_progress = PartialRollouts(self.config, self._sampling)
         elif self.config.rollout.in_flight_updates:
             self.in_progress = InFlightUpdates(self.config, self._sampling)
+
+    @contextmanager
+    def measuring(self, step: int) -> Iterator[None]:
+        """Inside, `metrics` are those of a step's samples, which may be ahead of the step that trains."""
+        of_training = self.metrics
+        self.metrics = self._measured.setdefault(step, {})
+        try:
+            yield
+        finally:
+            self._measured[step] = self.metrics
+            self.metrics = of_training
+
+    def measured(self, step: int) -> dict[str, float]:
+        """Return what was measured of the step that trains, and of its samples."""
+        return self._measured.get(step, {}) | self.metrics
+
+    def end_measuring(self, step: int) -> None:
+        """Make `metrics` all that was measured of the step that ends."""
+        self.metrics = self._measured.pop(step, {}) | self.metrics
+
+    @property
+    def mix(self) -> Mix:
+        """Further updates of the step."""
+        return Mix(self.config, lambda: self.roles, self._record)
 
     @property
     def num_prompts(self) -> int:
@@ -136,8 +161,7 @@ class RLStep:
         if self.replayed is None:
             flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role=("actor", "rollout")))
         if self.config.mix:
-            before = ("reshard",) if self.replayed is None else ()
-            Mix(self.config, lambda: self.roles, self._record).add_to(flow, before=before)
+            self.mix.add_to(flow, before=("reshard",) if self.replayed is None else ())
         return self.compiled(flow, places)
 
     def compiled(self, flow: DataFlow, places: Places | None = None) -> DataFlow:
@@ -180,9 +204,9 @@ class RLStep:
             rounds.add_operator(both)
         rounds.compile(given, places=places)
 
-        def one_round(prompts: Sequence[PromptRecord], first_group: int) -> tuple[RolloutBatch, Scores, Metrics]:
+        def one_round(prompts: Sequence[PromptRecord], first_group: int) -> SampledRound:
             values = rounds.run(self.span, prompts=prompts, step=step, first_group=first_group, **moving)
-            return values["rollouts"], values["scores"], dict(self.metrics)
+            return SampledRound(values["rollouts"], values["scores"], dict(self.metrics))
 
         batch, scores, metrics = refill(self.config, stream, one_round, step)
         self.metrics |= metrics

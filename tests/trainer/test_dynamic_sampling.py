@@ -14,7 +14,7 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import TrainingStopped
 from megaverl.rollout.engine import Generation
-from megaverl.trainer.partial_rollouts import refill
+from megaverl.trainer.dynamic_sampling import refill
 from megaverl.workers.reward import Scores
 from tests.faults.injector import Fault
 from tests.faults.points import finish, hit

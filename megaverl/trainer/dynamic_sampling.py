@@ -1,0 +1,143 @@
+"""Dynamic sampling: rounds of generation until enough groups tell something (DAPO, arXiv 2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megaverl.algorithms import keep_groups
+from megaverl.config import Config
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.datasets import PromptRecord
+from megaverl.data.streaming import Prompts
+from megaverl.errors import TrainingStopped
+from megaverl.workers.responses import Metrics, once, rollout_metrics, score_metrics
+from megaverl.workers.reward import Scores
+
+
+class SampledRound(NamedTuple):
+    """Responses of one round with their rewards, and what was measured of both."""
+
+    rollouts: RolloutBatch
+    scores: Scores
+    metrics: Metrics
+
+
+# (prompts, number of the first of them in the step) -> responses and scores, of all of them, on every rank
+MakeRound = Callable[[Sequence[PromptRecord], int], SampledRound]
+
+
+class SamplingRounds:
+    """Rounds of one step, until `prompts_per_step` groups differ in `dynamic_sampling.metric`.
+
+    Every rank adds the same rounds and comes to the same decision.
+
+    Attributes:
+        num_prompts: prompts of the next round; 0 when there are enough groups.
+        num_generated: groups of all rounds so far; groups of the next round are numbered from there.
+        rollouts, scores: of the groups that are kept; complete when `num_prompts` is 0.
+
+    Example:
+        rounds = SamplingRounds(config, step)
+        while not rounds.is_complete:
+            rounds.add(*generate_and_score(prompts.take(rounds.num_prompts), rounds.num_generated))
+        train_on(rounds.rollouts, rounds.scores)
+    """
+
+    rollouts: RolloutBatch
+    scores: Scores
+
+    def __init__(self, config: Config, step: int) -> None:
+        self._settings = config.algorithm.dynamic_sampling
+        assert self._settings.metric is not None, "without a metric every group is kept"
+        self._metric = self._settings.metric
+        self._wanted = config.data.prompts_per_step
+        self._step = step
+        self._rounds: list[SampledRound] = []
+        self._metrics = Metrics()
+        self.num_generated = 0
+        self.num_prompts = self._settings.prompts_per_round or self._wanted
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are enough groups."""
+        return self.num_prompts == 0
+
+    def add(self, rollouts: RolloutBatch, scores: Scores, metrics: Metrics) -> None:
+        """Add a round; decide which groups are kept, and how many prompts the next round has.
+
+        Raises:
+            TrainingStopped: there are too few groups after `max_rounds`, and `if_short` is stop.
+        """
+        self._rounds.append(SampledRound(rollouts, scores, metrics))
+        self.num_generated += self.num_prompts
+        batch = RolloutBatch.concat([round.rollouts for round in self._rounds])
+        all_scores = Scores.concat([round.scores for round in self._rounds])
+        is_last = len(self._rounds) == self._settings.max_rounds
+        kept = keep_groups(
+            all_scores.metric(self._metric),
+            batch.group_ids,
+            prompts_of(batch),
+            wanted=self._wanted,
+            last_round=is_last and self._settings.if_short == "fill",
+        )
+        if kept.missing and is_last:
+            raise TrainingStopped(
+                f"step {self._step + 1}: only {self._wanted - kept.missing} of {self.num_generated} groups, generated "
+                f"in {len(self._rounds)} rounds, differ in {self._metric}; {self._wanted} are wanted "
+                "(data.prompts_per_step). Raise algorithm.dynamic_sampling.max_rounds or algorithm.group_size, choose "
+                "prompts that are neither too easy nor too hard, or set algorithm.dynamic_sampling.if_short=fill."
+            )
+        if kept.missing:
+            self.num_prompts = self._settings.prompts_per_round or kept.missing
+            return
+        self.num_prompts = 0
+        rows = kept.rows.tolist()
+        self.rollouts, self.scores = batch.select(rows).trim(), all_scores.select(rows)
+        self._metrics = _measure(batch, all_scores, self._rounds, num_silent=kept.silent)
+
+    def metrics(self) -> Metrics:
+        """Return what was measured of all that was generated: what a policy can do shows in all of its responses."""
+        return dict(self._metrics)
+
+
+def refill(config: Config, stream: Prompts, make_round: MakeRound, step: int) -> tuple[RolloutBatch, Scores, Metrics]:
+    """Generate for further prompts until there are enough groups; every rank takes part.
+
+    Raises:
+        TrainingStopped: see `SamplingRounds.add`.
+    """
+    rounds = SamplingRounds(config, step)
+    while not rounds.is_complete:
+        rounds.add(*make_round(stream.take(rounds.num_prompts), rounds.num_generated))
+    return rounds.rollouts, rounds.scores, rounds.metrics()
+
+
+def prompts_of(batch: RolloutBatch) -> torch.Tensor | None:
+    """Return the number of each sample's prompt, [B].
+
+    None unless several agents have a group each of every prompt's episodes.
+    """
+    if "agent_ids" not in batch:
+        return None
+    return batch.group_ids // len(set(batch.columns["agent"]))  # as `episodes_batch` numbers them
+
+
+def _measure(batch: RolloutBatch, scores: Scores, rounds: Sequence[SampledRound], *, num_silent: int) -> Metrics:
+    """Return what this rank knows of all rounds.
+
+    Where roles have ranks of their own, a rank that only scores has measured no generation, and a rank that only
+    generates has not measured how long scoring took.
+    """
+    prompts, last, found = prompts_of(batch), rounds[-1].metrics, Metrics()
+    groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
+    if "rollout/seconds" in last:
+        seconds = sum(round.metrics["rollout/seconds"] for round in rounds)
+        found |= rollout_metrics(batch, seconds, int(last["rollout/weight_version"]))
+        found |= {"rollout/rounds": float(len(rounds)), "rollout/generated_groups": float(groups)}
+        found["rollout/kept_share"] = (groups - num_silent) / groups
+    seconds = sum(round.metrics.get("reward/latency_ms", 0.0) for round in rounds) / 1e3
+    scored = score_metrics(once(batch, scores), seconds)  # on all, as the engines' ranks keep it with samples that wait
+    return found | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}
