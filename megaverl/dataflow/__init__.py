@@ -171,7 +171,7 @@ class _Run:
     ) -> None:
         self.plan, self.edges, self.carrier, self.done = plan, edges, carrier, done
         self.values: dict[str, Any] = {**given, **done}
-        self._sizes: dict[str, tuple[int, str]] = {}
+        self._shapes = ShapeChecker()
 
     def run(
         self,
@@ -197,9 +197,7 @@ class _Run:
                 continue
             start = time.perf_counter()
             with span(operator.name):
-                self._check_shapes(operator, operator.takes)
-                self.values.update(operator(self.values))
-                self._check_shapes(operator, operator.gives)
+                self.values.update(self._shapes.call(operator, self.values))
             timeline.append(Span(operator.name, start, time.perf_counter()))
             self._send(operator.name)
             after(operator.name, self.values)
@@ -215,10 +213,27 @@ class _Run:
                 if edge.maker == name and self.carrier.rank in edge.source:
                     self.carrier.send(edge, self.values)
 
-    def _check_shapes(self, operator: Operator, names: Iterable[str]) -> None:
-        """A declared name is one size in the whole run."""
+
+class ShapeChecker:
+    """Calls operators of one step, and checks the shapes that they declare: a name is one size in the whole step."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, tuple[int, str]] = {}
+
+    def call(self, operator: Operator, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an operator; return its outputs by name.
+
+        Raises:
+            ConfigError: a tensor has another shape than is declared.
+        """
+        self._check(operator, values, operator.takes)
+        outputs = operator(values)
+        self._check(operator, outputs, operator.gives)
+        return outputs
+
+    def _check(self, operator: Operator, values: Mapping[str, Any], names: Iterable[str]) -> None:
         for name in names:
-            shape, declared = getattr(self.values.get(name), "shape", None), operator.shapes.get(name)
+            shape, declared = getattr(values.get(name), "shape", None), operator.shapes.get(name)
             if shape is None or declared is None:
                 continue
             wrong = len(shape) != len(declared)

@@ -77,9 +77,7 @@ class Timeline:
         try:
             yield
         finally:
-            self._is_open = False
-            begin, self._step_ns = self._step_begin, time.perf_counter_ns() - self._step_begin
-            self._events.append(("step", begin, self._step_ns, self._step_thread, number, None))
+            self.end(number)
 
     def begin(self, number: int) -> None:
         """A step begins, and sums start anew, unless it has begun already; leaving `step` ends it."""
@@ -90,6 +88,12 @@ class Timeline:
         self._step, self._is_open = number, True
         self._step_thread = threading.get_ident()
         self._step_begin = time.perf_counter_ns()
+
+    def end(self, number: int) -> None:
+        """End the step that `begin` began."""
+        self._is_open = False
+        begin, self._step_ns = self._step_begin, time.perf_counter_ns() - self._step_begin
+        self._events.append(("step", begin, self._step_ns, self._step_thread, number, None))
 
     def step_metrics(self, prefix: str = "time/") -> dict[str, float]:
         """Milliseconds per span name in the current or last step.

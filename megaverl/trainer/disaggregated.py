@@ -19,6 +19,7 @@ from typing import Any
 from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import in_one_order
 from megaverl.dataflow.carrier import TensorChannel
@@ -118,6 +119,7 @@ class Disaggregated(Executor):
             self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
         self.makes_samples = self.fabric.has("rollout") or self.fabric.has("reward")
         self._done = 0  # steps that are behind all ranks
+        self._idle_since = time.perf_counter()  # the engines, since they have finished the last samples
         self._measured: dict[int, dict[str, float]] = {}
         self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
         self.reports = WorldMetrics(self.fabric, self.reporter)
@@ -185,10 +187,7 @@ class Disaggregated(Executor):
             groups.take_weights = partial(self._agree_inside, self.schedule.in_flight_after(step, self.lag))
         if isinstance(self.roles.sync, WeightSync):
             self.roles.sync.announce = partial(self.waiting.announce, step + 1)
-        split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
-        for role, client in self.clients.items():  # who updates at the same time is decided on together
-            both = split and step >= self.config.algorithm.critic_warmup_steps
-            client.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
+        self._choose_partners(step)
         self._island_updates.serve(step)
         if self.waiting.is_here:
             self.waiting.begin(step, prompts.state_dict())
@@ -204,8 +203,63 @@ class Disaggregated(Executor):
             metrics["train/epoch"] = prompts.epoch
             metrics |= self.waiting.metrics(step - self._done, metrics)
         self._measured[step] = metrics
-        if self.waiting.is_here and self.lag and self.step.replayed is None:
+        if self._keeps_waiting:
             self.waiting.keep(step, self.roles.engines.weight_version, values, metrics)
+
+    def begin_step(self, step: int) -> None:
+        self.routing.step = step
+        self.step.stored, self.step.metrics = None, {}
+        self._choose_partners(step)
+        self.stages.timeline.begin(step)
+
+    def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
+        self._values = {"rollouts": rollouts, "scores": scores}
+
+    def end_step(self, step: int) -> None:
+        self.stages.timeline.end(step)
+        self.step.end_measuring(step)
+        self._done = step + 1
+        self.waiting.forget(self._done)
+        if step >= self.config.algorithm.critic_warmup_steps:
+            self.step.newest_version += 1
+        metrics = self.step.metrics | self.stages.timeline.step_metrics()
+        if not self.fabric.has("rollout"):  # what is received is measured where it arrives
+            of_reshard = [name for name in metrics if name.startswith("reshard/") or name == "time/reshard_ms"]
+            metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
+        metrics = self.reports.of_this_rank(metrics)
+        if self.fabric.rank == self.reporter:
+            metrics |= self.coordinator.costs()
+        self._measured[step] = metrics
+
+    def begin_samples(self, step: int, prompts: Prompts) -> None:
+        if self.waiting.is_here:
+            self.waiting.begin(step, prompts.state_dict())
+
+    def end_samples(self, step: int, rollouts: RolloutBatch) -> None:
+        self.step.metrics |= self.waiting.metrics(step - self._done, self.step.metrics)
+        if self._keeps_waiting:
+            self.waiting.keep(step, self.roles.engines.weight_version, {"rollouts": rollouts}, self.step.metrics)
+        self._idle_since = time.perf_counter()
+
+    def end_scores(self, step: int, scores: Scores) -> None:
+        if self._keeps_waiting:
+            self.waiting.add_scores(step, scores, self.step.metrics)
+
+    def begin_sync(self) -> None:
+        if self.fabric.has("rollout"):
+            self.waiting.add_pause(time.perf_counter() - self._idle_since)
+
+    @property
+    def _keeps_waiting(self) -> bool:
+        """Whether this rank keeps samples that are generated ahead, for a checkpoint."""
+        return self.waiting.is_here and self.lag > 0 and self.step.replayed is None
+
+    def _choose_partners(self, step: int) -> None:
+        """Whoever updates at the same time is decided on together."""
+        split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
+        for role, client in self.clients.items():
+            both = split and step >= self.config.algorithm.critic_warmup_steps
+            client.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
 
     def _starts_from(
         self, step: int, prompts: Prompts, given: StoredRollouts | None, moving: dict[str, Any]
@@ -297,7 +351,8 @@ class Disaggregated(Executor):
         if self.fabric.rank != self.reporter:
             return None
         batch = self._values["rollouts"]
-        metrics["train/tokens_per_sec"] = float(batch.sequence_lengths.sum()) / metrics["train/step_time_ms"] * 1e3
+        num_tokens = float(sum(sequence_lengths(batch).lengths))
+        metrics["train/tokens_per_sec"] = num_tokens / metrics["train/step_time_ms"] * 1e3
         return Measured(metrics, batch, self._values["scores"])
 
     def evaluate(self, validation: Validation) -> Evaluation | None:

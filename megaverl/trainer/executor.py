@@ -116,8 +116,9 @@ class SampleRouting:
         return (lambda outline: {}) if operator in self._in_shares else rows
 
     def readers(self, flow: DataFlow) -> Readers | None:
-        """Who works on which samples of a step, where the roles share their ranks; None where something reads all."""
+        """Who works on which samples of a step, of the ranks of this world; None where something reads all."""
         config, operators = self.config, [each.name for each in flow.plan.operators]
+        here = [each.name for each in flow.plan.operators if not {*each.roles}.isdisjoint(self.fabric.world.roles)]
         algorithm, reads = config.algorithm, self.of_operators()
         made_together = config.environment.name is not None or config.rollout.function is not None
         looks_at_all = made_together or algorithm.dynamic_sampling.metric is not None or self._reads_all
@@ -126,7 +127,7 @@ class SampleRouting:
         estimator = advantage_estimators.get(algorithm.advantage_name)
         if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
             return None
-        some = [reads[name] for name in operators if name in reads]
+        some = [reads[name] for name in here if name in reads]
         return Readers(self.fabric, Reads.together(some).rows)
 
     def readers_of_validation(self) -> Readers:
@@ -222,6 +223,7 @@ class Executor(Protocol):
     Attributes:
         roles: this rank's part of every role.
         step: the operators. flow: those of a step, compiled.
+        stages: what this rank is doing. fabric: its place in the job. routing: who works on which samples.
         control: all ranks of the job; None: the default group.
         makes_samples: this rank generates or scores.
         may_leave_inside: a run that is asked to leave may do so between the operators of a step.
@@ -230,6 +232,9 @@ class Executor(Protocol):
     roles: Roles
     step: RLStep
     flow: DataFlow
+    stages: Stages
+    fabric: Fabric
+    routing: SampleRouting
     control: dist.ProcessGroup | None = None
     makes_samples: bool = True
     may_leave_inside: bool = False
@@ -244,6 +249,31 @@ class Executor(Protocol):
             given: samples that are there already; else they are generated from the next prompts.
             after: called after every operator, where the run may leave inside a step.
         """
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step of a program, which calls the roles by itself."""
+
+    def begin_samples(self, step: int, prompts: Prompts) -> None:
+        """Note that the engines begin the samples of a step, before its prompts are taken."""
+        return
+
+    def end_samples(self, step: int, rollouts: RolloutBatch) -> None:
+        """Note what the engines have generated for a step, which may be ahead of training."""
+        return
+
+    def end_scores(self, step: int, scores: Scores) -> None:
+        """Note the rewards of a step's samples."""
+        return
+
+    def begin_sync(self) -> None:
+        """Note that the engines are about to receive new weights."""
+        return
+
+    def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
+        """Keep what the records need of the step's samples."""
+
+    def end_step(self, step: int) -> None:
+        """End a step of a program."""
 
     def generate(self, step: int, prompts: Sequence[PromptRecord]) -> RolloutBatch:
         """Responses alone, on every rank."""
@@ -314,10 +344,10 @@ class Colocated(Executor):
         make_step = AgentsStep if own_agents else RLStep
         self.step = make_step(self.config, self.roles, replayed, warn=console.warn, span=stages)
         self.flow = self.step.flow()
+        self.fabric = fabric
         self.routing = SampleRouting(self.step, fabric, reporter(fabric.placement))
         self._readers = self.routing.readers(self.flow)
         self._values: Mapping[str, Any] = {}
-        self._epoch = 0.0
 
     def begins_after(self, step: int) -> int:
         return step
@@ -334,7 +364,21 @@ class Colocated(Executor):
             values = self.flow.run(self.stages, done, after, prompts=taken, step=step)
             self.step.readers = None
         self._values = {name: values[name] for name in ("rollouts", "scores")}  # devices let go of what trained
-        self._epoch = prompts.epoch
+        self.step.metrics["train/epoch"] = prompts.epoch
+
+    def begin_step(self, step: int) -> None:
+        self.step.stored, self.routing.step = None, step
+        self.step.metrics = {}
+        self.step.readers = self._readers
+        self.stages.timeline.begin(step)
+
+    def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
+        self._values = {"rollouts": rollouts, "scores": scores}
+
+    def end_step(self, step: int) -> None:
+        self.stages.timeline.end(step)
+        self.step.end_measuring(step)
+        self.step.readers = None
 
     def _held(self, given: dict[str, Any]) -> dict[str, Any]:
         """Of samples that are on every rank already, those that this rank works on."""
@@ -361,7 +405,6 @@ class Colocated(Executor):
             **times,
             **memory_metrics("actor"),
             "train/step_time_ms": seconds * 1e3,
-            "train/epoch": self._epoch,
             "train/tokens_per_sec": float(sum(sequence_lengths(batch).lengths)) / seconds,
         }
         return Measured(metrics, batch, self._values["scores"])

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
+from megaverl.controller.serving import StatusBoard
 from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
@@ -180,11 +181,15 @@ class Stages:
     Args:
         timeline: gets a span for each.
         job: its liveness knows of each as it begins, and of the step that it is in, if it is in one.
+
+    Attributes:
+        board: shows the stage to the controller, where this rank serves a program.
     """
 
     def __init__(self, timeline: Timeline, job: Job | None = None) -> None:
         self.timeline, self.job = timeline, job
         self.step: int | None = None
+        self.board: StatusBoard | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -197,6 +202,8 @@ class Stages:
         """A stage begins that has no span of its own."""
         if self.job is not None:
             self.job.liveness.status(name, self.step)
+        if self.board is not None:
+            self.board.enter(name)
 
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
@@ -232,6 +239,11 @@ class PreemptionHandler:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @property
+    def number(self) -> int:
+        """Number of the signal that this rank has received; 0: none."""
+        return self._signal
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
         """The name of a signal that any rank has got, the same on all; every rank (of `group`) takes part."""

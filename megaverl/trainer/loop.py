@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
+from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.serving import StatusBoard
 from megaverl.coordinator import Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
@@ -28,8 +32,23 @@ from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
+from megaverl.trainer.program import asynchronous_step, flow_step, policy_step, sample_ahead, train
+from megaverl.trainer.program_runner import run_program
 from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.resuming import GoingOn
+from megaverl.trainer.role_groups import Run, make_run
+from megaverl.trainer.role_workers import (
+    ActorWorker,
+    CriticWorker,
+    OperatorWorker,
+    ReferenceWorker,
+    RewardWorker,
+    RolloutWorker,
+    WeightsWorker,
+    WorldWorker,
+)
+from megaverl.trainer.rollouts_ahead import RolloutsAhead
+from megaverl.trainer.sample_rows import RowMover, SampleStore, SampleValue
 from megaverl.trainer.saving import (
     Records,
     Saving,
@@ -38,13 +57,15 @@ from megaverl.trainer.saving import (
     settle_file,
     tokenizer_digest,
 )
-from megaverl.trainer.schedule import RolloutFolder, StoredRollouts, read_waiting
+from megaverl.trainer.schedule import RolloutFolder, Schedule, StoredRollouts, read_waiting
 from megaverl.trainer.validation import Validation
 from megaverl.workers import RemoteWorker
+from megaverl.workers.reward import Scores
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")
 ROLLOUT_FILE = "rollouts.safetensors"
+PROGRAM_VARIABLE = "MEGAVERL_PROGRAM"  # until all runs are programs: "1" has the coordinator's rank run the step
 
 
 class Trainer:
@@ -158,10 +179,114 @@ class Trainer:
                 with together(self.executor.control):
                     self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
             with self.recording():
-                result = self._steps()
+                result = self._run_program() if self._runs_program else self._steps()
             if self.config.checkpoint.export_hf:
                 self.export()
         return result
+
+    @property
+    def _runs_program(self) -> bool:
+        """Whether the coordinator's rank runs the step; otherwise every rank goes through a flow of operators."""
+        if os.environ.get(PROGRAM_VARIABLE) != "1":
+            return False
+        return isinstance(self.executor, Colocated) or not self._keeps_own_schedule
+
+    @property
+    def _keeps_own_schedule(self) -> bool:
+        """Whether roles on ranks of their own do what no program describes yet."""
+        config = self.config
+        return bool(
+            config.rollout.in_flight_updates
+            or config.rollout.partial is not None
+            or config.reshard.overlap
+            or config.trainer.operators
+            or config.trainer.score_shares > 1
+            or self.step.replayed is not None
+            or len(self.executor.fabric.placement.islands) > 1
+        )
+
+    def _run_program(self) -> dict[str, float]:
+        """Serve the program of the run until it has ended."""
+        executor, operators, stages = self.executor, self.step, self.stages
+        fabric, placement = executor.fabric, executor.fabric.placement
+        executor.synchronise(self.next_step, starts=True)
+        self.profiler.end(self.next_step)
+        operators.outlet = None  # samples move when the program moves them
+        store = SampleStore()
+        if not placement.is_colocated:
+            store = SampleStore(fabric, executor.routing.readers(executor.flow))
+        session = SessionWorker(self)
+        rollout = RolloutWorker(executor, self.prompts, store)
+        flow = OperatorWorker(executor, self.prompts)
+        restored = dict(operators.waiting) if self.config.algorithm.dynamic_sampling.metric is not None else {}
+        if self.cut_off is not None:
+            restored[self.cut_off.step] = self.cut_off
+        restored_scores = {step: stored.scores for step, stored in restored.items() if stored.scores is not None}
+        rollout.cut_off = flow.cut_off = self.cut_off
+        self.cut_off = None
+        workers = {
+            "session": session,
+            "recorder": RecorderWorker(executor, store),
+            "world": WorldWorker(store),
+            "rollout": rollout,
+            "reward": RewardWorker(executor, store, restored_scores),
+            "reference": ReferenceWorker(executor, store),
+            "critic": CriticWorker(executor, store),
+            "actor": ActorWorker(executor, store),
+            "weights": WeightsWorker(executor, store),
+            "operators": flow,
+        }
+
+        def program(controller: Controller) -> Coroutine[Any, Any, None]:
+            run = make_run(
+                self.config,
+                controller,
+                placement,
+                step=policy_step,
+                has_engines=operators.replayed is None,
+                restored_steps=frozenset(restored),
+            )
+            if self.config.trainer.operators or self.config.environment.agents == "own":
+                run.step = flow_step
+            elif self.config.rollout.async_rollout and not placement.is_colocated:
+                run.step = asynchronous_step
+                run.ahead = self._samples_ahead(run)
+            return train(run, self.next_step)
+
+        stages.board = StatusBoard()
+        mover = RowMover(fabric)
+        run_program(
+            fabric,
+            program,
+            workers,
+            mover=mover,
+            board=stages.board,
+            timeouts=CallTimeouts(call=self.config.run.timeout_minutes * 60),
+            signal=lambda: self.leave.number,
+            explain=self._explain,
+            log=self.console.print,
+        )
+        stages.board = None
+        mover.settle()
+        if session.leaving is not None:
+            raise session.leaving
+        executor.settle(self.records, self.run_dir)
+        return session.measured
+
+    def _explain(self, text: str) -> str:
+        """Return why the run fails: what the liveness finds, which knows what a lost rank was doing; else `text`."""
+        liveness = self.stages.job.liveness if self.stages.job is not None else None
+        return text if liveness is None else liveness.settle(liveness.timeouts.until_found, text)
+
+    def _samples_ahead(self, run: Run) -> RolloutsAhead:
+        """Return what generates samples ahead of training, as far as the configuration allows."""
+        placement = self.executor.fabric.placement
+        schedule = Schedule.of(self.config, placement)
+        lag = schedule.lag(placement.ranks["rollout"][0])
+        run.scores_ahead = schedule.lag(placement.ranks["reward"][0]) > 0
+        return RolloutsAhead(
+            run, sample_ahead, lambda step: schedule.begins_after(step, lag), self.next_step, self.config.trainer.steps
+        )
 
     def _steps(self) -> dict[str, float]:
         last, result = self.config.trainer.steps, self._agree(self.next_step, starts=True)
@@ -172,13 +297,17 @@ class Trainer:
         self.executor.settle(self.records, self.run_dir)
         return result
 
-    def one_step(self, step: int, given: StoredRollouts | None = None) -> None:
-        """This rank's operators of a step, on responses to the next prompts, or on those that are given."""
-        cut_off, self.cut_off = given or self.cut_off, None
+    def begin_step(self, step: int) -> None:
+        """Start the meters of a step."""
         self.stages.step = step + 1
         self.profiler.begin(step + 1)
         if self.stragglers is not None:
             self.stragglers.begin(step)
+
+    def one_step(self, step: int, given: StoredRollouts | None = None) -> None:
+        """This rank's operators of a step, on responses to the next prompts, or on those that are given."""
+        cut_off, self.cut_off = given or self.cut_off, None
+        self.begin_step(step)
         # what a program has made of its rollouts, it makes again when it goes on: it leaves between its calls
         after = self._after_operator if given is None else lambda name, values: None
         self.executor.run(step, self.prompts, cut_off, after)
@@ -242,24 +371,34 @@ class Trainer:
     def _agree(self, done: int, *, starts: bool = False) -> dict[str, float]:
         """After `done` steps; every rank of the job takes part. Returns what was measured, where records are kept."""
         trainer, result = self.config.trainer, {}
-        self.next_step, last, is_best = done, done == trainer.steps, False
+        self.next_step, last = done, done == trainer.steps
         self.executor.synchronise(done, starts=starts)
         self.profiler.end(done)
         if not starts:
-            result = self._report(done)
+            result = self.report(done)
         if (trainer.validate_at_start and done == 0) if starts else self.validation.is_due(done):
-            result = self._validate(done) or result
-            is_best = self.validation.best.step == done
-        if not starts and self.saving.is_due(done, last=last, is_best=is_best):
-            self._save(done, best=is_best, wait=last)
-            self.replanning.saved(done, self.executor.control, self.saving.settle)
+            result = self.validate(done) or result
+        if not starts:
+            self.save_if_due(done)
         self.saving.look()
         if not last and (signal := self.leave.agreed(self.executor.control)):
             self._leave(signal, None)
         self.executor.agreed(done)
         return result
 
-    def _report(self, done: int) -> dict[str, float]:
+    def save_if_due(self, done: int) -> None:
+        """Save after `done` steps, if it is time to; every rank takes part.
+
+        Raises:
+            Leaving: the run goes on on another layout.
+        """
+        last = done == self.config.trainer.steps
+        is_best = self.validation.best.step == done
+        if self.saving.is_due(done, last=last, is_best=is_best):
+            self._save(done, best=is_best, wait=last)
+            self.replanning.saved(done, self.executor.control, self.saving.settle)
+
+    def report(self, done: int) -> dict[str, float]:
         """Write and show what a step has measured, with some of its samples."""
         trainer, found = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
@@ -282,7 +421,7 @@ class Trainer:
                     self.stored.append(self._rollouts(done - 1, values, found.metrics))
         return found.metrics if found is not None else {}
 
-    def _validate(self, done: int) -> dict[str, float] | None:
+    def validate(self, done: int) -> dict[str, float] | None:
         evaluation = self.executor.evaluate(self.validation) if self.validation.happens else None
         if evaluation is None:
             return None
@@ -295,9 +434,21 @@ class Trainer:
             return
         self.saving.look()
         if signal := self.leave.agreed():
+            self.leave_run(signal, values)
+
+    def leave_run(self, signal: str, values: Mapping[str, Any]) -> None:
+        """Save, with what the running step has generated and scored; every rank takes part.
+
+        Raises:
+            Leaving: the run has saved.
+        """
+        cut_off = None
+        if values:
             batch: RolloutBatch = values["rollouts"]
             whole = batch if batch.held is None else batch.held.whole_on(0, batch)
-            self._leave(signal, self._rollouts(self.next_step, {**values, "rollouts": whole}, self.step.metrics))
+            measured = self.step.measured(self.next_step)
+            cut_off = self._rollouts(self.next_step, {**values, "rollouts": whole}, measured)
+        self._leave(signal, cut_off)
 
     def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
         nothing_yet = self.next_step == 0 and cut_off is None
@@ -478,3 +629,63 @@ class Trainer:
                 "fewer), or give this run a name of its own (run.name)."
             )
         self.step.in_progress.read(path / PARTIAL_FILE)
+
+
+class SessionWorker:
+    """What surrounds the steps of a run, on one rank (`role_groups.SessionGroup`).
+
+    Attributes:
+        leaving: set where the run has been left before its end; every rank raises it once the program has ended.
+        measured: metrics of the last validation, or else of the last step, on a rank that has them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.leaving: Leaving | None = None
+        self.measured: dict[str, float] = {}
+
+    def begin_step(self, step: int) -> None:
+        self._trainer.begin_step(step)
+        self._trainer.executor.begin_step(step)
+
+    def report_step(self, done: int) -> None:
+        trainer = self._trainer
+        trainer.executor.end_step(done - 1)
+        trainer.next_step = done
+        trainer.profiler.end(done)
+        self.measured = trainer.report(done)
+
+    def validate(self, done: int) -> None:
+        self.measured = self._trainer.validate(done) or self.measured
+
+    def validate_if_due(self, done: int) -> None:
+        if self._trainer.validation.is_due(done):
+            self.validate(done)
+
+    def save_if_due(self, done: int) -> bool:
+        trainer = self._trainer
+        try:
+            trainer.save_if_due(done)
+        except Leaving as leaving:
+            self.leaving = leaving
+        trainer.saving.look()
+        return self.leaving is not None
+
+    def leave(self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None) -> None:
+        values = {"rollouts": rollouts, "scores": scores}
+        try:
+            self._trainer.leave_run(
+                Signals(signal).name, {name: value for name, value in values.items() if value is not None}
+            )
+        except Leaving as leaving:
+            self.leaving = leaving
+
+
+class RecorderWorker:
+    """Keeps what the records need of a step's samples (`role_groups.RecorderGroup`)."""
+
+    def __init__(self, executor: Executor, store: SampleStore) -> None:
+        self._executor, self._store = executor, store
+
+    def take(self, rollouts: SampleValue, scores: Scores) -> None:
+        self._executor.keep_samples(self._store.batch(rollouts), scores)

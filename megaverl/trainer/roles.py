@@ -234,22 +234,26 @@ class Mix:
 
     def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
         """An operator for each entry, between the actor's update and these."""
-        for index, entry in enumerate(self.config.mix):
+        for index in range(len(self.config.mix)):
             takes = ("rollouts", "scores", "step")
-            name = f"mix_{index}_{entry.update}"
-            operator = Operator(name, partial(self._run, entry), takes, (), role="actor")
+            operator = Operator(self.name_of(index), partial(self.update, index), takes, (), role="actor")
             flow.add_operator(operator, after="actor_update", before=before)
 
-    def _run(self, entry: MixConfig, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
-        """One entry's update, in the steps that are its own; the actor rests while only the critic warms up."""
+    def name_of(self, index: int) -> str:
+        """Return the name of an entry's operator."""
+        return f"mix_{index}_{self.config.mix[index].update}"
+
+    def update(self, index: int, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
+        """Take one entry's update, in the steps that are its own; the actor rests while only the critic warms up."""
+        entry = self.config.mix[index]
         warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
         if (step + 1) % entry.every or warms_up:
             return
         if entry.update == "rejection":
-            update = self._rejection
+            take_step = self._rejection
         else:
-            update = self._answers if entry.update == "sft" else self._pairs
-        self.record(f"mix_{entry.update}", update(entry, rollouts, scores.metric(entry.judge)))
+            take_step = self._answers if entry.update == "sft" else self._pairs
+        self.record(f"mix_{entry.update}", take_step(entry, rollouts, scores.metric(entry.judge)))
 
     def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
         """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""

@@ -285,6 +285,15 @@ class WaitingSamples:
         own = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
         self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), own)
 
+    def add_scores(self, step: int, scores: Scores, metrics: Mapping[str, float]) -> None:
+        """Add the scores of samples that wait, with what was measured since."""
+        if (kept := self._kept.get(step)) is not None:
+            self.keep(step, kept.weight_version, {"rollouts": kept.batch, "scores": scores}, metrics)
+
+    def add_pause(self, seconds: float) -> None:
+        """Count time in which the engines waited for new weights."""
+        self._paused += seconds
+
     def announce(self, done: int) -> None:
         """Tell the engines, once, that they get the weights of so many steps; the actor's first rank does."""
         if self._fabric.rank != self._source or done <= self._announced:

@@ -1,0 +1,76 @@
+"""Running a program on the ranks of a job: the coordinator's rank makes the calls, and all ranks serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.failures import CallFailed, ControllerLost
+from megaverl.controller.serving import Served, StatusBoard, run_blocking, serve
+from megaverl.controller.thread import ControllerThread
+from megaverl.controller.zmq_transport import Address, ZmqRank
+from megaverl.distributed.collectives import broadcast_json
+from megaverl.distributed.store import own_address
+from megaverl.distributed.worlds import Fabric
+from megaverl.errors import TrainingStopped
+from megaverl.trainer.sample_rows import RowMover
+
+
+def run_program(
+    fabric: Fabric,
+    program: Callable[[Controller], Coroutine[Any, Any, None]],
+    workers: Mapping[str, object],
+    *,
+    mover: RowMover,
+    board: StatusBoard,
+    timeouts: CallTimeouts,
+    signal: Callable[[], int],
+    explain: Callable[[str], str],
+    log: Callable[[str], None],
+) -> None:
+    """Serve a program until it has ended. Every rank of the job takes part.
+
+    Args:
+        program: runs on the coordinator's rank, in a thread beside the rank's own calls.
+        workers: by role, the worker of this rank.
+        mover: transfers values between ranks.
+        signal: returns the number of the signal that asked this rank to leave the run, or 0.
+        explain: returns the reason why the run fails, from what this rank knows of it.
+        log: receives one line for a person, on the coordinator's rank.
+
+    Raises:
+        TrainingStopped: another rank failed, or is gone; the message names it.
+        BaseException: what a call raised on this rank.
+    """
+    coordinator = fabric.placement.coordinator
+    thread: ControllerThread[None] | None = None
+    if fabric.rank == coordinator:
+        thread = ControllerThread(
+            own_address(),
+            fabric.placement.size,
+            program,
+            timeouts=timeouts,
+            node_of=fabric.placement.node_of,
+            log=log,
+        )
+    encoded = broadcast_json(thread.address.encode().hex() if thread is not None else None, coordinator, fabric.control)
+    with ZmqRank(Address.decode(bytes.fromhex(encoded)), fabric.rank, board) as transport:
+        try:
+            served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal))
+        except ControllerLost as error:
+            raise TrainingStopped(explain(str(error))) from None
+    _finish(served, thread, explain)
+
+
+def _finish(served: Served, thread: ControllerThread[None] | None, explain: Callable[[str], str]) -> None:
+    """Raise what is nearest to the cause on this rank, where the program has failed."""
+    if served.error is not None:
+        raise served.error
+    if thread is not None:
+        try:
+            thread.result()
+        except CallFailed as error:
+            raise TrainingStopped(explain(str(error))) from None
+    if served.reason:
+        raise TrainingStopped(explain(served.reason))

@@ -1,0 +1,298 @@
+"""Programs of a run: which calls they make, in which order, and that they compute what the flow of operators does."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaverl.config import Config
+from megaverl.controller.core import Controller
+from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
+from megaverl.distributed.placement import Node
+from megaverl.distributed.placement_resolver import resolve
+from megaverl.trainer import role_groups, role_workers
+from megaverl.trainer.loop import PROGRAM_VARIABLE, RecorderWorker, SessionWorker
+from megaverl.trainer.program import policy_step, train
+from megaverl.trainer.role_groups import make_run
+from tests.launcher import Launcher
+from tests.trainer.conftest import command_arguments
+from tests.trainer.test_end_to_end import metrics_of
+from tools.same_numbers import is_cost
+
+WORKERS: dict[type[WorkerGroup], type] = {
+    role_groups.SessionGroup: SessionWorker,
+    role_groups.RecorderGroup: RecorderWorker,
+    role_groups.WorldGroup: role_workers.WorldWorker,
+    role_groups.RolloutGroup: role_workers.RolloutWorker,
+    role_groups.RewardGroup: role_workers.RewardWorker,
+    role_groups.ReferenceGroup: role_workers.ReferenceWorker,
+    role_groups.CriticGroup: role_workers.CriticWorker,
+    role_groups.ActorGroup: role_workers.ActorWorker,
+    role_groups.OperatorGroup: role_workers.OperatorWorker,
+}
+
+
+ROLES = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
+PLACEMENT = resolve({}, 1, dict.fromkeys(ROLES), [Node("here", 1)])
+
+
+class Recorder:
+    """Worker of any role that writes down what it is asked for.
+
+    Args:
+        answers: by method, what it returns; anything else is a value that stays here.
+    """
+
+    def __init__(self, role: str, calls: list[str], answers: Mapping[str, Callable[..., object]]) -> None:
+        self._role, self._calls, self._answers = role, calls, answers
+
+    def _take(self, method: str, *arguments: object) -> object:
+        self._calls.append(f"{self._role}.{method}")
+        answer = self._answers.get(method)
+        return method if answer is None else answer(*arguments)
+
+
+def make_recorder(group: type[WorkerGroup], role: str, calls: list[str], answers: Mapping[str, Any]) -> Recorder:
+    """Return a recorder with the methods of a group; their parameters have no types, so nothing is converted."""
+    methods: dict[str, Any] = {}
+    for name, function in public_methods(group).items():
+        count = len(inspect.signature(function).parameters) - 1
+        names = ", ".join(f"argument{number}" for number in range(count))
+        methods[name] = eval(f"lambda self, {names}: self._take({name!r}, {names})", {})
+    return type("Recorder", (Recorder,), methods)(role, calls, answers)
+
+
+def public_methods(owner: type) -> dict[str, Callable[..., Any]]:
+    return {name: member for name, member in vars(owner).items() if inspect.isfunction(member) and name[0] != "_"}
+
+
+def simulate(settings: dict[str, Any], first_step: int = 0, **answers: Callable[..., object]) -> list[str]:
+    """Run `train` on one simulated rank; return the calls that it made."""
+    config = Config.model_validate({"model": {"path": "model"}, "trainer": {"steps": 1}, **settings})
+    calls: list[str] = []
+    standard = {
+        "save_if_due": lambda done: False,
+        "update": lambda rollouts, experience, step: True,
+        **dict.fromkeys(NOTHING, lambda *arguments: None),
+        **answers,
+    }
+
+    def make_workers(cluster: SimulatedCluster, rank: int) -> dict[str, object]:
+        workers = {
+            group.__name__.removesuffix("Group").lower(): make_recorder(
+                group, group.__name__.removesuffix("Group").lower(), calls, standard
+            )
+            for group in WORKERS
+        }
+        return {**workers, "weights": make_sync(calls)}
+
+    def program(controller: Controller) -> Coroutine[Any, Any, None]:
+        run = make_run(config, controller, PLACEMENT, step=policy_step, has_engines=True, restored_steps=frozenset())
+        if asks := answers.get("asks"):
+            asks(controller)
+        return train(run, first_step)
+
+    outcome: SimulatedOutcome = SimulatedCluster(1, seed=0).run(program, make_workers)
+    if outcome.error is not None:
+        raise outcome.error
+    return calls
+
+
+NOTHING = ("begin_step", "report_step", "validate", "validate_if_due", "leave", "take", "update_mix", "sync")
+
+
+def make_sync(calls: list[str]) -> object:
+    class Sync(WorkerGroup):
+        def sync(self, is_updated: bool) -> None: ...
+
+    return make_recorder(Sync, "weights", calls, {"sync": lambda is_updated: None})
+
+
+def step_of(calls: list[str]) -> list[str]:
+    """Calls of one step, without what surrounds it."""
+    return calls[calls.index("session.begin_step") + 1 : calls.index("recorder.take")]
+
+
+@pytest.mark.parametrize("group", WORKERS, ids=lambda group: group.__name__)
+def test_a_group_and_its_worker_have_the_same_methods(group: type[WorkerGroup]) -> None:
+    ends_elsewhere = {"sync_weights"}  # the ranks of two roles serve it
+    of_group = {name: list(inspect.signature(method).parameters) for name, method in public_methods(group).items()}
+    of_worker = {
+        name: list(inspect.signature(method).parameters) for name, method in public_methods(WORKERS[group]).items()
+    }
+    assert {name: of for name, of in of_group.items() if name not in ends_elsewhere} == of_worker
+
+
+def test_a_step_of_ppo_in_its_order() -> None:
+    settings = {"algorithm": {"name": "ppo", "kl": {"in": "reward", "coef": 0.1}}}
+    calls = simulate(settings)
+    assert step_of(calls) == [
+        "rollout.generate",
+        "reward.score",
+        "actor.old_log_probs",
+        "reference.log_probs",
+        "critic.values",
+        "actor.advantages",
+        "critic.update",
+        "actor.update",
+        "weights.sync",
+    ]
+
+
+def test_a_step_of_grpo_has_no_critic_and_without_a_kl_term_no_reference() -> None:
+    calls = simulate({"algorithm": {"name": "grpo", "group_size": 4}})
+    assert step_of(calls) == [
+        "rollout.generate",
+        "reward.score",
+        "actor.old_log_probs",
+        "actor.advantages",
+        "actor.update",
+        "weights.sync",
+    ]
+
+
+def test_with_overlap_the_actor_is_updated_before_the_critic() -> None:
+    calls = simulate({"algorithm": {"name": "ppo"}, "reshard": {"overlap": True, "alias": "never"}})
+    assert calls.index("actor.update") < calls.index("critic.update") < calls.index("weights.sync")
+
+
+@pytest.mark.parametrize(
+    ("name", "signals"),
+    [("remax", ["rollout.generate_greedy", "reward.score_greedy"]), ("optimal_token_baseline", ["actor.score_norms"])],
+)
+def test_baselines_that_need_more_get_it(name: str, signals: list[str]) -> None:
+    calls = simulate({"algorithm": {"name": name, "group_size": 4}})
+    step = step_of(calls)
+    after = step.index("actor.old_log_probs") + 1
+    assert step[after : after + len(signals)] == signals
+
+
+def test_dynamic_sampling_goes_on_until_no_group_is_missing() -> None:
+    missing = iter([3, 1, 0])
+    prompts: list[int] = []
+
+    def generate_round(step: int, num_prompts: int) -> str:
+        prompts.append(num_prompts)
+        return "rollouts"
+
+    settings = {"algorithm": {"name": "grpo", "group_size": 4, "dynamic_sampling": {"metric": "reward"}}}
+    calls = simulate(
+        settings,
+        begin_rounds=lambda step: 8,
+        generate_round=generate_round,
+        add_round=lambda rollouts, scores, step: next(missing),
+    )
+    assert prompts == [8, 3, 1]
+    assert "rollout.generate" not in calls
+    assert calls.count("reward.score") == 3
+
+
+def test_a_run_validates_first_goes_through_the_steps_that_are_left_and_saves_after_each() -> None:
+    begun: list[int] = []
+    validated: list[int] = []
+    settings = {
+        "algorithm": {"name": "grpo", "group_size": 4},
+        "trainer": {"steps": 4, "validate_at_start": True},
+    }
+    calls = simulate(settings, begin_step=begun.append, validate_if_due=validated.append)
+    assert calls[0] == "session.validate"
+    assert begun == [0, 1, 2, 3]
+    assert calls.count("session.save_if_due") == 4
+    assert validated == [1, 2, 3, 4]
+    begun.clear()
+    calls = simulate(settings, 2, begin_step=begun.append)
+    assert begun == [2, 3]
+    assert "session.validate" not in calls, "a run that goes on has validated before"
+
+
+@pytest.mark.parametrize("after", ["generate", "score", "save_if_due"])
+def test_a_signal_is_followed_where_nothing_is_lost(after: str) -> None:
+    """Inside a step before anything is trained, with what is there; else after the step."""
+    kept: list[tuple[object, ...]] = []
+    controllers: list[Controller] = []
+
+    def leave(number: int, *values: object) -> None:
+        kept.append((number, *values))
+
+    def note(*arguments: object) -> object:
+        controllers[0].signal = signal.SIGTERM
+        return False if after == "save_if_due" else after
+
+    settings = {"algorithm": {"name": "grpo", "group_size": 4}, "trainer": {"steps": 3}}
+    calls = simulate(settings, **{after: note, "leave": leave, "asks": controllers.append})
+    values = {"generate": ("generate", None), "score": ("generate", "score"), "save_if_due": (None, None)}[after]
+    assert kept == [(signal.SIGTERM, *values)]
+    assert calls[-1] == "session.leave"
+    assert calls.count("session.begin_step") == 1
+
+
+def test_a_run_that_goes_on_on_another_layout_takes_no_further_step() -> None:
+    settings = {"algorithm": {"name": "grpo", "group_size": 4}, "trainer": {"steps": 3}}
+    calls = simulate(settings, save_if_due=lambda done: done == 2)
+    assert calls.count("session.begin_step") == 2
+    assert calls[-1] == "session.save_if_due"
+
+
+# --- with real ranks --------------------------------------------------------------------------------------------------
+
+OPERATORS = """
+from megaverl.dataflow import Operator
+
+def add_operators(flow):
+    def halve(scores):
+        scores.total.mul_(0.5)
+        return scores
+    flow.add_operator(Operator("halve", halve, ("scores",), ("scores",), role="actor"), after="reward")
+"""
+APART = ["actor.tp=1", "run.nproc=4", "placement={rollout: 0, actor: 1, critic: 2, reference: 3}"]
+RUNS = {
+    "dynamic_sampling": ["algorithm={name: grpo, group_size: 2, dynamic_sampling: {metric: reward, max_rounds: 4}}"],
+    "split": ["algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}", *APART],
+    "asynchronous": [
+        "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}",
+        *APART,
+        "rollout={async_rollout: true, max_staleness: 2, sampling: {max_tokens: 6}}",
+        "trainer={steps: 5, validate_every: 4}",
+    ],
+    "operators": ["algorithm={name: grpo, group_size: 4}", "trainer.operators=['{folder}/operators.py:add_operators']"],
+}
+
+
+def is_uncertain(metric: str) -> bool:
+    """Return whether a metric depends on time; samples that are sent ahead count in the step in which they arrive."""
+    return is_cost(metric) or metric.startswith("dataflow/")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_program_computes_what_the_flow_of_operators_does(
+    launch: Launcher, inputs: Path, tmp_path: Path, name: str
+) -> None:
+    """Every number but those of time and memory, to the bit."""
+    (tmp_path / "operators.py").write_text(OPERATORS)
+    settings = [each.replace("{folder}", str(tmp_path)) for each in RUNS[name]]
+    found = {}
+    for switch in ("0", "1"):
+        arguments = [
+            *command_arguments(inputs, tmp_path / switch),
+            "trainer={steps: 2, validate_every: 2}",
+            *settings,
+            f"data.validation={inputs / 'held_out.jsonl'}",
+        ]
+        variables = {PROGRAM_VARIABLE: switch}
+        ranks = 4 if APART[0] in settings else 2
+        logs = tmp_path / f"logs{switch}"
+        ended = launch.command(["train", *arguments], logs=logs, ranks=ranks, environment=variables)
+        assert ended.codes == [0] * ranks, ended.text
+        found[switch] = {
+            step: {metric: json.dumps(value) for metric, value in metrics.items() if not is_uncertain(metric)}
+            for step, metrics in metrics_of(tmp_path / switch / "run").items()
+        }
+    assert len(found["0"]) >= 3
+    assert found["0"] == found["1"]
