@@ -157,6 +157,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of megaverl's model and engine; bfloat16 is mixed precision on both sides (TRL: its default autocast)",
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default=Job.device,
+        help="of both sides, which refuse to run on another (%(default)s)",
+    )
+    parser.add_argument(
         "--trl-checkpointing", action="store_true", help="TRL recomputes activations, as it does by default"
     )
     parser.add_argument(

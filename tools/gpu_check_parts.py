@@ -1,7 +1,8 @@
-"""The checks of tools/gpu_check.py, and what one of their ranks runs: `python -m tools.gpu_check_parts NAME FOLDER`.
+"""The checks of tools/gpu_check.py, and what their ranks run: `python -m tools.gpu_check_parts NAME FOLDER DEVICE`.
 
 A check is a function that every one of its ranks calls in a process group of their own; what rank 0 returns is the
-finding. All go the way that a run goes: the same models, engines, transports and commands.
+finding. All go the way that a run goes: the same models, engines, transports and commands. A rank whose device is not
+DEVICE checks nothing and fails, and so does a check in which a rank has used no memory of its GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ import torch.distributed as dist
 from tools.gpu_check_models import (
     Outcome,
     actor_and_engine,
+    captured_graphs,
     device,
     disagreement,
     forward,
+    free_memory,
     generate,
+    is_rehearsal,
     load_model,
     logit_errors,
     median_seconds,
@@ -49,15 +53,22 @@ class Check:
     """One check.
 
     Attributes:
+        function: called by every rank with a folder that all share.
         world: on how many ranks: one, two, or all GPUs of this machine (on a CPU: two).
         cuda_only: there is nothing of it on a CPU.
         needs: modules without which it cannot be run.
+        captures: it is about CUDA graphs alone.
     """
 
     function: Callable[[Path], Outcome]
     world: Literal["one", "two", "all"]
     cuda_only: bool
     needs: tuple[str, ...]
+    captures: bool = False
+
+    @property
+    def section(self) -> str:
+        return "one GPU" if self.world == "one" else "two GPUs or more"
 
     def ranks(self, device: str, gpus: int) -> int:
         return {"one": 1, "two": 2, "all": gpus if device == "cuda" else 2}[self.world]
@@ -66,6 +77,8 @@ class Check:
         """Why it cannot be run here; empty if it can."""
         if self.cuda_only and device != "cuda":
             return "it needs a GPU"
+        if self.captures and is_rehearsal():
+            return "a rehearsal captures no graphs"
         if device == "cuda" and self.world != "one" and gpus < 2:
             return "it needs two GPUs"
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
@@ -76,70 +89,67 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    world: Literal["one", "two", "all"] = "one", *, cuda_only: bool = False, needs: tuple[str, ...] = ()
+    world: Literal["one", "two", "all"] = "one",
+    *,
+    cuda_only: bool = False,
+    needs: tuple[str, ...] = (),
+    captures: bool = False,
 ) -> Callable[[Callable[[Path], Outcome]], Callable[[Path], Outcome]]:
     """What decorates a check; its name is the function's."""
 
     def add(function: Callable[[Path], Outcome]) -> Callable[[Path], Outcome]:
-        CHECKS[function.__name__] = Check(function, world, cuda_only, needs)
+        CHECKS[function.__name__] = Check(function, world, cuda_only, needs, captures)
         return function
 
     return add
 
 
-@check("all")
-def collectives(folder: Path) -> Outcome:
-    """Sums and gathers of all ranks, through the helpers that a run uses."""
-    from megaverl.distributed.collectives import gather_json, gather_rows
+@check(needs=("vllm",))
+def engine(folder: Path) -> Outcome:
+    """vLLM beside the actor, in one engine: it adopts the actor's storage before graphs are captured, answers as the
+    actor would, gives memory back asleep, answers the same awake, and follows an update."""
+    model, sync, made = actor_and_engine(folder, sleep=True)
+    limit = CLOSE[model.config.params_dtype]
+    ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
+    theirs = made.named_parameters().values()
+    shared = sum(tensor.nbytes for tensor in theirs if tensor.untyped_storage().data_ptr() in ours)
+    whole = sum(tensor.nbytes for tensor in theirs)
+    graphs = captured_graphs(made)
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = torch.full((3, 2), float(rank + 1), device=device())
-    total = rows.clone()
-    dist.all_reduce(total)
-    gathered = gather_rows(rows)
-    right = bool((total == size * (size + 1) / 2).all())
-    right &= gathered.shape == (3 * size, 2) and bool((gathered[-1] == size).all())
-    right &= gather_json([rank]) == [[other] for other in range(size)]
-    return Outcome(right, f"{size} ranks, {'right' if right else 'wrong'}", "right")
+    sync.reshard()
+    before = generate(made, sync)
+    differences = [disagreement(model, before)]
 
+    awake = free_memory()
+    sync.sleep()
+    given_back = free_memory() - awake
+    after_sleep = generate(made, sync)
+    same = [each.token_ids for each in before] == [each.token_ids for each in after_sleep]
 
-@check("all")
-def point_to_point(folder: Path) -> Outcome:
-    """Every rank sends every other a message of its own, batched as a reshard does; all arrive as they left."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    others = [other for other in range(size) if other != rank]
-    sent = {other: torch.full((1 << 20,), float(rank * size + other), device=device()) for other in others}
-    got = {other: torch.zeros(1 << 20, device=device()) for other in others}
-    operations = [dist.P2POp(dist.isend, sent[other], other) for other in others]
-    operations += [dist.P2POp(dist.irecv, got[other], other) for other in others]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    wrong = [f"{other} to {rank}" for other in others if not bool((got[other] == other * size + rank).all())]
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, wrong)
-    bad: list[str] = sum(found, [])
-    return Outcome(not bad, f"{size * (size - 1)} pairs, wrong: {', '.join(bad) or 'none'}", "all as they left")
+    sync.sleep()
+    sync.source_changes()
+    with torch.no_grad():
+        for parameter in model.parameters.values():
+            parameter.data.mul_(1.05)
+    sync.reshard()
+    after_update = generate(made, sync)
+    changed = any(a.log_probs != b.log_probs for a, b in zip(before, after_update, strict=True))
+    differences.append(disagreement(model, after_update))
 
-
-@check()
-def local_transport(folder: Path) -> Outcome:
-    """Boxes within a device, against plain copies of as many bytes: 2 GiB in bfloat16 (on a CPU 8 MiB)."""
-    from megaverl.sharding.boxes import whole
-    from megaverl.sharding.plan import Transfer
-    from megaverl.weights.transports.local import copy_local
-
-    width = 8192 if on_cuda() else 512
-    source = {str(i): torch.randn(width, width, device=device()).bfloat16() for i in range(16)}
-    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
-    box = whole((width, width))
-    transfers = [Transfer(name, box, 0, name, box, 0, name, box) for name in source]
-    transport = median_seconds(lambda: copy_local(transfers, source, target))
-    plain = median_seconds(lambda: [target[name].copy_(tensor) for name, tensor in source.items()])
-    num_bytes = 2 * sum(tensor.nbytes for tensor in source.values())  # read and written
-    same = all(torch.equal(source[name], target[name]) for name in source)
-    measured = f"{num_bytes / transport / 1e9:.0f} GB/s, plain copies {num_bytes / plain / 1e9:.0f} GB/s"
-    fast = transport < 1.25 * plain or not on_cuda()  # a CPU's clock is another matter
-    return Outcome(same and fast, measured, "equal, at least 0.8 of plain copies")
+    failed = {
+        "shares no storage": shared == 0,
+        "has captured no graphs": on_cuda() and not is_rehearsal() and not graphs,
+        "is apart from the actor": max(differences) >= limit,
+        "gives no memory back asleep": on_cuda() and given_back <= 0,
+        "answers otherwise after sleep": not same,
+        "ignores an update": not changed,
+    }
+    measured = f"{shared / 2**20:.1f} of {whole / 2**20:.1f} MiB shared; graphs {graphs or 'none'}; log-probs "
+    measured += f"{differences[0]:.1e} apart, after an update {differences[1]:.1e}; "
+    measured += f"asleep {given_back / 2**30:.2f} GiB given back"
+    if wrong := [text for text, holds in failed.items() if holds]:
+        measured += f". The engine {', '.join(wrong)}"
+    return Outcome(not wrong, measured, f"log-probs under {limit} apart, nothing wrong")
 
 
 @check()
@@ -207,7 +217,29 @@ def saving_memory(folder: Path) -> Outcome:
     return Outcome(passed, measured, "equal losses, a quarter of the memory; adapters learn")
 
 
-@check(cuda_only=True)
+@check()
+def local_transport(folder: Path) -> Outcome:
+    """Boxes within a device, against plain copies of as many bytes: 2 GiB in bfloat16 (on a CPU 8 MiB)."""
+    full_size = on_cuda() and not is_rehearsal()
+    from megaverl.sharding.boxes import whole
+    from megaverl.sharding.plan import Transfer
+    from megaverl.weights.transports.local import copy_local
+
+    width = 8192 if full_size else 512
+    source = {str(i): torch.randn(width, width, device=device()).bfloat16() for i in range(16)}
+    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
+    box = whole((width, width))
+    transfers = [Transfer(name, box, 0, name, box, 0, name, box) for name in source]
+    transport = median_seconds(lambda: copy_local(transfers, source, target))
+    same = all(torch.equal(source[name], target[name]) for name in source)  # before plain copies write the same
+    plain = median_seconds(lambda: [target[name].copy_(tensor) for name, tensor in source.items()])
+    num_bytes = 2 * sum(tensor.nbytes for tensor in source.values())  # read and written
+    measured = f"{num_bytes / transport / 1e9:.0f} GB/s, plain copies {num_bytes / plain / 1e9:.0f} GB/s"
+    fast = transport < 1.25 * plain or not full_size  # a CPU's clock is another matter
+    return Outcome(same and fast, measured, "equal, at least 0.8 of plain copies")
+
+
+@check(cuda_only=True, captures=True)
 def graphs(folder: Path) -> Outcome:
     """A captured forward pass sees weights that are copied in place after the capture, as a reshard does."""
     weight = torch.zeros(256, 256, device=device())
@@ -224,54 +256,65 @@ def graphs(folder: Path) -> Outcome:
     return Outcome(error < 1e-4, f"difference {error:.1e}", "0")
 
 
-@check(needs=("vllm",))
-def engine(folder: Path) -> Outcome:
-    """vLLM in this process, without weights of its own: it gets the actor's, and agrees with it on its responses."""
-    model, sync, made = actor_and_engine(folder)
-    stats = sync.reshard()
-    difference = disagreement(model, generate(made, sync))
-    limit = CLOSE[model.config.params_dtype]
-    measured = f"largest difference of log-probs {difference:.1e}; {stats.bytes_aliased / 2**20:.1f} MiB shared"
-    return Outcome(difference < limit, measured, f"under {limit}")
+@check()
+def saves(folder: Path) -> Outcome:
+    """The whole command: four steps at once, against two, a save and two more; with saves at once and in the
+    background."""
+    return resumed(folder)
 
 
-@check(needs=("vllm",))
-def aliasing(folder: Path) -> Outcome:
-    """With equal layouts the engine's parameters are the actor's storage, and answers follow an update at once."""
-    model, sync, made = actor_and_engine(folder)
-    sync.reshard()
-    ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
-    theirs = made.named_parameters().values()
-    shared = sum(tensor.nbytes for tensor in theirs if tensor.untyped_storage().data_ptr() in ours)
-    before = generate(made, sync)
-    sync.source_changes()
-    with torch.no_grad():
-        for parameter in model.parameters.values():
-            parameter.data.mul_(1.05)
-    sync.reshard()
-    after = generate(made, sync)
-    changed = any(a.log_probs != b.log_probs for a, b in zip(before, after, strict=True))
-    difference = disagreement(model, after)
-    whole = sum(tensor.nbytes for tensor in theirs)
-    measured = f"{shared / 2**20:.1f} of {whole / 2**20:.1f} MiB shared; after an update {difference:.1e} apart"
-    passed = shared > 0 and changed and difference < CLOSE[model.config.params_dtype]
-    return Outcome(passed, measured, "some shared; the engine follows")
+@check(needs=("trl", "vllm"))
+def beside_trl(folder: Path) -> Outcome:
+    """A GRPO step with the sizes of Qwen2.5-0.5B beside TRL's, in bfloat16, in turn (on a CPU: of a tiny model)."""
+    shape = {"layers": 24, "hidden": 896, "ffn": 4864, "heads": 14, "kv-heads": 2, "vocab": 151936}
+    work = {"response-tokens": 256, "prompt-tokens": 64, "steps": 5, "micro-batch-tokens": 16384}
+    if not on_cuda() or is_rehearsal():
+        shape, work = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 2, "kv-heads": 2}, {"steps": 2, "warmup": 1}
+    sizes = [word for name, value in (shape | work).items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "tools/bench_step.py", "--nproc", "1", "--trl-nproc", "1", *sizes]
+    command += ["--device", device().type, "--dtype", "bfloat16" if on_cuda() else "float32"]
+    command += ["--json", str(folder / "step.json")]
+    subprocess.run(command, cwd=ROOT, env=outside(), check=True, stdout=subprocess.DEVNULL)
+    medians = json.loads((folder / "step.json").read_text())["medians"]
+    ours, theirs = medians["megaverl"], medians["trl"]
+    parts = ", ".join(f"{part} {theirs[part] / ours[part]:.2f}" for part in ("rollout", "log_probs", "update"))
+    measured = f"{ours['step']:.2f} s, TRL {theirs['step']:.2f} s: {theirs['step'] / ours['step']:.2f} x ({parts})"
+    # each side refuses to run on another device than --device
+    return Outcome(is_rehearsal() or ours["step"] <= theirs["step"], measured, "not slower", elsewhere=True)
 
 
-@check(cuda_only=True, needs=("vllm",))
-def sleep(folder: Path) -> Outcome:
-    """Asleep the engine gives memory back; awake, with the actor's weights, it answers as before."""
-    _, sync, made = actor_and_engine(folder, sleep=True)
-    sync.reshard()
-    before, free = generate(made, sync), torch.cuda.mem_get_info()[0]
-    made.sleep()
-    asleep = torch.cuda.mem_get_info()[0]
-    made.wake_up()
-    sync.reshard()
-    after = generate(made, sync)
-    same = [each.token_ids for each in before] == [each.token_ids for each in after]
-    measured = f"{(asleep - free) / 2**30:.2f} GiB given back; answers {'equal' if same else 'different'}"
-    return Outcome(same and asleep > free, measured, "memory given back; the same answers")
+@check("all")
+def collectives(folder: Path) -> Outcome:
+    """Sums and gathers of all ranks, through the helpers that a run uses."""
+    from megaverl.distributed.collectives import gather_json, gather_rows
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.full((3, 2), float(rank + 1), device=device())
+    total = rows.clone()
+    dist.all_reduce(total)
+    gathered = gather_rows(rows)
+    right = bool((total == size * (size + 1) / 2).all())
+    right &= gathered.shape == (3 * size, 2) and bool((gathered[-1] == size).all())
+    right &= gather_json([rank]) == [[other] for other in range(size)]
+    return Outcome(right, f"{size} ranks, {'right' if right else 'wrong'}", "right")
+
+
+@check("all")
+def point_to_point(folder: Path) -> Outcome:
+    """Every rank sends every other a message of its own, batched as a reshard does; all arrive as they left."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(size) if other != rank]
+    sent = {other: torch.full((1 << 20,), float(rank * size + other), device=device()) for other in others}
+    got = {other: torch.zeros(1 << 20, device=device()) for other in others}
+    operations = [dist.P2POp(dist.isend, sent[other], other) for other in others]
+    operations += [dist.P2POp(dist.irecv, got[other], other) for other in others]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    wrong = [f"{other} to {rank}" for other in others if not bool((got[other] == other * size + rank).all())]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, wrong)
+    bad: list[str] = sum(found, [])
+    return Outcome(not bad, f"{size * (size - 1)} pairs, wrong: {', '.join(bad) or 'none'}", "all as they left")
 
 
 @check("two")
@@ -286,7 +329,7 @@ def ipc(folder: Path) -> Outcome:
 
     model, _ = load_model(folder, tp=2)
     layouts = vllm_layouts(weights_of(model.spec), model.spec, 1)
-    rank, told = dist.get_rank(), []
+    rank, told, wrong = dist.get_rank(), [], []
     for through_ipc in (True, False):
         shapes = layouts(rank).local_shapes
         dtype = model.config.params_dtype
@@ -295,58 +338,46 @@ def ipc(folder: Path) -> Outcome:
         resharder = Resharder(plan, model.parameters, dest, options=TransportOptions(ipc=through_ipc))
         stats = resharder.run()
         ReshardCheck(model.layout_of, layouts, model.parameters, dest, dist.group.WORLD).compare()  # raises if wrong
-        told.append(f"{'IPC' if through_ipc else 'point to point'} {stats.bytes_received / 2**20:.1f} MiB received")
-    return Outcome(True, f"{', '.join(told)}; fingerprints equal", "equal fingerprints")
+        name = "IPC" if through_ipc else "point to point"
+        told.append(f"{name} {stats.bytes_received / 2**20:.1f} MiB received in {stats.num_messages} messages")
+        # IPC falls back to messages where it cannot open the other process's memory: a run goes on, this check fails
+        if bool(stats.num_messages) == through_ipc or not stats.bytes_received:
+            wrong.append(name)
+    expected = "equal fingerprints; no messages with IPC, some without"
+    return Outcome(not wrong, f"{', '.join(told)}; fingerprints equal", expected)
 
 
-@check()
-def synchronous_save(folder: Path) -> Outcome:
-    """The whole command: four steps, and two with a save and two more after it, the save before training goes on."""
-    return resumed(folder, "false")
-
-
-@check()
-def asynchronous_save(folder: Path) -> Outcome:
-    """As before, with saves in the background."""
-    return resumed(folder, "true")
-
-
-@check(needs=("trl", "vllm"))
-def beside_trl(folder: Path) -> Outcome:
-    """A GRPO step with the sizes of Qwen2.5-0.5B beside TRL's, in bfloat16, in turn (on a CPU: of a tiny model)."""
-    shape = {"layers": 24, "hidden": 896, "ffn": 4864, "heads": 14, "kv-heads": 2, "vocab": 151936}
-    work = {"response-tokens": 256, "prompt-tokens": 64, "steps": 5, "micro-batch-tokens": 16384}
-    if not on_cuda():
-        shape, work = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 2, "kv-heads": 2}, {"steps": 2, "warmup": 1}
-    sizes = [word for name, value in (shape | work).items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "tools/bench_step.py", "--nproc", "1", "--trl-nproc", "1", *sizes]
-    command += ["--dtype", "bfloat16" if on_cuda() else "float32", "--json", str(folder / "step.json")]
-    subprocess.run(command, cwd=ROOT, env=outside(), check=True, stdout=subprocess.DEVNULL)
-    medians = json.loads((folder / "step.json").read_text())["medians"]
-    ours, theirs = medians["megaverl"], medians["trl"]
-    parts = ", ".join(f"{part} {theirs[part] / ours[part]:.2f}" for part in ("rollout", "log_probs", "update"))
-    measured = f"{ours['step']:.2f} s, TRL {theirs['step']:.2f} s: {theirs['step'] / ours['step']:.2f} x ({parts})"
-    return Outcome(ours["step"] <= theirs["step"], measured, "not slower")
+def on_device(wanted: str, outcome: Outcome) -> bool:
+    """Return whether this rank's work was on the device that was asked for."""
+    return wanted != "cuda" or outcome.elsewhere or torch.cuda.max_memory_allocated() > 0
 
 
 def main() -> None:
     """This rank of the check that the command line names."""
     from datetime import timedelta
 
+    from megaverl.distributed.collectives import gather_json
     from megaverl.distributed.store import job_store
     from megaverl.monitoring.doctor.trials import answer
     from megaverl.platform import platform
 
-    name, folder = sys.argv[1:]
+    name, folder, wanted = sys.argv[1:]
+    if platform.device.type != wanted:
+        raise SystemExit(f"nothing was checked: this process computes on {platform.device.type}, not on {wanted}")
     platform.start()
     timeout = timedelta(seconds=300)
     store, rank, size = job_store(timeout)
     dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=size)
     outcome = CHECKS[name].function(Path(folder))
+    used = on_device(wanted, outcome)
     dist.barrier()
+    idle: list[int] = [other for other, did in enumerate(gather_json(used)) if not did]
     if rank == 0:
-        more = {} if outcome.passed else {"status": "fail", "fix": f"run it alone: gpu_check.py --only {name}"}
-        answer(f"{outcome.measured} (expected: {outcome.expected})", **more)
+        passed, found = outcome.passed, f"{outcome.measured} (expected: {outcome.expected})"
+        if idle:
+            passed, found = False, f"nothing ran on the GPU of ranks {idle}, so this shows nothing: {found}"
+        more = {} if passed else {"status": "fail", "fix": f"run it alone: gpu_check.py --only {name}"}
+        answer(found, **more)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # engines and their threads may not end by themselves

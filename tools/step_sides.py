@@ -42,6 +42,7 @@ class Job:
     trl_micro_batches: int = 1
     micro_batch_tokens: int = 2048
     dtype: str = "float32"
+    device: str = "cpu"
     pack_samples: bool = True
     trl_checkpointing: bool = False
 
@@ -181,8 +182,13 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
+        """Time a part, with the work that it has given to the device."""
+        from megaverl.platform import platform
+
+        platform.synchronize()
         start, cpu = time.perf_counter(), time.process_time()
         yield
+        platform.synchronize()
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
         self.seconds[f"cpu_{part}"] = self.seconds.get(f"cpu_{part}", 0.0) + time.process_time() - cpu
 
@@ -209,6 +215,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     from megaverl.platform import platform
     from megaverl.trainer.loop import Trainer
 
+    check_device(job)
     rank = int(os.environ["RANK"])
     config = load_config(None, megaverl_settings(job, folder), command="train")
     console = redirect_output(folder / "logs", rank)
@@ -234,17 +241,30 @@ def run_megaverl(job: Job, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def check_device(job: Job) -> None:
+    """Raise where this process would compute on another device than the job names."""
+    from megaverl.platform import platform
+
+    if platform.device.type != job.device:
+        where = platform.device.type
+        raise SystemExit(f"this process computes on {where}, not on {job.device}. Give --device {where}.")
+
+
 def matmul_gflops(job: Job) -> float:
-    """What this rank reaches now, on its threads, in the model's largest matrix product."""
+    """Return what this rank reaches now, on its threads or its GPU, in the model's largest matrix product."""
     import torch
 
+    from megaverl.platform import platform
+
     tokens = 2048
-    dtype = getattr(torch, job.dtype)
-    a, b = torch.ones(tokens, job.hidden, dtype=dtype), torch.ones(2 * job.ffn, job.hidden, dtype=dtype)
+    options: dict[str, Any] = {"dtype": getattr(torch, job.dtype), "device": platform.device}
+    a, b = torch.ones(tokens, job.hidden, **options), torch.ones(2 * job.ffn, job.hidden, **options)
     best = float("inf")
     for _ in range(5):
+        platform.synchronize()
         start = time.perf_counter()
         torch.nn.functional.linear(a, b)
+        platform.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2e-9 * tokens * a.shape[1] * b.shape[0] / best
 
@@ -275,6 +295,8 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
         "rollout": {
             "tp": 1,
             "sampling": {"temperature": 1.0, "max_tokens": job.response_tokens, "ignore_eos": True},
+            # beside the other side's process, on the same GPU
+            **({"vllm": {"gpu_memory_utilization": 0.3}} if job.device == "cuda" else {}),
         },
         "data": {
             "train": [str(folder / "prompts.jsonl")],
@@ -297,11 +319,12 @@ def run_trl(job: Job, folder: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     rank = int(os.environ.get("RANK", 0))
+    check_device(job)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.trl_nproc))
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"),
-        use_cpu=True,
-        ddp_backend="gloo" if job.trl_nproc > 1 else None,
+        use_cpu=job.device == "cpu",
+        ddp_backend="gloo" if job.trl_nproc > 1 and job.device == "cpu" else None,
         bf16=job.dtype == "bfloat16",
         beta=KL_COEF,
         learning_rate=LEARNING_RATE,
@@ -330,7 +353,9 @@ def run_trl(job: Job, folder: Path) -> None:
         ),
         processing_class=PreTrainedTokenizerFast.from_pretrained(str(folder / "model"), padding_side="left"),
     )
-    assert next(trainer.model.parameters()).dtype == torch.float32
+    parameter = next(trainer.model.parameters())
+    assert parameter.dtype == torch.float32
+    assert parameter.device.type == job.device, f"TRL computes on {parameter.device}, not on {job.device}"
     turns, watch = Turns(folder, "trl", rank), Stopwatch()
     watch.wrap(trainer, "_generate_single_turn", lambda: "rollout")
     watch.wrap(

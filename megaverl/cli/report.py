@@ -189,7 +189,7 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", action="store_true", help="look at GPUs and links, and measure NCCL between them")
     parser.add_argument("--no-trials", action="store_true", help="start no other processes")
     parser.add_argument("--no-generation", action="store_true", help="leave the engine out of the trials")
-    parser.add_argument("--timeout", type=float, default=28.0, metavar="SECONDS", help="for the trials (%(default)s)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each trial (90)")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs would write")
 
 
@@ -207,7 +207,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     trials, generate = not arguments.no_trials, not arguments.no_generation
     options = {"trials": trials, "generate": generate, "gpu": arguments.gpu}
-    findings = list(examine(arguments.run_dir, timeout=arguments.timeout, **options))
+    if arguments.timeout is not None:
+        options["timeout"] = arguments.timeout
+    findings = list(examine(arguments.run_dir, **options))
     print(json.dumps(as_dict(findings), indent=2) if arguments.json else as_text(findings))
     return FAILED if any(finding.status == "fail" for finding in findings) else 0
 

@@ -3,6 +3,7 @@ place where libraries are adapted to a CPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 
@@ -62,10 +63,12 @@ class Platform:
         """Adapt megatron-core to this machine. Call before importing `megatron.core`."""
         hide_from_megatron()
         leave_out_expected_warnings()
-        if not self.is_cuda:
-            from megaverl.platform.megatron_cpu import ADAPTATIONS
+        if self.is_cuda and importlib.util.find_spec("transformer_engine") is not None:
+            return
+        from megaverl.platform.megatron_cpu import ADAPTATIONS, WITHOUT_TRANSFORMER_ENGINE
 
-            for adaptation in ADAPTATIONS:
+        for adaptation in ADAPTATIONS:
+            if not self.is_cuda or adaptation.name in WITHOUT_TRANSFORMER_ENGINE:
                 adaptation.apply()
 
     def adapt_vllm(self) -> None:

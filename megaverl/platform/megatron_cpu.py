@@ -1,4 +1,4 @@
-"""Everything that megatron-core needs changed to run on a CPU. Not imported where CUDA is.
+"""Everything that megatron-core needs changed to run on a CPU, and what of it a GPU without Transformer Engine needs.
 
 megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`,
 `'torch.cuda.FloatTensor'`, `.cuda()`. An import hook rewrites those few expressions, in `megatron.core`
@@ -162,6 +162,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 ADAPTATIONS: list[Adaptation] = []
+# What megatron-core 0.16 lacks on a GPU too where Transformer Engine is absent.
+WITHOUT_TRANSFORMER_ENGINE = ("moe te_general_gemm", "latent attention without Transformer Engine")
 _adapts = functools.partial(adaptation, ADAPTATIONS)
 
 

@@ -82,7 +82,14 @@ struct DeviceMemory final : c10::Allocator {
     block->own = c10::GetCPUAllocator()->allocate(size);
     void* data = block->own.get();
     if (options.poisons && size) std::memset(data, kFresh, size);
-    return as_device_memory(block, data, size, current);
+    DataPtr made = as_device_memory(block, data, size, current);
+    if (options.tracks_order && size) {
+      // The allocator gives memory to a stream whose earlier kernels may still be using it.
+      const int stream = block->allocation.stream;
+      const uint64_t time = launch(stream);
+      touch(block->allocation, {0, size, stream, time, true, "an earlier user of this memory", stack_number()});
+    }
+    return made;
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* dest, const void* source, size_t size) const override { std::memcpy(dest, source, size); }

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import re
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -429,6 +430,33 @@ def _complete_storages(torch: Any) -> None:
         return torch.tensor(list(size), dtype=torch.uint8, device=device).untyped_storage()
 
     storage.resize_, storage.__new__ = resize_, make
+    _complete_sharing(torch)
+
+
+def _complete_sharing(torch: Any) -> None:
+    """Let a process open another's device memory: what is opened has the contents of that moment."""
+    storage = torch.UntypedStorage
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    class Span(ctypes.Structure):
+        _fields_ = (("begin", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+    def share(self: Any) -> tuple[Any, ...]:
+        handle = struct.pack("QQ", os.getpid(), self.data_ptr())
+        return _index(None), handle, self.nbytes(), 0, b"", 0, b"", False
+
+    def open_shared(cls: Any, device: int, handle: bytes, nbytes: int, offset: int, *_: Any) -> Any:
+        pid, address = struct.unpack("QQ", handle)
+        opened = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device)).untyped_storage()
+        here, there = Span(opened.data_ptr(), nbytes), Span(address + offset, nbytes)
+        read = libc.process_vm_readv(ctypes.c_int(pid), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if read != nbytes:
+            raise RuntimeError(f"CUDA error: {os.strerror(ctypes.get_errno())}")
+        return opened
+
+    storage._share_cuda_ = share
+    storage._new_shared_cuda = classmethod(open_shared)
+    storage._release_ipc_counter_cuda = staticmethod(lambda counter, place: None)
 
 
 def _complete_distributed(torch: Any, group: Any) -> None:

@@ -203,6 +203,19 @@ void finish_copies() {
   }
 }
 
+// Forget copies from memory that this stream writes after them: it is not the host that changes it.
+void forget_reads(const Tensor& dest, int stream) {
+  const Clock known = clock_of(stream);
+  const auto* begin = static_cast<const char*>(dest.const_data_ptr());
+  const auto* end = begin + dest.nbytes();
+  std::lock_guard guard(copies_lock);
+  std::erase_if(from_host, [&](const FromHost& copy) {
+    const auto* source = static_cast<const char*>(copy.source.const_data_ptr());
+    const bool meets = source < end && begin < source + copy.source.nbytes();
+    return meets && is_over(copy.stream, copy.time, known);
+  });
+}
+
 // Handle a copy between host and device as the order of streams has it. Returns whether the contents come later.
 bool copy_in_order(Aliases& aliases, const Tensor& dest, const Tensor& source, bool non_blocking, const Stream& stream, uint64_t time) {
   at::AutoDispatchBelowADInplaceOrView below;
@@ -212,6 +225,7 @@ bool copy_in_order(Aliases& aliases, const Tensor& dest, const Tensor& source, b
       synchronize_stream(stream);
       return false;
     }
+    forget_reads(dest, number(stream));
     // of the destination's dtype and layout
     Tensor contents = at::empty_like(dest).copy_(aliases.to_host(source));
     if (dest.is_contiguous()) std::memset(dest.mutable_data_ptr(), 0xFF, dest.nbytes());
@@ -403,6 +417,16 @@ Tensor zeros_without_memory(at::IntArrayRef size, std::optional<at::ScalarType> 
                                    c10::dtype_or_default(dtype), std::nullopt);
 }
 
+// CUDA counts integers too, which transformers' experts rely on.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  synchronize_stream(current_stream(self.device().index()));
+  at::AutoDispatchBelowADInplaceOrView below;
+  Tensor values = host_alias(self);
+  if (!values.is_floating_point()) values = values.to(at::kDouble);
+  count("aten::histc");
+  return at::histc(values, bins, min, max).to(self.scalar_type()).to(self.device());
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -413,6 +437,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream_of);
+  m.impl("histc", histc);
   m.impl("_efficientzerotensor", zeros_without_memory);
   // composite, and its composite body asks a table that has no CUDA kernels here
   m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());

@@ -21,7 +21,7 @@ def test_what_a_cpu_can_show(
     names = ["broken", "packing", "graphs"]
     assert gpu_check.main(["--device", "cpu", "--only", *names, "--json", str(report)]) == 1
     found = json.loads(report.read_text())
-    checks = found["sections"]["checks"]
+    checks = found["sections"]["one GPU"]
     assert [(each["name"], each["status"]) for each in checks] == list(zip(names, ["fail", "ok", "note"], strict=True))
     assert "KeyError: 'broken'" in checks[0]["found"] and "largest difference" in checks[1]["found"]
     assert checks[2]["found"] == "not checked: it needs a GPU"
@@ -30,7 +30,20 @@ def test_what_a_cpu_can_show(
 
 
 def test_what_cannot_be_checked_says_why() -> None:
-    assert CHECKS["sleep"].why_not("cpu", 0) == "it needs a GPU"
+    assert CHECKS["saving_memory"].why_not("cpu", 0) == "it needs a GPU"
     assert CHECKS["ipc"].why_not("cuda", 1) == "it needs two GPUs"
     assert CHECKS["point_to_point"].ranks("cuda", 8) == 8 and CHECKS["engine"].ranks("cuda", 8) == 1
     assert gpu_check.main([]) == 2, "no GPU here"
+
+
+def test_the_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it leaves out is named, and is no success of the checks."""
+    assert gpu_check.main(["--device", "cpu", "--only", "packing", "training", "--budget", "0"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("not checked: the budget of 0 minutes is spent") == 2
+
+
+def test_the_engine_comes_first_and_two_gpus_last() -> None:
+    assert next(iter(CHECKS)) == "engine"
+    sections = [check.section for check in CHECKS.values()]
+    assert sections == sorted(sections), "one GPU, then two or more"

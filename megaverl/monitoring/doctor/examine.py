@@ -22,7 +22,7 @@ from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch, d
 from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.hardware import hardware
 from megaverl.monitoring.doctor.network import network, storage
-from megaverl.monitoring.doctor.trials import measure_rates, start_trials
+from megaverl.monitoring.doctor.trials import TRIAL_SECONDS, measure_rates, start_trials
 from megaverl.monitoring.tracker import collect_versions
 from megaverl.platform import flash_attention, platform
 
@@ -260,7 +260,7 @@ def examine(
     trials: bool = True,
     generate: bool = True,
     gpu: bool = False,
-    timeout: float = 28.0,
+    timeout: float = TRIAL_SECONDS,
 ) -> Iterator[Finding]:
     """Every finding, as soon as it is there.
 
@@ -269,10 +269,11 @@ def examine(
         trials: False starts no other process.
         generate: False leaves the engine out of the trials.
         gpu: also what the driver says of GPUs and links, and NCCL's rates between all of them.
-        timeout: seconds after which a trial that is not done is ended and called failed.
+        timeout: seconds that each trial has; one that is not done then is ended and called failed.
     """
-    deadline = time.monotonic() + timeout
-    running = list(start_trials(generate=generate)) if trials else []
+    # One trial at a time: vLLM raises if another process gives memory back while it measures what is free.
+    waiting = start_trials(generate=generate) if trials else iter(())
+    trial, deadline = next(waiting, None), time.monotonic() + timeout
     looks: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": versions,
         "devices": devices,
@@ -287,7 +288,8 @@ def examine(
         except Exception as error:  # whatever an odd machine raises: the other sections still count
             found = f"{type(error).__name__}: {error}"
             yield Finding(section, "the look itself", "warn", found, "this is a bug of the doctor: please report it")
-    for trial in running:
+    while trial is not None:
         yield trial.finish(deadline)
+        trial, deadline = next(waiting, None), time.monotonic() + timeout
     if gpu and trials:
         yield measure_rates(timeout)

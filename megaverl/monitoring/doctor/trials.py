@@ -23,6 +23,7 @@ from megaverl.processes import ending_with_parent, free_port
 from megaverl.temporary import INHERITED, SHARED_MEMORY, remove_abandoned
 
 RANKS = 2
+TRIAL_SECONDS = 90.0  # for each; a cold import of vLLM alone was measured at 33
 TRIAL_RANKS = "megaverl.monitoring.doctor.trial_ranks"
 LAST_LINES = 6
 KEPT_APART = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -139,7 +140,7 @@ class Trial:
 
 
 def start_trials(*, generate: bool) -> Iterator[Trial]:
-    """Start the trials; all run at the same time."""
+    """Start the trials, each as it is asked for."""
     one_each = torch.cuda.device_count() >= RANKS
     network = "look at the section network; NCCL_DEBUG=INFO shows what NCCL tries"
     environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

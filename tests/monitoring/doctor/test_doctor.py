@@ -8,7 +8,7 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +90,35 @@ def test_a_trial_that_hangs_is_ended() -> None:
 
 
 ANSWERING = "tests.monitoring.doctor.answering"
+
+
+def test_trials_run_one_after_the_other_each_with_its_own_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM raises if another process gives memory back while it measures what is free."""
+    events, deadlines = list[str](), list[float]()
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            events.append(f"{name} starts")
+
+        def finish(self, deadline: float) -> Finding:
+            deadlines.append(deadline)
+            events.append(f"{self.name} ends")
+            return Finding("trials", self.name, "ok", "")
+
+    def start(generate: bool) -> Iterator[Recorded]:
+        yield Recorded("sums")
+        yield Recorded("token")
+
+    monkeypatch.setattr(examine, "start_trials", start)
+    for look in ("versions", "devices", "kernels", "network", "storage"):
+        monkeypatch.setattr(examine, look, lambda *_: iter(()))
+    found = list(examine.examine(tmp_path))
+    assert [finding.name for finding in found] == ["sums", "token"]
+    assert events == ["sums starts", "sums ends", "token starts", "token ends"]
+    assert deadlines[0] < deadlines[1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 
 if os.environ.get("SOFTCUDA"):
-    from tests.softcuda import install
+    from tests.softcuda import install, vllm
 
     install.install_from_environment()
+    vllm.install()

@@ -1,0 +1,131 @@
+"""The places of megaverl that order streams, as they are and with one wait left out (tests/softcuda/test_waits.py)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.softcuda import install
+from tests.softcuda.rewriting import rewrite
+
+NUMEL = 1000
+
+
+class Fault(NamedTuple):
+    """A function without one of its waits.
+
+    Attributes:
+        place: "module:owner.function", or "module:function".
+        old, new: what is replaced in its source.
+        use: name of what uses it (USES).
+    """
+
+    place: str
+    old: str
+    new: str
+    use: str
+
+
+OFFLOAD = "megaverl.workers.offload:PinnedMemory"
+FAULTS = {
+    "store before the update is over": Fault(
+        f"{OFFLOAD}.store", "self._stream.wait_stream(torch.cuda.current_stream())", "pass", "offload"
+    ),
+    "memory given away before it is stored": Fault(f"{OFFLOAD}.store", "self._stream.synchronize()", "pass", "offload"),
+    "fetch into memory that is in use": Fault(
+        f"{OFFLOAD}.fetch", "self._stream.wait_stream(torch.cuda.current_stream())", "pass", "offload"
+    ),
+    "read before it is fetched": Fault(
+        f"{OFFLOAD}.fetch", "torch.cuda.current_stream().wait_stream(self._stream)", "pass", "offload"
+    ),
+    "overlap reads weights that are being written": Fault(
+        "megaverl.weights.reshard:FinalParts.wait_for", "event = self._event", "event = None", "overlap"
+    ),
+    "a save writes what has not been copied": Fault(
+        "megaverl.checkpoint.parts:HostBuffers.copy", "copy_(tensor)", "copy_(tensor, non_blocking=True)", "staging"
+    ),
+    "a micro-batch is overwritten on its way": Fault(
+        "megaverl.platform:to_device",
+        "page_locked(values)",
+        "globals().setdefault('kept', torch.empty_like(values, pin_memory=True)).copy_(values)",
+        "micro-batches",
+    ),
+}
+
+
+def use(name: str, fault: str = "") -> dict[str, Any]:
+    """Use one of the places, with a fault or as it is: `right` values, and what the device reports."""
+    if fault:
+        module_name, _, path = FAULTS[fault].place.partition(":")
+        module = importlib.import_module(module_name)
+        owner_name, _, function = path.rpartition(".")
+        owner = getattr(module, owner_name) if owner_name else module
+        rewrite(module, owner, function, (FAULTS[fault].old, FAULTS[fault].new))
+    right = USES[name]()
+    torch.cuda.synchronize()
+    return {"right": right, "reports": install.reports}
+
+
+def offload() -> bool:
+    """Weights leave the device after an update, other tensors use its memory, and they come back for the next."""
+    from megaverl.workers.offload import Offload, PinnedMemory, storages_of
+
+    weights = torch.ones(NUMEL, device="cuda")
+    place = Offload(lambda: storages_of([weights]), PinnedMemory())
+    for _ in range(2):
+        weights.mul_(2)
+        place.offload()
+        other = torch.zeros(NUMEL, device="cuda")
+        other.add_(1)
+        del other
+        place.onload()
+        weights.add_(1)
+    return bool((weights == 7).all())
+
+
+def overlap() -> bool:
+    """A thread sends weights that an optimizer step writes."""
+    from megaverl.weights.reshard import FinalParts, in_background
+
+    weights, sent = torch.ones(NUMEL, device="cuda"), torch.empty(NUMEL, device="cuda")
+    torch.cuda.synchronize()
+    parts = FinalParts(1)
+
+    def send() -> None:
+        parts.wait_for(0, None)
+        sent.copy_(weights)
+        torch.cuda.current_stream().synchronize()
+
+    future = in_background(send)
+    weights.mul_(2)
+    parts.after(None)
+    future.result()
+    return bool((sent == 2).all())
+
+
+def staging() -> bool:
+    """A save reads a copy of a tensor that the next update changes."""
+    from megaverl.checkpoint.parts import HeldTensors, HostBuffers
+
+    tensor = torch.ones(NUMEL, device="cuda")
+    held = HeldTensors({"weight": tensor}, {}, HostBuffers())
+    return bool((held.take("weight") == 1).all())
+
+
+def micro_batches() -> bool:
+    """Two micro-batches go to the device, the second while the first may be on its way."""
+    from megaverl import platform
+
+    sent = [platform.to_device(torch.full((NUMEL,), float(value)), torch.device("cuda")) for value in range(2)]
+    return [float(tensor.mean()) for tensor in sent] == [0.0, 1.0]
+
+
+USES: dict[str, Callable[[], bool]] = {
+    "offload": offload,
+    "overlap": overlap,
+    "staging": staging,
+    "micro-batches": micro_batches,
+}
