@@ -6,15 +6,22 @@ finite float; what cannot be read raises ValueError, which is the error of that 
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100  # of JSON: templates, encoders and tools recurse into it
+# Of a file of a model, after decompression: its index or its tokenizer. The largest ones known have some 40 MB.
+MAX_FILE_BYTES = 256 * 2**20
+MAX_TRACE_BYTES = (
+    2 * 2**30
+)  # of a profiler's trace, after decompression: long steps of large models have hundreds of MB
 # Lone surrogates cannot be encoded, and NUL ends a text for C libraries, command lines and SQLite.
-MAX_FILE_BYTES = 256 * 2**20  # of a JSON file of a model: the index of the largest ones has some 10 MB
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -29,33 +36,69 @@ def clean(text: str) -> str:
     return joined.replace("\x00", "\ufffd")
 
 
-def read_json(text: str | bytes) -> Any:
+def read_json(text: str | bytes, *, not_finite: bool = False) -> Any:
     """Parse JSON from outside; its texts are `clean`.
+
+    Args:
+        not_finite: accept NaN and Infinity, which Python writes where a metric has that value.
 
     Raises:
         ValueError: not JSON, nested more than `MAX_DEPTH` deep, or a number that no float can hold.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
+    constant = float if not_finite else _refuse
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_int)
+        value = json.loads(text, parse_constant=constant, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     return _cleaned(value, MAX_DEPTH)
 
 
-def read_json_file(path: str | Path) -> Any:
+def read_file(path: str | Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Read a file that came with a model or from another program; one whose name ends in .gz is decompressed.
+
+    Args:
+        limit: bytes that it may have, decompressed.
+
+    Raises:
+        OSError: it cannot be read, or is no gzip file though its name says so.
+        ValueError: too large.
+    """
+    path = Path(path)
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(limit + 1)
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"damaged gzip file ({error})") from error
+    if len(content) > limit:
+        raise ValueError(f"larger than {limit:,} bytes")
+    return content
+
+
+def read_json_file(path: str | Path, limit: int = MAX_FILE_BYTES, *, not_finite: bool = False) -> Any:
     """Parse a JSON file that came with a model or from another program.
+
+    Args:
+        limit, not_finite: see `read_file` and `read_json`.
 
     Raises:
         OSError: it cannot be read.
         ValueError: too large, or see `read_json`.
     """
-    with Path(path).open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"larger than {MAX_FILE_BYTES:,} bytes")
-    return read_json(content.decode("utf-8"))
+    return read_json(read_file(path, limit).decode("utf-8"), not_finite=not_finite)
+
+
+def check_sizes(files: Iterable[Path], limit: int = MAX_FILE_BYTES) -> None:
+    """See that files which a library will read whole are no larger than `limit` bytes.
+
+    Raises:
+        OSError: a file cannot be looked at.
+        ValueError: names the first that is larger.
+    """
+    for file in files:
+        if (size := file.stat().st_size) > limit:
+            raise ValueError(f"{file.name} has {size:,} bytes; at most {limit:,} are read")
 
 
 def read_number(value: Any) -> float:

@@ -29,6 +29,7 @@ from typing import Any
 from isal.isal_zlib import crc32, crc32_combine
 
 from megaverl.errors import CheckpointError, DamagedCheckpoint
+from megaverl.outside import read_json_file
 
 PIECE_BYTES = 1 << 24
 
@@ -151,7 +152,7 @@ class Manifest:
         if not path.is_file():
             raise CheckpointError(f"{folder}: not a whole checkpoint: it has no {MANIFEST_FILE}. {USE_ANOTHER}")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json_file(path, not_finite=True)
             version = int(content["format"])
             if version == FORMAT_VERSION:
                 if content.pop("crc32") != _crc32_of_json(content):
@@ -317,7 +318,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read JSON; CheckpointError if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json_file(path, not_finite=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}). {USE_ANOTHER}") from error
 

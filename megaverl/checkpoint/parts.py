@@ -256,6 +256,9 @@ def read_object(file: io.FileIO, offset: int, length: int) -> bytes:
     try:
         read_into(file, memoryview(data), offset)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            # torch stores its records as they are; compressed ones may unpack without end
+            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+                raise DamagedCheckpoint("it has compressed records, which torch does not write")
             damaged = archive.testzip()
     except (EOFError, zipfile.BadZipFile, NotImplementedError) as error:
         raise DamagedCheckpoint(f"its bytes are not those that were written ({error})") from error

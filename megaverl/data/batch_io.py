@@ -19,6 +19,7 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.ragged import put_back, taken_out
 from megaverl.errors import DataError
+from megaverl.outside import read_json
 
 _SHARED = "shared/"  # before the names of tensors that rows of a column share, such as images
 _DTYPES = {
@@ -45,7 +46,7 @@ def from_json(text: str) -> RolloutBatch:
         DataError: not such an object, or tensors that do not fit the schema.
     """
     try:
-        content = json.loads(text)
+        content = read_json(text, not_finite=True)
         tensors = {name: _decoded(entry) for name, entry in content["tensors"].items()}
         return _batch(tensors, content["columns"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -75,7 +76,7 @@ def load(path: str | Path) -> RolloutBatch:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            columns = json.loads((file.metadata() or {})["columns"])
+            columns = read_json((file.metadata() or {})["columns"], not_finite=True)
         return _batch(tensors, columns)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError, DataError) as error:
         raise DataError(f"{path} is not a batch that can be read: {type(error).__name__}: {error}") from error

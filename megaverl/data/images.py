@@ -18,6 +18,7 @@ from megaverl.config.run import ImagesConfig
 from megaverl.data.downloads import fetch
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
+from megaverl.outside import read_json_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,7 +55,7 @@ class ImageProcessor:
         Raises:
             DataError: a model whose images are not known here, or whose folder has no such file.
         """
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = _model_config(folder)
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise DataError(
@@ -110,7 +111,7 @@ class Images:
     def of(cls, config: ImagesConfig, folder: str | Path, tokenizer: Tokenizer) -> Images | None:
         """Of a model that takes images; None where its config.json has no `vision_config`."""
         path = Path(folder) / "config.json"
-        if not path.is_file() or "vision_config" not in json.loads(path.read_text(encoding="utf-8")):
+        if not path.is_file() or "vision_config" not in _model_config(path.parent):
             return None
         return cls(config, ImageProcessor(Path(folder), tokenizer, config.processor))
 
@@ -349,3 +350,14 @@ def _pixels(data: bytes, what: str) -> Image:
             return (ImageOps.exif_transpose(opened) if _orientation(opened) > 1 else opened).convert("RGB")
         except (OSError, ValueError, SyntaxError, IndexError) as error:
             raise DataError(f"{what} is damaged or cut off ({error}). Copy the file again from its source.") from error
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = read_json_file(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Copy the file again from its source.") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: expected a JSON object, found {type(config).__name__}. Copy the file again.")
+    return config

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megaverl.data.time_limit import time_limit
 from megaverl.data.tool_calls import tool_arguments, with_arguments
 from megaverl.errors import DataError
-from megaverl.outside import read_json_file
+from megaverl.outside import check_sizes, read_json_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -31,6 +31,8 @@ UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
 NOT_MERGED = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 
+# Of the files of a folder that a tokenizer's classes read.
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 # A template is a program from outside, whose loops may not end.
 MAX_TEMPLATE_SECONDS = 20.0
 
@@ -120,6 +122,7 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         ) from error
     if not path.is_file():
         raise DataError(f"{path}: not found. Name a sentencepiece .model file.")
+    _check_sizes([path])
     data = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -363,7 +366,7 @@ def save_backend(backend: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write a Hugging Face tokenizer into `folder`, naming a class that transformers 4 knows as well as 5."""
     backend.save_pretrained(folder)
     path = Path(folder) / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json_file(path)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     for leftover in ("is_local", "local_files_only"):  # how it was loaded, not what it is
@@ -388,6 +391,7 @@ def load_tokenizer(path: str | Path, *, chat_template: str | None = None, trust_
         backend: Any = load_sentencepiece(path)
         beside = Path(path).with_name("chat_template.jinja")
         if chat_template is None and beside.is_file():
+            _check_sizes([beside])
             chat_template = beside.read_text(encoding="utf-8")
         stops: list[int] = []
     else:
@@ -407,6 +411,8 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
             f"{source}: not a folder (looked in {os.getcwd()}). model.tokenizer must name a Hugging Face "
             "folder, a sentencepiece .model file, or a model on a hub, such as Qwen/Qwen3-0.6B."
         )
+    if folder.is_dir():
+        _check_sizes(file for file in folder.iterdir() if file.suffix in TOKENIZER_SUFFIXES and file.is_file())
     options: dict[str, Any] = {"local_files_only": folder.is_dir()}
     named = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if (folder / "tokenizer.json").is_file() and named in GENERIC_CLASSES:
@@ -423,6 +429,19 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
             "needs tokenizer.json and tokenizer_config.json; copy them from the model's source, or name "
             "another tokenizer with model.tokenizer."
         ) from error
+
+
+def _check_sizes(files: Iterable[Path]) -> None:
+    """See that files which a tokenizer's library reads whole have a size that a tokenizer has.
+
+    Raises:
+        DataError: names the file and its size.
+    """
+    files = list(files)
+    try:
+        check_sizes(files)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{files[0].parent}: {error}. Copy the tokenizer's files again from their source.") from error
 
 
 def _stop_tokens(folder: Path) -> list[int]:

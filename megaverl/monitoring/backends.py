@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaverl.errors import ConfigError
+from megaverl.outside import read_json
 
 
 class JsonLines:
@@ -274,7 +275,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
-            records.append({key: float(value) for key, value in json.loads(line).items()})
+            records.append({key: float(value) for key, value in read_json(line, not_finite=True).items()})
     return records
 
 
@@ -288,7 +289,7 @@ def _json_number(value: float) -> float | str:
 
 def _json_lines_until(path: Path, step: int | None) -> Iterator[str]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= (step or 0):
+        if line.endswith("\n") and read_json(line, not_finite=True)["step"] <= (step or 0):
             yield line
 
 

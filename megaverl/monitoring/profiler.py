@@ -24,6 +24,7 @@ from megaverl.config.watching import ProfileConfig, py_spy
 from megaverl.distributed.liveness import recorded_collectives
 from megaverl.errors import ConfigError, DataError
 from megaverl.monitoring.timeline import Timeline
+from megaverl.outside import MAX_TRACE_BYTES, read_json_file
 from megaverl.processes import ending_with_parent
 
 NEED_A_GPU = ("memory", "nvtx", "cuda")
@@ -274,7 +275,7 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
     known = profiled_steps(run_dir)
     lines = []
     for path in sorted(step_folder(run_dir, step or (known[-1] if known else 0)).glob("rank_*.collectives.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json_file(path)
         rank = path.name.partition(".")[0].replace("_", " ")
         for dim, ranks, operation, calls, nbytes in found["rows"]:
             group = dim or (f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world")
@@ -288,8 +289,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     """Events of a trace, their times in whole nanoseconds since 1970: as microseconds they would not be exact, and what
     lies inside of something else would end after it."""
     try:
-        data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        found = read_json_file(path, MAX_TRACE_BYTES, not_finite=True)
         base = found.get("baseTimeNanoseconds", 0)
         times = ({"ts": base + round(event["ts"] * 1e3)} if "ts" in event else {} for event in found["traceEvents"])
         return [event | own for event, own in zip(found["traceEvents"], times, strict=True)]

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from megaverl.outside import MAX_TRACE_BYTES, read_json_file
+
 
 class Timeline:
     """Spans of host time on one rank.
@@ -149,7 +151,7 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLik
     """Join the traces of several ranks into one file, on one time axis."""
     events: list[dict[str, Any]] = []
     for source in paths:
-        events += json.loads(Path(source).read_text(encoding="utf-8"))["traceEvents"]
+        events += read_json_file(Path(source), MAX_TRACE_BYTES)["traceEvents"]
     return _write_trace(Path(path), events)
 
 

@@ -13,6 +13,7 @@ from megaverl.config.errors import divisors
 from megaverl.config.grids import is_placed
 from megaverl.config.passthrough import recompute_fields
 from megaverl.distributed.grid import Sizes, grid_problem
+from megaverl.outside import read_json_file
 from megaverl.sharding.model_spec import ModelSpec, misfits
 
 OFFLOAD, SHARE, ROLLOUT = "actor.offload", "rollout.vllm.gpu_memory_utilization", "placement.rollout"
@@ -210,7 +211,7 @@ def read_choice(config: Config, world: int) -> dict[str, Any]:
     if config.checkpoint.resume == "never" and not restarted:
         return {}
     try:
-        said = json.loads(config.chosen_file.read_text(encoding="utf-8"))
+        said = read_json_file(config.chosen_file)
         return said if said["ranks"] == world and isinstance(said["settings"], dict) else {}
     except (ValueError, KeyError, TypeError, OSError):
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -22,6 +21,7 @@ from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.folder import read_model
 from megaverl.models.lora import LowRank, low_ranks
+from megaverl.outside import read_json_file
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.fsdp import Shards, described, fsdp_layouts, shards_of
 from megaverl.planner.stages import layer_split, padded_vocab_size
@@ -228,8 +228,8 @@ def _read_spec(key: str, path: Path, engine: str) -> ModelSpec:
     if not path.is_file():
         raise ConfigError(f"{key}: {path} does not exist. Give the path of a model's config.json.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = read_json_file(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} is not valid JSON ({error}).") from error
     read = ModelSpec.outline_of if engine == "fsdp" else ModelSpec.from_config
     return read(config, source=str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaverl.errors import MegaverlError
+from megaverl.outside import MAX_TRACE_BYTES, read_json_file
 from megaverl.processes import ending_with_parent
 
 WARM_UP = 2  # steps
@@ -141,7 +141,7 @@ def steps_of_trace(path: Path, others: Callable[[float, float], float]) -> Measu
     Args:
         others: (begin, end) on the wall clock -> processors that other programs had meanwhile.
     """
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    events = read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]
     seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     work: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     disturbed: dict[int, float] = {}

@@ -4,7 +4,6 @@ program, run against the row's tests where it can do no harm."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
 
+from megaverl.outside import read_json
 from megaverl.rewards.math_worker import MathWorker
 from megaverl.rewards.registry import RewardSample, register_reward
 from megaverl.rewards.sandbox import ConfinedProgram, ProgramOutcome, Sandbox, SandboxLimits, why_not_here
@@ -279,8 +279,8 @@ def _parsed(reference: Any) -> Any:
     """Return what JSON text of a list or a mapping says; numbers and other text stay."""
     if isinstance(reference, str) and reference.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(reference)
-        except (ValueError, RecursionError):
+            return read_json(reference, not_finite=True)
+        except ValueError:
             return reference
     return reference
 

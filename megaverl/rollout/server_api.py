@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from megaverl.errors import RolloutError
+from megaverl.outside import read_json
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.sharding.model_spec import ModelSpec
 
@@ -113,8 +114,8 @@ class InferenceServer(ABC):
             connection.close()
         self._check(status, f"{method} {path}", text)
         try:
-            return json.loads(text) if text else None
-        except json.JSONDecodeError:
+            return read_json(text, not_finite=True) if text else None
+        except ValueError:
             return None
 
     def _check(self, status: int, what: str, text: str) -> None:

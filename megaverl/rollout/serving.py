@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -29,6 +28,7 @@ import psutil
 
 from megaverl.errors import FAILED, INTERRUPTED, MegaverlError
 from megaverl.gpus import count_gpus, gpu_memory
+from megaverl.outside import read_json_file
 from megaverl.processes import end_with_parent, ending_with_parent
 
 MODULE = "megaverl.rollout.serving"
@@ -191,7 +191,7 @@ def _inspect_model_here(arguments: Sequence[str]) -> None:
     for word in arguments:
         config = Path(word, "config.json")
         if not word.startswith("-") and config.is_file():
-            for architecture in json.loads(config.read_text(encoding="utf-8")).get("architectures") or ():
+            for architecture in read_json_file(config).get("architectures") or ():
                 inspect_here(architecture)
 
 

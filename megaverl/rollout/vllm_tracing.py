@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import random
 import re
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megaverl.outside import read_json_file
 from megaverl.platform import platform
 from megaverl.rollout.vllm_weights import loaded_tensors
 from megaverl.sharding.tracing import TracedLayout, Tracer, joined, traced_layout
@@ -229,7 +229,7 @@ def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
     platform.adapt_vllm()
     from vllm.engine.arg_utils import EngineArgs
 
-    for architecture in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures", ()):
+    for architecture in read_json_file(Path(folder) / "config.json").get("architectures", ()):
         inspect_here(architecture)
     given: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True}
     config = EngineArgs(str(folder), **given | pixels_are_normalised() | arguments).create_engine_config()

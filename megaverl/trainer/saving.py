@@ -29,6 +29,8 @@ from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
 from megaverl.monitoring.tracker import Tracker
+from megaverl.outside import read_json as read_json_text
+from megaverl.outside import read_json_file
 from megaverl.trainer.build import Builder
 from megaverl.trainer.resuming import ChangedSettings, config_writer, stage_of
 from megaverl.workers.model import TrainingModel
@@ -197,7 +199,9 @@ def forget_samples(path: Path, after_step: int) -> None:
     """
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines() if after_step else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= after_step]
+        kept = [
+            line for line in lines if line.endswith("}") and read_json_text(line, not_finite=True)["step"] <= after_step
+        ]
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
@@ -411,7 +415,7 @@ def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, p
 
     def describe() -> str:
         own = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.config.run_dir))
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = read_json_file(source / "config.json")
         described = classifier_config(config, pad_token_id=builder.tokenizer.pad_token_id)
         (own / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         builder.tokenizer.save(own)

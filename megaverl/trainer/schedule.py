@@ -27,6 +27,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
 from megaverl.errors import DataError
+from megaverl.outside import read_json
 from megaverl.rollout.engine import drawing, sampling_options
 from megaverl.workers.reward import Scores
 
@@ -126,7 +127,7 @@ class RolloutFolder:
         path = self.folder / INDEX_FILE
         if not path.exists():
             return
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < from_step]
+        kept = [line for line in _whole_lines(path) if read_json(line, not_finite=True)["step"] < from_step]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(kept), encoding="utf-8")
         part.replace(path)
@@ -144,7 +145,7 @@ class RolloutFolder:
                 "--rollout-only`, or with trainer.store_rollouts=true."
             )
         try:
-            return {int(entry["step"]): entry for entry in map(json.loads, _whole_lines(path))}
+            return {int(entry["step"]): entry for entry in map(read_json, _whole_lines(path))}
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}). Store the rollouts again.") from error
 

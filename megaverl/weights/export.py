@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megaverl.distributed.collectives import on_first_rank, raise_together, together
 from megaverl.distributed.failures import Failures
 from megaverl.errors import CheckpointError, ModelError
+from megaverl.outside import read_json_file
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, split, whole
 from megaverl.sharding.layout import EMPTY, Layout, Piece
@@ -237,13 +238,17 @@ def _prepare(folder: Path, temporary: Path, sources: Sequence[Path], dtype: torc
     if not config_file.is_file():
         raise ModelError(f"{config_file}: not found, so the exported folder would have no configuration.")
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = read_json_file(config_file)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for file in (file for source in sources for file in model_files(source)):
             shutil.copyfile(file, temporary / file.name)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except ValueError as error:
+        raise ModelError(
+            f"{config_file}: cannot be read ({error}), so the export would have no configuration."
+        ) from error
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(temporary, error) from error

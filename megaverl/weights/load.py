@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megaverl.errors import CheckpointError, ModelError
+from megaverl.outside import read_json_file
 from megaverl.sharding.boxes import carry, split
 from megaverl.sharding.layout import Layout, padded_tensors
 from megaverl.sharding.megatron import checkpoint_layout
@@ -199,7 +199,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     """How the names begin of the layers behind the last one that predict tokens further on (`num_nextn_predict_layers`
     of DeepSeek-V3 and GLM-4.5): a policy is the model without them."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json_file(file) if file.is_file() else {}
     first = 1 + max((weight.stage for weight in weights if isinstance(weight.stage, int)), default=-1)
     return tuple(f"model.layers.{first + number}." for number in range(config.get("num_nextn_predict_layers") or 0))
 

@@ -6,7 +6,6 @@ every class that it may name is a stand-in that keeps what it is given; all else
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaverl.errors import CheckpointError
+from megaverl.outside import read_json_file
 from megaverl.sharding.boxes import Box
 
 INDEX_FILE = ".metadata"
@@ -189,7 +189,7 @@ def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
 def _check_format(folder: Path) -> None:
     path = folder / FORMAT_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path)
         backend, version = content["sharded_backend"], content["sharded_backend_version"]
     except FileNotFoundError:
         raise CheckpointError(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import broadcast_json, on_first_rank, raise_together, together
 from megaverl.errors import ReshardError
+from megaverl.outside import read_json_file
 from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import Generation
 from megaverl.rollout.server_engine import ServerEngine
@@ -148,7 +149,7 @@ class ServerSync:
 
     def _published(self, folder: Path) -> PublishedWeights:
         try:
-            known = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))
+            known = read_json_file(folder / FINGERPRINT)
         except OSError as error:
             raise ReshardError(
                 f"{folder}: the actor's first rank has written the weights there, and this rank cannot read them "

@@ -24,6 +24,7 @@ from megaverl.checkpoint.convert.source import check_same_ids
 from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
+from megaverl.outside import read_json_file
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Split, Weight, listed
@@ -327,7 +328,7 @@ def _as_in_hugging_face(spec: ModelSpec, architecture: str, weight: Weight, arra
 def _make_portable(folder: Path) -> None:
     """Write `rope_theta` too: transformers 4 knows no `rope_parameters`, and would take 10000."""
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json_file(path)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") == "default" and "rope_theta" in rope:
         config.setdefault("rope_theta", rope["rope_theta"])

@@ -22,6 +22,7 @@ from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import CheckpointError, DataError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.folder import read_model
+from megaverl.outside import read_json_file
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
@@ -305,7 +306,7 @@ def read_conversion(folder: Path) -> Conversion | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path)
         if content["format"] <= CONVERSION_FORMAT:
             content.setdefault("buffers", {})  # which megaverl 0.2 did not write
             return Conversion(**{each.name: content[each.name] for each in fields(Conversion)})

@@ -32,6 +32,7 @@ from megaverl.models.lora import (
     names_of_factors,
     written_to,
 )
+from megaverl.outside import read_json_file
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, split, whole
 from megaverl.sharding.layout import EMPTY, Layout, whole_layout
@@ -298,7 +299,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG_FILE
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = read_json_file(file)
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: cannot be read ({error}). Name the folder of a peft adapter.") from error
     return config

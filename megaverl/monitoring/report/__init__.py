@@ -44,6 +44,7 @@ from megaverl.monitoring.report.run_folder import (
     with_settings,
 )
 from megaverl.monitoring.report.summaries import memory_parts, observations, settings, shown_samples, time_parts
+from megaverl.outside import read_json, read_json_file
 from megaverl.version import __version__
 
 TEMPLATES = Path(__file__).parent / "page"
@@ -294,7 +295,7 @@ class RunView:
                 if not line.endswith(b"\n"):
                     break
                 self._read += len(line)
-                self._take(json.loads(line))
+                self._take(read_json(line, not_finite=True))
 
     def _take(self, record: dict[str, Any]) -> None:
         self.step, self.last = int(record.pop("step")), float(record.pop("time", 0.0))
@@ -305,7 +306,7 @@ class RunView:
     def ranks(self) -> dict[int, Heartbeat]:
         """What the ranks said last; nothing where that is old, or they have left."""
         try:
-            found = json.loads((self.folder / "ranks.json").read_text(encoding="utf-8"))
+            found = read_json_file(self.folder / "ranks.json", not_finite=True)
             beats = {int(rank): Heartbeat.from_json(json.dumps(beat)) for rank, beat in found["ranks"].items()}
         except (OSError, ValueError, KeyError, TypeError):
             return {}

@@ -3,7 +3,6 @@ made short enough to draw."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from array import array
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megaverl.config.typed_yaml import read_untyped
 from megaverl.errors import DataError
+from megaverl.outside import MAX_TRACE_BYTES, read_json, read_json_file
 
 # The resolved configuration that a command writes; the first that is there names what the run was.
 COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "eval", "generate")
@@ -115,7 +115,7 @@ def read_run(folder: Path) -> RunRecord:
         raise DataError(f"{folder}: no metrics.jsonl in it, so this is no run's folder (or it has no step yet).")
     run = with_settings(folder)
     if (folder / "versions.json").is_file():
-        run.versions = _mapping(folder / "versions.json", json.loads)
+        run.versions = _mapping(folder / "versions.json", read_json)
     _read_metrics(run, folder / "metrics.jsonl")
     run.samples = [record for _, record in _lines(folder / "samples.jsonl")]
     for path in sorted(folder.glob("timeline*.json")):
@@ -152,8 +152,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                record = read_json(line, not_finite=True)
+            except ValueError as error:
                 if line.endswith("\n"):
                     raise DataError(f"{path}, line {number}: not valid JSON ({error}). Remove this line.") from error
                 continue
@@ -182,7 +182,7 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
 def _read_trace(run: RunRecord, path: Path) -> None:
     """Spans of a file in Chrome's trace-event format."""
     try:
-        for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+        for event in read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]:
             if event.get("ph") != "X" or event.get("name") in WAITING:
                 continue
             more = event.get("args", {})

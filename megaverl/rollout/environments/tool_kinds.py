@@ -6,7 +6,6 @@ Each has `call(name, arguments)`, which returns an `Answer` whatever happens, an
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sqlite3
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaverl.errors import DataError, EpisodeError
+from megaverl.outside import read_json
 from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits
 
 START_SECONDS = 60.0
@@ -129,7 +129,7 @@ def _fill(index: sqlite3.Connection, documents: Path) -> None:
     with documents.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
+                row = read_json(line)
                 index.execute("INSERT INTO documents VALUES (?, ?)", (str(row.get("title", "")), str(row["text"])))
             except (ValueError, KeyError, AttributeError) as error:
                 wanted = '{"title": ..., "text": ...}'
