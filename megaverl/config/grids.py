@@ -15,7 +15,7 @@ from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
-from megaverl.sharding.model_spec import NOT_IN_VLLM, ModelSpec, misfits, no_adapters
+from megaverl.sharding.model_spec import ModelSpec, misfits, no_adapters, why_not_in_vllm
 
 if TYPE_CHECKING:
     from megaverl.distributed.grid import GridSizes
@@ -103,7 +103,7 @@ def grid_mistakes(
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
         return
-    if spec and config.rollout.engine == "vllm" and (why := NOT_IN_VLLM.get(spec.architecture)):
+    if spec and config.rollout.engine == "vllm" and (why := why_not_in_vllm(spec)):
         text = f"found 'vllm'; of {spec.architecture}, {why}. Use rollout.engine=hf."
         yield ConfigIssue("rollout.engine", text, involves=("model.path",))
     if spec and spec.is_tabled and config.rollout.engine == "vllm":

@@ -103,7 +103,8 @@ def transformer_config(
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
         # its ends count from the query's own position, which a Hugging Face window includes
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
-        "window_attn_skip_freq": spec.full_attention_every,
+        # of every layer: 1 attends within the window, 0 to all tokens
+        "window_attn_skip_freq": [int(has_window) for has_window in spec.windowed_layers] or None,
         "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,

@@ -76,8 +76,11 @@ SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
 # Of every head of these, rotary embeddings turn the fraction `partial_rotary_factor`. The others turn whole heads.
 PARTLY_ROTARY = ("Glm4MoeForCausalLM",)
 WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
-# These attend within `sliding_window` in every layer. Qwen2, Qwen3 and gpt-oss follow `layer_types`.
+# These attend within `sliding_window` in every layer, those in the layers that `layer_types` names. gpt-oss has windows
+# in every other layer, the first first, as vLLM (0.32) computes it whatever `layer_types` says.
 WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SLIDING = "sliding_attention"
 
 # Keys of which only these values are computed. The first is the one that the message names.
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -247,35 +250,64 @@ def _heads(described: Described) -> Iterator[str]:
 
 
 def _windows(described: Described) -> Iterator[str]:
-    """Check for a sliding window that some token of the longest sequence would feel."""
-    values = described.values
+    """Check for a sliding window that is not computed as it is written."""
+    values, architecture = described.values, described.architecture
     window, layer_types = values.get("sliding_window"), values.get("layer_types") or []
-    if described.architecture == "GptOssForCausalLM":
-        if any(kind != ("full_attention" if i % 2 else "sliding_attention") for i, kind in enumerate(layer_types)):
+    if architecture == "GptOssForCausalLM":
+        if any(kind != ("full_attention" if i % 2 else SLIDING) for i, kind in enumerate(layer_types)):
             yield f"layer_types is {layer_types}; windows are computed in every other layer, the first first. {AGAIN}"
         if type(window) is not int or window < 1:
             yield f"{described.says('sliding_window')}; expected a whole number above 0. {AGAIN}"
         return
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(layer_types) - {"full_attention", SLIDING})
     if unknown:
-        yield f"layer_types names {', '.join(unknown)}; only full_attention is computed. {OTHER_MODEL}"
-    everywhere = described.architecture in WINDOWED_EVERYWHERE
+        yield f"layer_types names {', '.join(unknown)}; only full_attention and {SLIDING} are computed. {OTHER_MODEL}"
     if window is not None and (type(window) is not int or window < 1):
         yield f"{described.says('sliding_window')}; expected a whole number above 0, or null. {AGAIN}"
-    elif "sliding_attention" in layer_types and window is None:
+    elif SLIDING in layer_types and window is None:
         yield (
-            "layer_types names sliding_attention, and there is no window: sliding_window or use_sliding_window is not "
+            f"layer_types names {SLIDING}, and there is no window: sliding_window or use_sliding_window is not "
             "set. Remove layer_types to train with full attention."
         )
-    elif (everywhere or "sliding_attention" in layer_types or _asks_for_window(values)) and _is_felt(window, values):
-        # Mistral's and Mixtral's classes have no switch for their window
-        has_switch = described.architecture not in ("MistralForCausalLM", "MixtralForCausalLM")
-        off = "use_sliding_window to false" if has_switch else "sliding_window to null"
+    elif not _is_felt(window, values):
+        return
+    elif architecture in WINDOWED_BY_LAYER:
+        if len(layer_types) != (layers := values["num_hidden_layers"]):
+            yield f"layer_types has {len(layer_types)} entries; num_hidden_layers is {layers}. {AGAIN}"
+    elif architecture in WINDOWED_EVERYWHERE:
+        if layer_types and set(layer_types) != {SLIDING}:
+            yield (
+                f"layer_types names full_attention, which transformers ignores for {architecture} and vLLM (0.32) does "
+                f"not. Remove layer_types: every layer attends within sliding_window={window}."
+            )
+    elif SLIDING in layer_types or _asks_for_window(values):
+        off = "use_sliding_window to false"
         off += " and remove layer_types" if described.is_written("layer_types") else ""
         yield (
-            f"{described.says('sliding_window')}: a window of {window} tokens; only full attention is computed. "
-            f"Use another model, or set {off} to train with full attention."
+            f"{described.says('sliding_window')}: a window of {window} tokens; {architecture} is computed with full "
+            f"attention only. Use another model, or set {off} to train with full attention."
         )
+
+
+def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
+    """Return the window that some token of the longest sequence feels, and which layers attend within it.
+
+    Returns:
+        The window in tokens, the query's own among them; None: full attention. Then whether each layer has it; empty:
+        all layers have.
+    """
+    values, architecture = described.values, described.architecture
+    window = values.get("sliding_window")
+    if architecture == "GptOssForCausalLM":
+        return window, tuple(layer % 2 == 0 for layer in range(values["num_hidden_layers"]))
+    if not _is_felt(window, values):
+        return None, ()
+    if architecture in WINDOWED_EVERYWHERE:
+        return window, ()
+    windowed = tuple(kind == SLIDING for kind in values.get("layer_types") or ())
+    if architecture not in WINDOWED_BY_LAYER or not any(windowed):
+        return None, ()
+    return window, () if all(windowed) else windowed
 
 
 def _asks_for_window(values: dict[str, Any]) -> bool:

@@ -16,10 +16,12 @@ from megaverl.sharding.model_config import (
     LATENT_SIZES,
     MODEL_TYPES,
     PARTLY_ROTARY,
+    WINDOWED_BY_LAYER,
     WITH_ATTENTION_BIAS,
     WITH_LATENT_ATTENTION,
     Described,
     not_computed,
+    windows_of,
     wrong_types,
 )
 from megaverl.sharding.transformers_config import is_model_type, read_by_transformers
@@ -126,7 +128,7 @@ class ModelSpec:
         rotary_fraction: of each head, from its first dimension on, that rotary embeddings turn.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
         sliding_window: tokens of attention's window; None: full attention.
-        full_attention_every: counted from one, so many-th layers have no window; None: all have it.
+        windowed_layers: whether each layer attends within the window; empty: all layers do.
         linear_bias: all linear layers of the decoder have a bias, experts and routers among them.
         attention_sinks: attention's softmax has one more score for each head, learned, of nothing.
         is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
@@ -157,7 +159,7 @@ class ModelSpec:
     norm_plus_one: bool = False
     scale_embeddings: bool = False
     sliding_window: int | None = None
-    full_attention_every: int | None = None
+    windowed_layers: tuple[bool, ...] = ()
     linear_bias: bool = False
     attention_sinks: bool = False
     is_tabled: bool = True
@@ -349,8 +351,9 @@ def _read(described: Described) -> dict[str, Any]:
         mla = MLASpec(values["q_lora_rank"], *(values[key] for key in LATENT_SIZES))
         # every head has keys and values of its own, whatever num_key_value_heads says
         fields |= {"mla": mla, "num_kv_heads": num_heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+    window, windowed_layers = windows_of(described)
+    fields |= {"sliding_window": window, "windowed_layers": windowed_layers}
     if is_gpt_oss:
-        fields |= {"sliding_window": values["sliding_window"], "full_attention_every": 2}
         fields |= {"activation": "clamped_swiglu", "linear_bias": True, "attention_sinks": True}
     return fields
 
@@ -411,6 +414,18 @@ class Misfit(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.axis}={self.size} {self.reason}"
+
+
+def why_not_in_vllm(spec: ModelSpec) -> str:
+    """Return why vLLM generates as another model than this one; empty: it does not."""
+    if why := NOT_IN_VLLM.get(spec.architecture):
+        return why
+    if spec.architecture in WINDOWED_BY_LAYER and spec.windowed_layers:
+        return (
+            "vLLM's (0.32, `qwen2.py`) has no sliding window in some layers only, and this model has one of "
+            f"{spec.sliding_window} tokens in {sum(spec.windowed_layers)} of its {spec.num_layers} layers"
+        )
+    return ""
 
 
 def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:

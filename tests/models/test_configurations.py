@@ -52,14 +52,28 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "LlamaForCausalLM": [{"num_key_value_heads": None}, {"head_dim": None}, {"hidden_act": "swish"}],
     "Qwen2ForCausalLM": [
         {"use_sliding_window": True, "sliding_window": 8},  # from layer 28 on
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
         {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
         {"attention_bias": False},  # which its class does not read
     ],
-    "Qwen3ForCausalLM": [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}],
-    "MistralForCausalLM": [{"sliding_window": 4096}],
+    "Qwen3ForCausalLM": [
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ],
+    "MistralForCausalLM": [{"sliding_window": 4096}, {"sliding_window": 8}, {"sliding_window": 1}],
     "GemmaForCausalLM": [{"hidden_act": "gelu"}],
-    "MixtralForCausalLM": [{"norm_topk_prob": False}, {"num_experts_per_tok": 4}],
-    "Qwen3MoeForCausalLM": [{"num_experts_per_tok": 1, "norm_topk_prob": False}, {"mlp_only_layers": None}],
+    "MixtralForCausalLM": [{"norm_topk_prob": False}, {"sliding_window": 8}, {"num_experts_per_tok": 4}],
+    "Qwen3MoeForCausalLM": [
+        {"num_experts_per_tok": 1, "norm_topk_prob": False},
+        {"mlp_only_layers": None},
+        {"use_sliding_window": True, "sliding_window": 8},
+    ],
     "DeepseekV3ForCausalLM": [
         {"q_lora_rank": None},
         {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},

@@ -59,6 +59,32 @@ def test_logits_equal_hugging_faces(launch: Launcher, folder: Path) -> None:
         assert_parity(launch, folder, expected, grid | expert_tp(ModelSpec.from_folder(folder).architecture))
 
 
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 5}),
+        ("Qwen2ForCausalLM", QWEN_WINDOW | {"max_window_layers": 2}),
+        ("Qwen3ForCausalLM", QWEN_WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 3]}),
+        ("MixtralForCausalLM", {"sliding_window": 5}),
+        ("Qwen3MoeForCausalLM", QWEN_WINDOW),
+    ],
+)
+def test_logits_with_windows_shorter_than_the_sequence(
+    launch: Launcher, architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """On every grid: a stage knows which of the model's layers it has."""
+    folder = make_tiny_folder(tmp_path / "windowed", architecture, **config)
+    expected = reference_logits(folder)
+    full = {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    without = make_tiny_folder(tmp_path / "full", architecture, **{key: full[key] for key in config if key in full})
+    assert (reference_logits(without) - expected).abs().max() > 0.01  # the window is felt
+    for grid in GRIDS:
+        assert_parity(launch, folder, expected, grid | expert_tp(architecture))
+
+
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
 def test_logits_with_experts_on_ranks_of_their_own(launch: Launcher, architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, architecture, num_hidden_layers=2)

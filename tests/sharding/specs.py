@@ -81,7 +81,7 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "norm_plus_one": gemma,
         "scale_embeddings": gemma,
         "sliding_window": 8 if gpt_oss else None,
-        "full_attention_every": 2 if gpt_oss else None,
+        "windowed_layers": tuple(layer % 2 == 0 for layer in range(64)) if gpt_oss else (),
         "linear_bias": gpt_oss,
         "attention_sinks": gpt_oss,
         "moe": make_experts(architecture) if architecture in ROUTED else None,

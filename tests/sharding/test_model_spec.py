@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaverl.errors import ModelError
-from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec, why_not_in_vllm
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -63,7 +63,11 @@ def test_dimensions_are_carried_over() -> None:
 
 def test_gpt_oss() -> None:
     found = spec(**GPT_OSS)
-    assert (found.sliding_window, found.full_attention_every, found.activation) == (128, 2, "clamped_swiglu")
+    assert (found.sliding_window, found.windowed_layers[:3], found.activation) == (
+        128,
+        (True, False, True),
+        "clamped_swiglu",
+    )
     assert found.linear_bias and found.qkv_bias and found.attention_sinks
     assert found.rope_theta == 150000.0 and found.rope_scaling is not None and not found.rope_scaling["truncate"]
     assert found.moe == MoESpec(32, 4, 96, normalize_weights=True)
@@ -303,8 +307,8 @@ def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (MISTRAL | {"sliding_window": 128}, "window of 128 tokens; only full attention is computed"),
-        (MIXTRAL | {"sliding_window": 511}, "set sliding_window to null"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; expected a whole number above 0, or null"),
+        (MISTRAL | {"sliding_window": 9, "layer_types": ["full_attention"] * 3}, "Remove layer_types: every layer"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; only 0.0 is computed"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),
@@ -320,11 +324,7 @@ def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
         ({"mlp_bias": True}, "mlp_bias is True; only False"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window is 4096 (transformers' default): a window of"),
-        (QWEN2 | WINDOW | {"max_window_layers": 2}, "set use_sliding_window to false to train with full attention"),
-        (QWEN2 | WINDOW | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "and remove layer_types"),
-        (QWEN3 | WINDOW | {"max_window_layers": 0}, "a window of 128 tokens"),
-        (QWEN3_MOE | WINDOW, "a window of 128 tokens"),  # in all layers, whatever max_window_layers says
+        (WINDOW | {"layer_types": ["sliding_attention"] * 3}, "false and remove layer_types to train with full"),
         (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "there is no window"),
         (QWEN3 | {"layer_types": ["chunked_attention"] * 3}, "layer_types names chunked_attention"),
         (GPT_OSS | {"sliding_window": None}, "sliding_window is None; expected a whole number"),
@@ -389,6 +389,26 @@ def test_what_is_equal_to_what_is_computed_is_accepted(changes: dict[str, Any]) 
     assert spec(**changes).sliding_window is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "window", "layers"),
+    [
+        (MISTRAL | {"sliding_window": 128}, 128, ()),
+        (MISTRAL | {"max_position_embeddings": 8192}, 4096, ()),  # transformers' default
+        (MIXTRAL | {"sliding_window": 511}, 511, ()),
+        (QWEN2 | WINDOW | {"max_window_layers": 2}, 128, (False, False, True)),
+        (QWEN2 | WINDOW | {"max_window_layers": 0}, 128, ()),
+        (QWEN2 | WINDOW | {"max_window_layers": 3}, None, ()),
+        (QWEN2 | WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 2]}, 128, (True, False, False)),
+        (QWEN3 | WINDOW | {"max_window_layers": 1}, 128, (False, True, True)),
+        (QWEN3_MOE | WINDOW, 128, ()),  # in all layers, whatever max_window_layers says
+    ],
+)
+def test_windows_are_read(changes: dict[str, Any], window: int | None, layers: tuple[bool, ...]) -> None:
+    found = spec(**changes)
+    assert (found.sliding_window, found.windowed_layers) == (window, layers)
+    assert bool(why_not_in_vllm(found)) == bool(layers)
+
+
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ModelError) as caught:
         spec(without="num_experts", **QWEN3_MOE | {"hidden_size": 0, "moe_intermediate_size": "24"})
@@ -397,7 +417,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         "moe_intermediate_size",
     ]
     with pytest.raises(ModelError) as caught:
-        spec(**MIXTRAL, mlp_bias=True, sliding_window=9, hidden_act="relu")
+        spec(**MIXTRAL, mlp_bias=True, sliding_window=0, hidden_act="relu")
     assert len(str(caught.value).splitlines()) == 3
 
 

@@ -229,6 +229,8 @@ def test_both_engines_and_transformers_alone_agree(launch: Launcher, tmp_path: P
         ("Qwen2ForCausalLM", True, {}),
         ("Qwen2ForCausalLM", False, {}),
         ("Gemma3ForCausalLM", True, GEMMA3),
+        ("MistralForCausalLM", False, {"sliding_window": 4}),  # responses are longer, and samples share prompts
+        ("Qwen3ForCausalLM", False, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ]
     folders, expected = [], []
     for number, (architecture, tied, more) in enumerate(kinds):

@@ -75,10 +75,11 @@ def check(
     *,
     num_ranks: int = 2,
     with_adapter: bool = False,
+    config: dict[str, Any] | None = None,
     **vllm: Any,
 ) -> None:
     """Args: with_adapter: the new weights are the old ones with an adapter; the last grid's actor has it unmerged."""
-    old, new = two_folders(path, architecture)
+    old, new = two_folders(path, architecture, **(config or {}))
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
     ranks = launch.world(
@@ -126,6 +127,23 @@ def test_dense(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> 
     with_adapter = architecture == "Qwen2ForCausalLM"
     grids = GRIDS + [{"tp": 2}] * with_adapter + [{"cp": 2}] * (architecture == "LlamaForCausalLM")
     check(launch, tmp_path, architecture, grids, tp, with_adapter=with_adapter)
+
+
+WINDOW = 6  # tokens: shorter than every prompt with its response
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("MistralForCausalLM", {"sliding_window": WINDOW}),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW}),
+    ],
+)
+def test_sliding_windows(launch: Launcher, architecture: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """The engine and every grid of the actor attend to the same tokens: one that saw all would differ by nats."""
+    grids = [*GRIDS, {"cp": 2}]
+    check(launch, tmp_path, architecture, grids, 2, config=config)
 
 
 def test_under_fsdp(launch: Launcher, tmp_path: Path) -> None:
