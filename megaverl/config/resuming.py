@@ -54,6 +54,11 @@ class ResumeRule:
     holds: Callable[[Config, Any, Any], bool] = lambda config, before, now: True
 
 
+def _only_adds(before: Any, now: Any) -> bool:
+    """Return whether a list keeps all its entries; two entries that differ at one place are not kept."""
+    return isinstance(before, list) and isinstance(now, list) and set(before) <= set(now)
+
+
 RULES = (
     ResumeRule(("run.seed",), "refused", "The order of the rows and every random draw come from it."),
     ResumeRule(
@@ -84,6 +89,24 @@ RULES = (
         "refused",
         "The checkpoint holds the state of the other optimizer.",
         holds=lambda config, before, now: (before or "adam") != (now or "adam"),
+    ),
+    ResumeRule(
+        ("*.ddp.use_distributed_optimizer", "*.optimizer.use_distributed_optimizer"),
+        "refused",
+        "megatron-core saves the state of a sharded optimizer in another form than that of a whole one.",
+        holds=lambda config, before, now: (before is not False) != (now is not False),
+    ),
+    ResumeRule(
+        ("*.freeze", "*.freeze.*"),
+        "refused",
+        "The checkpoint holds no optimizer state of weights that were frozen.",
+        when="unless patterns are only added",
+        holds=lambda config, before, now: not _only_adds(before, now),
+    ),
+    ResumeRule(
+        ("model.dtype",),
+        "used",
+        "The checkpoint holds master weights and moments in float32, which weights of any dtype are made from.",
     ),
     ResumeRule(
         ("algorithm.kl.target",),
@@ -246,7 +269,7 @@ def _as_json(value: Any) -> str:
 
 def table() -> str:
     """Return the rules as a table in Markdown, for docs/checkpoints.md."""
-    titles = {"refused": "refused", "kept": "no effect, announced"}
+    titles = {"refused": "refused", "kept": "no effect, announced", "used": "used from the next step on, announced"}
     rows = ["| changed key | at a resume | why |", "| --- | --- | --- |"]
     for rule in RULES:
         keys = ", ".join(f"`{key}`" for key in rule.keys)

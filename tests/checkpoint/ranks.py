@@ -85,6 +85,7 @@ def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, tp: int, seed: i
         trained=True,
         value_head=role == "critic",
         role=role,
+        freeze=options.get("freeze", []),
     )
     return FSDPTrainable(
         model,

@@ -13,6 +13,8 @@ from megaverl.config.resuming import RULES, STAGES, changes, refusals, table
 
 MODEL_AND_DATA = ["model.path=m", "data.train=t.jsonl", "reward=exact_match", "preference.train=p.jsonl"]
 
+WHOLE = ["actor.ddp.use_distributed_optimizer=false"]  # megatron-core does not shard sgd's state
+
 
 def config_of(*overrides: str, command: Any = "train") -> Config:
     return load_config(None, [*MODEL_AND_DATA, *overrides], command=command, check_paths=False)
@@ -47,7 +49,7 @@ STREAMED = {"data.shuffle_buffer": "refused"}
         ("train", [], ["reward=[{name: exact_match}, {name: positions}]"], {"reward": "used"}),
         ("train", [], ["actor.optimizer.lr=1.0e-4"], {"actor.optimizer.lr": "used"}),
         ("train", [], ["actor.optimizer.adam_beta1=0.8"], {"actor.optimizer.adam_beta1": "used"}),
-        ("train", [], ["actor.optimizer.optimizer=sgd"], {"actor.optimizer.optimizer": "refused"}),
+        ("train", WHOLE, [*WHOLE, "actor.optimizer.optimizer=sgd"], {"actor.optimizer.optimizer": "refused"}),
         ("train", [], ["model.path=elsewhere"], {"model.path": "kept"}),
         ("train", [], ["critic.path=elsewhere"], {"critic.path": "kept"}),
         ("train", [], ["actor.scheduler.lr_decay_style=cosine"], {"actor.scheduler.lr_decay_style": "used"}),
@@ -86,6 +88,26 @@ def test_keys_that_the_older_version_did_not_have_are_left_out() -> None:
     assert [change.key for change in changes(before, config_of("data.system_prompt=x"), "train")] == []
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "outcome"),
+    [
+        ([], ["actor.ddp.use_distributed_optimizer=false"], "refused"),
+        (["actor.ddp.use_distributed_optimizer=false"], [], "refused"),
+        ([], ["actor.ddp.use_distributed_optimizer=true"], "used"),  # as it was, in words
+        (["actor.freeze=[a]"], ["actor.freeze=[a, b]"], "used"),
+        ([], ["actor.freeze=[a]"], "used"),
+        (["actor.freeze=[a]"], [], "refused"),
+        (["actor.freeze=[a]"], ["actor.freeze=[b]"], "refused"),
+        (["actor.freeze=[a, b]"], ["actor.freeze=[b]"], "refused"),
+        (["model.dtype=float32"], ["model.dtype=bfloat16"], "used"),
+    ],
+)
+def test_optimizers_states_decide(before: list[str], now: list[str], outcome: str) -> None:
+    fsdp = ["actor.engine=fsdp"] if "freeze" in str([before, now]) else []
+    found = changes(config_of(*fsdp, *before).to_dict(), config_of(*fsdp, *now), "train")
+    assert {change.outcome for change in found if change.key.startswith(("actor", "model"))} == {outcome}
+
+
 def test_what_shapes_responses() -> None:
     now = config_of(
         "rollout.sampling.temperature=0.5", "data.system_prompt=x", "trainer.steps=7", "algorithm.group_size=2"
@@ -109,7 +131,8 @@ def test_every_rule_names_keys_that_there_are() -> None:
     from megaverl.config.section import described_keys
 
     known = {entry.key.replace(".N.", ".0.") for entry in described_keys(Config)}
-    known |= {"actor.optimizer.optimizer", "actor.optimizer.initial_loss_scale"}
+    known |= {f"actor.optimizer.{name}" for name in ("optimizer", "initial_loss_scale", "use_distributed_optimizer")}
+    known |= {"actor.ddp.use_distributed_optimizer", "actor.freeze.0"}
     for rule in RULES:
         assert set(rule.stages) <= set(STAGES)
         for pattern in rule.keys:
