@@ -9,6 +9,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -127,6 +128,7 @@ async def serve(
     mover: Mover,
     board: StatusBoard | None = None,
     signal: Callable[[], int] = lambda: 0,
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Served:
     """Run calls until `End`.
 
@@ -138,6 +140,7 @@ async def serve(
         workers: by role, the object whose public methods the program calls.
         board: shows the running call to the thread that answers `Where`.
         signal: returns the number of the signal that asked this rank to leave the run, or 0.
+        waiting: opened around the wait for each message.
 
     Raises:
         ControllerLost: the connection to the controller broke.
@@ -147,7 +150,8 @@ async def serve(
     methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
     while True:
-        message = decode_for_rank(await transport.receive())
+        with waiting():
+            message = decode_for_rank(await transport.receive())
         if isinstance(message, End):
             transport.send(encode(Left()))
             return Served(message.reason, first_error)

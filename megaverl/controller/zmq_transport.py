@@ -260,6 +260,7 @@ class ZmqRank:
         monitor = socket.get_monitor_socket(_CONNECTION_EVENTS)
         connect_dealer(socket, address, pack_ranks([self.rank]))
         socket.send(HELLO)
+        is_broken = False
         poller = zmq.Poller()
         for source in (from_main, socket, monitor):
             poller.register(source, zmq.POLLIN)
@@ -269,11 +270,14 @@ class ZmqRank:
                 message = from_main.recv()
                 if message == _CLOSE:
                     break
-                socket.send(message)
+                # A socket without a peer would block.
+                if not is_broken:
+                    socket.send(message)
             if socket in ready:
                 self._take(socket.recv(), socket)
             if monitor in ready and self._is_broken(recv_monitor_message(monitor)["event"]):
                 # A broken connection stays broken: one that came back would hide lost messages.
+                is_broken = True
                 socket.disconnect(address.endpoint)
                 poller.unregister(monitor)
                 self._inbox.put(None)
@@ -296,7 +300,8 @@ class ZmqRank:
             return
         decoded = decode_for_rank(message)
         if isinstance(decoded, Where):
-            socket.send(encode(self._board.answer(decoded.question)))
+            with contextlib.suppress(zmq.Again):  # the controller is gone
+                socket.send(encode(self._board.answer(decoded.question)), zmq.NOBLOCK)
             return
         self._inbox.put(message)
         if isinstance(decoded, End) and decoded.reason:

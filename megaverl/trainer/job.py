@@ -198,6 +198,15 @@ class Stages:
         with self.timeline.span(name):
             yield
 
+    @contextmanager
+    def in_step(self, step: int) -> Iterator[None]:
+        """Inside, stages are those of a step (counted from 0) that may be ahead of the one that trains."""
+        before, self.step = self.step, step + 1
+        try:
+            yield
+        finally:
+            self.step = before
+
     def status(self, name: str) -> None:
         """A stage begins that has no span of its own."""
         if self.job is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -263,6 +264,8 @@ class Trainer:
             board=stages.board,
             timeouts=CallTimeouts(call=self.config.run.timeout_minutes * 60),
             signal=lambda: self.leave.number,
+            # Where roles share all ranks, these wait for the program alone.
+            waiting=nullcontext if placement.is_colocated else partial(stages, "wait"),
             explain=self._explain,
             log=self.console.print,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megaverl.controller.core import CallTimeouts, Controller
@@ -26,6 +27,7 @@ def run_program(
     board: StatusBoard,
     timeouts: CallTimeouts,
     signal: Callable[[], int],
+    waiting: Callable[[], AbstractContextManager[Any]],
     explain: Callable[[str], str],
     log: Callable[[str], None],
 ) -> None:
@@ -36,6 +38,7 @@ def run_program(
         workers: by role, the worker of this rank.
         mover: transfers values between ranks.
         signal: returns the number of the signal that asked this rank to leave the run, or 0.
+        waiting: opened around the wait for each call.
         explain: returns the reason why the run fails, from what this rank knows of it.
         log: receives one line for a person, on the coordinator's rank.
 
@@ -57,7 +60,7 @@ def run_program(
     encoded = broadcast_json(thread.address.encode().hex() if thread is not None else None, coordinator, fabric.control)
     with ZmqRank(Address.decode(bytes.fromhex(encoded)), fabric.rank, board) as transport:
         try:
-            served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal))
+            served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal, waiting))
         except ControllerLost as error:
             raise TrainingStopped(explain(str(error))) from None
     _finish(served, thread, explain)

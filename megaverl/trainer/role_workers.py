@@ -57,7 +57,7 @@ class RolloutWorker:
         restored, self.cut_off = self.cut_off, None
         if restored is None and self._config.algorithm.dynamic_sampling.metric is not None:
             restored = self._take_waiting(step)
-        with operators.measuring(step):
+        with operators.measuring(step), self._stages.in_step(step):
             if restored is not None:
                 operators.metrics |= restored.metrics
                 batch = self._select_own(restored.batch)
@@ -81,7 +81,7 @@ class RolloutWorker:
 
     def generate_round(self, step: int, num_prompts: int) -> SampleValue:
         prompts = self._prompts.take(num_prompts)
-        with self._operators.measuring(step), self._stages("rollout"):
+        with self._operators.measuring(step), self._stages.in_step(step), self._stages("rollout"):
             return self._store.give(self._operators.generate(prompts, step, self._running_rounds.num_generated))
 
     def add_round(self, rollouts: SampleValue, scores: Scores, step: int) -> int:
@@ -159,7 +159,7 @@ class RewardWorker(RoleWorker):
         restored = self.restored.pop(step, None)
         if restored is not None:
             return restored
-        with self._operators.measuring(step):
+        with self._operators.measuring(step), self._stages.in_step(step):
             with self._stages("reward"):
                 scores = self._operators.score(self._store.batch(rollouts))
             self._executor.end_scores(step, scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.controller.core import CallTimeouts, Controller
-from megaverl.controller.failures import CallFailed
+from megaverl.controller.failures import CallFailed, ControllerLost
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.references import PendingCall, Ref
@@ -75,6 +76,10 @@ class Worker:
             time.sleep(0.05)
         return 0
 
+    def rest(self, rank: int) -> int:
+        time.sleep(1.0)
+        return 0
+
     def die(self, rank: int) -> int:
         if rank == self._rank:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -104,6 +109,12 @@ async def split_steps(rollout: Group, actor: Group, *, how: str = "") -> list[li
         added = actor.add_up(shard)
         coming = rollout.generate(step + 1, 7)
         sums.append(await added)
+        if how == "lose the controller" and step == 1:
+            resting = actor.misbehave("rest", 3)
+            rollout.misbehave("rest", 1)
+            await asyncio.sleep(0.5)  # all are inside a call, and reply to a process that is gone
+            os.kill(os.getpid(), signal.SIGKILL)
+            await resting
         if how and step == 1:
             await actor.misbehave(how, 3)
     await coming
@@ -131,8 +142,11 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     if relayed and rank >= 2:
         address = Address.decode(store.get(f"{key}-relay"))
     workers = {"rollout": Worker(rank, board), "actor": Worker(rank, board)}
-    with ZmqRank(address, rank, board, leave_after=1.0) as transport:
-        reason = run_blocking(serve(rank, transport, workers, GlooMover(), board)).reason
+    with ZmqRank(address, rank, board, leave_after=20.0 if how == "lose the controller" else 1.0) as transport:
+        try:
+            reason = run_blocking(serve(rank, transport, workers, GlooMover(), board)).reason
+        except ControllerLost as error:
+            return {"lost": str(error)}
     if relay is not None:
         relay.close()
     result: dict[str, Any] = {"reason": reason}

@@ -53,6 +53,15 @@ def test_a_lost_or_stuck_rank_is_named_and_every_rank_ends(
     assert how == "die" or "rank 3 leaves a call that does not end" in ended.output[3]
 
 
+def test_ranks_leave_by_themselves_when_the_controller_is_lost(launch: Launcher) -> None:
+    """Also those that are in a call, whose replies nobody receives any more."""
+    ended = launch.ranks(4, "tests.controller.ranks:lost", how="lose the controller", deadline=60.0)
+    assert ended.codes == [-9, 0, 0, 0], ended.text
+    for rank in (1, 2, 3):
+        result = ended.results[rank]
+        assert result is not None and result["lost"].startswith(f"rank {rank}: the connection to the controller broke")
+
+
 def test_a_peer_without_the_key_does_not_join() -> None:
     async def join() -> None:
         transport = ZmqController("127.0.0.1", num_ranks=2)
