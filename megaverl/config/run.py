@@ -279,6 +279,9 @@ class LoopConfig(Section):
     replan_every: NonNegative = 0
     """Look for a better layout every so many steps, by the lengths and times that were measured, and say what it would
     gain (plan/gain). 0: never."""
+    program: Function | None = None
+    """A step of your own, as module:function: an async function of the run and the number of the step, in the place of
+    PPO's or GRPO's. It calls the roles and returns the step's samples (docs/extend/program.md)."""
     operators: list[Function] = []
     """Functions of your own, as module:function, that add operators to the step's flow, to watch or to change what
     flows: each is called with the DataFlow (megaverl flow show)."""

@@ -16,7 +16,7 @@ from megaverl.config.errors import (
     named_function,
     option_mistakes,
 )
-from megaverl.config.grids import used_roles
+from megaverl.config.grids import is_placed, used_roles
 from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
 from megaverl.config.run import MixConfig, PreferenceConfig, SFTConfig
 from megaverl.config.schema import Config
@@ -320,6 +320,34 @@ def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
     for other, (is_set, why) in refused.items():
         if is_set:
             yield ConfigIssue(other, f"does not go together with {key}: {why}.", involves=(key,))
+
+
+def program_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Yield what a step of one's own (`trainer.program`) does not go together with."""
+    trainer, rollout = config.trainer, config.rollout
+    if trainer.program is None or command not in ("train", "quickstart"):
+        return
+    everywhere = {
+        "trainer.operators": bool(trainer.operators),
+        "environment.agents": config.environment.agents == "own",
+        "trainer.rollout_only": trainer.rollout_only,
+    }
+    apart = {
+        "rollout.partial": rollout.partial is not None,
+        "rollout.in_flight_updates": rollout.in_flight_updates,
+        "reshard.overlap": config.reshard.overlap,
+        "trainer.score_shares": trainer.score_shares > 1,
+        "trainer.replay_rollouts": trainer.replay_rollouts is not None,
+        "placement.actor_islands": config.placement.actor_islands > 1,
+    }
+    for key, is_set in everywhere.items():
+        if is_set:
+            text = "does not go together with trainer.program, which is the whole step. Leave one of them out."
+            yield ConfigIssue(key, text, involves=("trainer.program",))
+    for key, is_set in apart.items():
+        if is_set and is_placed(config, command):
+            text = "trainer.program cannot do it yet where roles have ranks of their own. Leave one of them out."
+            yield ConfigIssue(key, text, involves=("trainer.program",))
 
 
 def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:

@@ -215,6 +215,8 @@ def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
                 "function", "rollout.function", rollout.function, ("generate", "prompts", "sampling", "seeds")
             )
     if command in REINFORCING:
+        if config.trainer.program is not None:
+            yield CodeCheck("function", "trainer.program", config.trainer.program, ("run", "step"))
         for index, operator in enumerate(config.trainer.operators):
             yield CodeCheck("function", f"trainer.operators.{index}", operator, ("flow",))
         if algorithm.rollout_filter is not None and ":" in algorithm.rollout_filter:

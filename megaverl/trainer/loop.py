@@ -32,6 +32,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
+from megaverl.trainer.own_program import load_step
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
 from megaverl.trainer.program import asynchronous_step, flow_step, policy_step, sample_ahead, train
 from megaverl.trainer.program_runner import run_program
@@ -188,6 +189,8 @@ class Trainer:
     @property
     def _runs_program(self) -> bool:
         """Whether the coordinator's rank runs the step; otherwise every rank goes through a flow of operators."""
+        if self.config.trainer.program is not None:
+            return True
         if os.environ.get(PROGRAM_VARIABLE) != "1":
             return False
         return isinstance(self.executor, Colocated) or not self._keeps_own_schedule
@@ -252,6 +255,8 @@ class Trainer:
             elif self.config.rollout.async_rollout and not placement.is_colocated:
                 run.step = asynchronous_step
                 run.ahead = self._samples_ahead(run)
+            if self.config.trainer.program is not None:
+                run.step = load_step(self.config.trainer.program)
             return train(run, self.next_step)
 
         stages.board = StatusBoard()

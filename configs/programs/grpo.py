@@ -1,0 +1,15 @@
+"""Plain GRPO as a step of one's own: trainer.program=configs/programs/grpo.py:step"""
+
+from megaverl.trainer.role_groups import Run, Samples
+
+
+async def step(run: Run, step: int) -> Samples:
+    """Generate, score, compare each response with its group, update, and give the engines the new weights."""
+    rollouts = await run.rollout.generate(step)
+    await run.assign(rollouts)  # who works on which samples, where roles have ranks of their own
+    scores = await run.reward.score(rollouts, step)
+    old_log_probs = await run.actor.old_log_probs(rollouts, step)
+    experience = await run.actor.advantages(rollouts, scores, [old_log_probs])
+    is_updated = await run.actor.update(rollouts, experience, step)
+    await run.actor.sync_weights(run.rollout, is_updated)
+    return Samples(rollouts, scores)

@@ -1,0 +1,59 @@
+"""A step of one's own (`trainer.program`): an async function in the place of the built-in step.
+
+Example:
+    from megaverl.trainer.program import sample, train_on
+
+    async def step(run, step):
+        samples = await sample(run, step)
+        is_updated = await train_on(run, step, samples)
+        await run.actor.sync_weights(run.rollout, is_updated)
+        return samples
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from megaverl.controller.references import Ref
+from megaverl.errors import ConfigError, MegaverlError, TrainingStopped
+from megaverl.plugins import load_function
+from megaverl.trainer.program import RunLeft
+from megaverl.trainer.role_groups import Run, Samples, StepProgram
+from megaverl.user_code import describe, show, user_code, where_raised
+
+KEY = "trainer.program"
+
+
+def load_step(name: str) -> StepProgram:
+    """Load the function that `trainer.program` names.
+
+    Raises:
+        ConfigError: there is no such function, or it is not declared with `async def`.
+    """
+    function = load_function(name, KEY)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{KEY}: {name} is not declared with `async def`, and could not await the calls of roles.")
+
+    async def step(run: Run, number: int) -> Samples:
+        def explain(error: BaseException) -> TrainingStopped:
+            return TrainingStopped(f"{KEY}: {name} raised {describe(error)}{where_raised(error)} in step {number + 1}.")
+
+        kept = (RunLeft, MegaverlError)
+        try:
+            with user_code(explain, keep=kept):
+                found: Any = await function(run, number)
+        except TrainingStopped as error:
+            # A program that is cancelled ends as the controller wants it to.
+            if isinstance(error.__cause__, asyncio.CancelledError):
+                raise error.__cause__ from None
+            raise
+        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Ref) for part in found)):
+            raise TrainingStopped(
+                f"{KEY}: {name} returned {show(found)} in step {number + 1}; expected the samples that it has trained "
+                "on: rollouts and scores, as `sample` returns them."
+            )
+        return Samples(*found)
+
+    return step
