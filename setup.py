@@ -151,7 +151,7 @@ if __name__ == "__main__":
             "megaverl": ["py.typed"],
             "megaverl.monitoring.report": ["page/*"],
             "megaverl.planner": ["machines/*.yaml"],
-            "megaverl.configs": ["**/*.yaml", "**/*.json"],
+            "megaverl.configs": ["**/*.yaml", "**/*.json", "**/*.py"],
         },
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,

@@ -60,14 +60,20 @@ class SampleRows:
         parts: row numbers with the rows, each row in one part.
         value: number of the value that they came as from other ranks; 0: they were made here.
         facts: of all samples; None where the rows are results.
+        num_bytes: that came from other ranks and were not counted yet.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[tuple[int, ...], RaggedBatch]], value: int = 0, facts: SampleFacts | None = None
+        self,
+        parts: Sequence[tuple[tuple[int, ...], RaggedBatch]],
+        value: int = 0,
+        facts: SampleFacts | None = None,
+        num_bytes: int = 0,
     ) -> None:
         self._parts = list(parts)
         self.value = value
         self.facts = facts
+        self.num_bytes = num_bytes
         self.rows = tuple(sorted(row for rows, _ in parts for row in rows))
         self.batch: RolloutBatch | None = None  # made of these rows, once it was asked for
 
@@ -88,9 +94,9 @@ class SampleRows:
             self._parts = [(self.rows, merge(len(self.rows), parts))]
         return self._parts[0][1]
 
-    def with_part(self, rows: tuple[int, ...], part: RaggedBatch, value: int) -> SampleRows:
+    def with_part(self, rows: tuple[int, ...], part: RaggedBatch, value: int, num_bytes: int) -> SampleRows:
         """Return these rows and further ones, which came as the value of this number."""
-        return SampleRows([*self._parts, (rows, part)], value)
+        return SampleRows([*self._parts, (rows, part)], value, num_bytes=self.num_bytes + num_bytes)
 
     def pack(self, rows: Sequence[int], device: torch.device | None) -> tuple[bytes, Tensor, Tensor]:
         """Return some of the rows as `RaggedBatch.pack` does."""
@@ -136,6 +142,12 @@ class SampleStore:
             del self._held[next(iter(self._held))]
         return {rank: list(mine) for rank, mine in rows.items()}
 
+    def _count(self, samples: SampleRows) -> None:
+        """Count the bytes of samples when they are used: in which step they arrive depends on time."""
+        if self._fabric is not None:
+            self._fabric.traffic.received += samples.num_bytes
+            samples.num_bytes = 0
+
     def give(self, batch: RolloutBatch) -> SampleValue:
         """Return a batch that every rank of this world has, as a value of the program."""
         if not self._moves:
@@ -153,6 +165,7 @@ class SampleStore:
         if isinstance(samples, RolloutBatch):
             return samples
         if samples.batch is None:
+            self._count(samples)
             ragged = samples.ragged
             batch = RolloutBatch(ragged.tensors, ragged.columns)
             held = self._held.get(samples.value)
@@ -172,6 +185,7 @@ class SampleStore:
         """Return what was computed of a batch, each tensor as wide as the batch."""
         if not isinstance(fields, SampleRows):
             return fields
+        self._count(fields)
         found: Fields = {}
         for name, tensor in fields.ragged.tensors.items():
             found[name] = _widen(name, tensor, batch)
@@ -219,21 +233,24 @@ class RowMover:
         fabric, name = self._fabric, _name_of(move)
         if move.rows is None:
             head = receive_json(fabric, name, move.source)
-            return put_together(head["value"], receive_whole(fabric, name, move.source, head), _KNOWN)
+            received = fabric.traffic.received
+            tensors = receive_whole(fabric, name, move.source, head)
+            fabric.traffic.received = received  # small values are not counted
+            return put_together(head["value"], tensors, _KNOWN)
         channel = Channel(fabric, name)
         header_bytes, payload = channel.receive_from(move.source)
         header = header_bytes.numpy().tobytes()
-        fabric.traffic.received += payload.numel()
+        num_bytes = payload.numel()
         on_device: Tensor | None = None
         size = num_bytes_on_device(header)
         if size is not None and fabric.rows is not None:
             on_device = torch.empty(size, dtype=torch.uint8, device=fabric.device_between(move.source, fabric.rank))
             channel.receive(fabric.rows, {move.source: on_device})
-            fabric.traffic.received += size
+            num_bytes += size
         part = RaggedBatch.unpack(header, payload, _FILLS, on_device)
         if isinstance(present, SampleRows):
-            return present.with_part(move.rows, part, move.value)
-        return SampleRows([(move.rows, part)], move.value)
+            return present.with_part(move.rows, part, move.value, num_bytes)
+        return SampleRows([(move.rows, part)], move.value, num_bytes=num_bytes)
 
     def settle(self) -> None:
         """Wait until everything that was sent has been taken.

@@ -266,7 +266,7 @@ RUNS = {
 
 
 def is_uncertain(metric: str) -> bool:
-    """Return whether a metric depends on time; samples that are sent ahead count in the step in which they arrive."""
+    """Return whether a metric depends on time, or on the way on which samples move."""
     return is_cost(metric) or metric.startswith("dataflow/")
 
 
