@@ -19,7 +19,7 @@ fi
 # One thread per process: the tests run several processes on few cores. No test may reach for a hub.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 MPLBACKEND=Agg
-export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}" # as launch/network.sh says
+export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}" # as megaverl.rank_environment says
 # An environment for a CPU is tested on the CPU, whatever else is here.
 [[ -n "${MEGAVERL_PYTHON:-}" || "$_base_lock" != "$_cpu_lock" ]] || export CUDA_VISIBLE_DEVICES=""
 

@@ -54,9 +54,6 @@ if [[ -z "${NPROC:-}" ]]; then
     fi
 fi
 
-# shellcheck source=launch/network.sh
-source "$root/launch/network.sh"
-
 command=(-m megaverl.cli.main "${COMMAND:-train}" ${ROLE:+--role "$ROLE"} "$@")
 seconds=$((60 * ${JOIN_MINUTES:-10}))
 nodes=(--nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "${MAX_RESTARTS:-0}")

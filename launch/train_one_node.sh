@@ -11,7 +11,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${MEGAVERL_PYTHON:-$([[ -x "$root/.venv/bin/python" ]] && echo "$root/.venv/bin/python" || echo python)}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-# shellcheck source=launch/network.sh
-source "$root/launch/network.sh"
-
 exec "$python" -m megaverl.cli.main "${COMMAND:-train}" "$@"

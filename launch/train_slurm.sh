@@ -5,6 +5,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --requeue
@@ -15,6 +16,9 @@
 # and when it is preempted, the run saves and leaves with exit code 75, and the job puts itself into the queue again.
 #
 #   sbatch --nodes=8 launch/train_slurm.sh --config configs/llama3_70b/grpo_8_nodes.yaml key=value ...
+#
+# --mem=0 asks for all memory of a node: by default a job may get a share of it for each core, which pinned copies and
+# checkpoints exceed.
 #
 # Submit from the top of the repository. MEGAVERL_PYTHON, NPROC, COMMAND and what else launch/train_multi_node.sh knows
 # are passed on. In a container (pyxis and enroot; an image of docker/Dockerfile):

@@ -4,11 +4,11 @@
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
-#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive
+#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive --mem=0
 #SBATCH hetjob
-#SBATCH --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive
+#SBATCH --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive --mem=0
 #SBATCH hetjob
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive --mem=0
 #SBATCH hetjob
 #SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=8
 #

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 DEVICES = Path("/dev")
 # Their wheels are built for one torch each, and vLLM's dependencies may bring a CUDA build beside a CPU torch.
@@ -33,6 +34,40 @@ def _count_listed() -> int:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+class GPU(NamedTuple):
+    """A GPU as nvidia-smi lists it.
+
+    Attributes:
+        capability: compute capability, such as (9, 0).
+        bus: its address in /sys/bus/pci/devices, such as "0000:1b:00.0".
+    """
+
+    number: int
+    capability: tuple[int, int]
+    bus: str
+
+
+def visible_gpus() -> list[GPU]:
+    """Return the GPUs that CUDA would show, in its order; empty where nvidia-smi lists none.
+
+    GPUs that CUDA_VISIBLE_DEVICES names by UUID are taken to be all GPUs, in nvidia-smi's order.
+    """
+    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index,compute_cap,pci.bus_id", "--format=csv,noheader"]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False)
+    rows = re.findall(r"^(\d+), (\d+)\.(\d+), ([0-9A-Fa-f:.]+)$", listing.stdout, flags=re.MULTILINE)
+    found = {index: GPU(int(index), (int(major), int(minor)), _pci_address(bus)) for index, major, minor, bus in rows}
+    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return [found[index] for index in visible if index in found] or list(found.values())
+
+
+def _pci_address(bus: str) -> str:
+    """Return "0000:1b:00.0" of nvidia-smi's "00000000:1B:00.0": Linux writes a domain with four digits."""
+    domain, _, rest = bus.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
 
 
 def gpu_name() -> str | None:

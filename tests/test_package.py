@@ -40,6 +40,7 @@ ORDER = (
     "processes",
     "temporary",
     "gpus",
+    "rank_environment",
     "outside",
     "user_code",
     "plugins",

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # a lost store is seen by all
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as launch/network.sh says
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as megaverl.rank_environment says
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

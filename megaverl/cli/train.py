@@ -32,6 +32,7 @@ from megaverl.trainer.preflight import (
     check_dry_run,
     check_fields,
     check_packages,
+    prepare_environment,
 )
 from megaverl.trainer.resuming import check_resume
 
@@ -83,6 +84,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         options = (apply(arguments) if apply else None) or {}
         choose = _choose if command in REINFORCING else None
         config = read_config(arguments, command, check_paths=not arguments.no_file_checks, choose=choose)
+        if rank is not None and not arguments.dry_run:
+            prepare_environment(config, command)  # before any code of the user's may import torch
         if arguments.dry_run:
             warning = check_dry_run(config, command, with_files=not arguments.no_file_checks)
         else:
@@ -172,7 +175,7 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *
     # Thousands of modules are imported now, and stay: looking for garbage among them takes a fifth of the start.
     gc.set_threshold(STARTING_THRESHOLD)
     try:
-        from megaverl.planner.advice import check_memory
+        from megaverl.planner.placed_run import check_memory
         from megaverl.trainer.run import main
 
         check = check_memory if command == "train" else None

@@ -175,6 +175,13 @@ class Config(Section):
         self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
         self._made_by = MadeBy(make, place)
 
+    def with_vllm(self, fields: Mapping[str, Any], why: str) -> Config:
+        """Return a copy with further fields in `rollout.vllm`, and the reason among `choices`."""
+        rollout = self.rollout.model_copy(update={"vllm": {**self.rollout.vllm, **fields}})
+        copied = self.model_copy(update={"rollout": rollout})
+        copied._choices = (*self._choices, why)
+        return copied
+
     def place(self, key: str) -> str:
         """Return where a key was written: "file, line n", "command line", or "" for a default."""
         return self._made_by.place(key)

@@ -15,6 +15,7 @@ from megaverl.config.passthrough import coerce, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.platform import flash_attention, platform
+from megaverl.sharding.model_config import yarn_attention_factor
 from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec, misfits
 
 platform.adapt_megatron()
@@ -33,6 +34,54 @@ CPU_OPTIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
+
+# Fusions of megatron-core that Transformer Engine's layers leave to it, of which each may be set to false by name.
+FUSED_ACTIVATIONS = ("silu", "clamped_swiglu")  # by `ModelSpec.activation`; the tanh approximation of gelu has none
+
+
+def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return megatron-core's fusions that a model allows on a GPU; megatron-core itself leaves all of them off.
+
+    - SwiGLU in one kernel, unless Transformer Engine's activation is asked for in its place.
+    - The residual's addition in one kernel, unless linear layers have biases, which megatron-core's experts refuse.
+    - Rotary embeddings in Transformer Engine's kernel, where it computes what the model needs.
+    """
+    own_activation = bool(overrides.get("use_te_activation_func"))
+    return {
+        "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS and not own_activation,
+        "bias_dropout_fusion": not spec.linear_bias,
+        "apply_rope_fusion": uses_transformer_engine() and spec.mla is None and yarn_factor(spec) == 1.0,
+    }
+
+
+def yarn_factor(spec: ModelSpec) -> float:
+    """Return the factor by which YaRN multiplies queries and keys of plain attention; 1 without YaRN.
+
+    Latent attention scales its softmax in its place.
+    """
+    scaling = spec.rope_scaling or {}
+    if spec.mla is not None or scaling.get("rope_type") != "yarn":
+        return 1.0
+    return yarn_attention_factor(dict(scaling))
+
+
+def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
+    """Refuse the fused rotary embedding where it would compute another model.
+
+    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`) gives Transformer
+    Engine's kernel for packed rows no factor, so YaRN's would be left out without a word.
+
+    Raises:
+        ModelError: the model has such a factor.
+    """
+    factor = yarn_factor(spec)
+    if options.get("apply_rope_fusion") and factor != 1.0:
+        raise ModelError(
+            f"megatron.apply_rope_fusion=true: YaRN multiplies this model's queries and keys by {factor:.4g}, which "
+            "Transformer Engine's fused rotary embedding leaves out. Leave the key out."
+        )
+
+
 # What CUDA graphs capture, all of a layer where it is empty. So is the default, of which megatron-core warns on every
 # rank (0.16 to 0.19, where it has another name).
 GRAPHED = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
@@ -132,12 +181,11 @@ def transformer_config(
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
     options |= ACTIVATIONS[spec.activation]
-    if spec.linear_bias:
-        options["bias_dropout_fusion"] = False  # its experts refuse it beside biases
-    if not platform.is_cuda:
-        options |= CPU_OPTIONS
+    given = coerce(config_class, overrides or {}, "megatron")
+    check_fused_rope(spec, given)
     _check_needs(overrides or {})
-    options |= coerce(config_class, overrides or {}, "megatron")
+    options |= fused_options(spec, given) if platform.is_cuda else CPU_OPTIONS
+    options |= given
     options |= {
         "tensor_model_parallel_size": shape.tp,
         "pipeline_model_parallel_size": shape.pp,

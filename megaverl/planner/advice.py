@@ -1,21 +1,17 @@
-"""What does not fit, and the nearest setting that would; asked before a run starts too."""
+"""What does not fit, and the nearest setting that would."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config
 from megaverl.config.errors import divisors
-from megaverl.config.roles import PlacementConfig
-from megaverl.distributed.placement import ResolvedPlacement, ranks_text
 from megaverl.errors import ConfigError, RolloutError
-from megaverl.planner.job import GB, Machine, PlannedJob, make_job
-from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.planner.job import GB, PlannedJob, make_job
+from megaverl.planner.memory import UTILIZATION, MemoryModel, RankMemory, phases_of
 
 MOST_TRIED = 400
 MOST_TOGETHER = 3
@@ -118,7 +114,7 @@ def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
         yield 1.0, ("rollout.sleep", True)
     if config.uses_reference and not config.reference.offload:
         yield 1.0, ("reference.offload", True)
-    share = round(float(config.rollout.vllm.get("gpu_memory_utilization", 0.92)) * 100)
+    share = round(float(config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)) * 100)
     for other in range(20, 96, 5):
         if other != share:
             yield 1.0 + abs(other - share) / 20, ("rollout.vllm.gpu_memory_utilization", other / 100)
@@ -186,39 +182,3 @@ def yaml_text(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def check_memory(config: Config, placement: ResolvedPlacement) -> None:
-    """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
-
-    Every rank comes to the same, as all have heard of the nodes. Nodes without a GPU, a model that is not in a folder
-    yet or has no table, and engines other than vLLM are not counted.
-
-    Raises:
-        ConfigError: what does not fit, and the nearest settings that would.
-    """
-    gpus = [node for node in placement.nodes if node.memory]
-    known = (Path(config.model.path) / "config.json").is_file() and config.rollout.engine == "vllm"
-    if not gpus or not known or not config.placement.check_memory or config.trainer.rollout_only:
-        return
-    machine = Machine(gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus))
-    spec = ModelSpec.outline(config.model.path)
-    if not spec.is_tabled:
-        return  # its engine's layout is read from vLLM, which a start must not build twice
-    job = make_job(by_ranks(config, placement), spec, placement.size, machine)
-    if missing := shortages(job, MemoryModel(job).ranks()):
-        raise ConfigError(
-            f"the planner finds that {placement.num_with_device} GPUs with {machine.memory / 1e9:.1f} GB each do not "
-            "hold this run:\n" + "\n".join(f"  - {shortage}" for shortage in missing) + "\nNearest that would: "
-            f"{str(advise(job)).rstrip('.')}. `megaverl plan` shows all of it; placement.check_memory=false starts it "
-            "all the same."
-        )
-
-
-def by_ranks(config: Config, placement: ResolvedPlacement) -> Config:
-    """The configuration with every role's ranks written out, whoever has said where they are."""
-    if placement.is_colocated:
-        return config
-    places = {role: ranks_text(ranks) for role, ranks in placement.ranks.items()}
-    said = PlacementConfig(**places, actor_islands=len(placement.islands))  # type: ignore[arg-type]
-    return config.model_copy(update={"placement": said})

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.models.lora import ADAPTER, LowRank, adapter_names, factor_layout
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
@@ -111,8 +112,16 @@ class BufferOptions:
     offload: float
 
     @classmethod
-    def read(cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int) -> BufferOptions:
-        """As `megaverl.workers.trainable` and megatron-core fill in what is left out."""
+    def read(
+        cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int, *, on_gpus: bool = True
+    ) -> BufferOptions:
+        """Return the options of a role, with what is left out filled in as the run and megatron-core do.
+
+        Args:
+            num_replicas: data-parallel ranks times context-parallel ranks.
+            on_gpus: `Machine.on_gpus`.
+        """
+        ddp = ddp_defaults(ddp, replicas=num_replicas, on_gpus=on_gpus)
         aware = bool(optimizer.get("use_precision_aware_optimizer", False))
 
         def itemsize(field: str) -> int:
@@ -121,9 +130,9 @@ class BufferOptions:
         bucket = ddp.get("bucket_size") or max(40_000_000, 1_000_000 * num_replicas)
         sgd = optimizer.get("optimizer", "adam") == "sgd"
         return cls(
-            distributed=bool(ddp.get("use_distributed_optimizer", True)),
-            grads_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
-            bucket_size=bucket if ddp.get("overlap_grad_reduce", False) else None,
+            distributed=bool(ddp["use_distributed_optimizer"]),
+            grads_in_fp32=bool(ddp["grad_reduce_in_fp32"]),
+            bucket_size=bucket if ddp["overlap_grad_reduce"] else None,
             high_busbw=bool(ddp.get("pad_buckets_for_high_nccl_busbw", False)),
             precision_aware=aware,
             exp_avg_itemsize=itemsize("exp_avg_dtype"),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.errors import MegaverlError
+from megaverl.gpus import count_gpus
 from megaverl.planner.costs import FORWARD_KERNELS
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import RANGES, Hardware
@@ -114,9 +115,8 @@ class Probe:
         keys = [*PROBE_KEYS, *sampling(engine, RESPONSE), *inputs, *more]
         found = real_steps(folder / f"run_{len(list(folder.iterdir()))}", keys, ranks, STEPS)
         config = load_config(None, keys, check_paths=False, world_size=ranks)
-        return cls(
-            make_job(config, find_spec(config), ranks, Machine(gpus_per_node=ranks)), found.operators, found.others
-        )
+        machine = Machine(gpus_per_node=ranks, on_gpus=count_gpus() > 0)
+        return cls(make_job(config, find_spec(config), ranks, machine), found.operators, found.others)
 
     def beyond(self, name: str, hardware: Hardware) -> float:
         """Seconds of an operator that its prediction lacks; negative where that is too much."""

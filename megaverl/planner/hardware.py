@@ -140,6 +140,11 @@ class Hardware:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
         return path
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether a rank is a GPU, and not a process on cores that all ranks of a node share."""
+        return self.cores is None
+
     def machine(self, **given: Any) -> Machine:
         """The same for the planner of memory and bytes.
 
@@ -152,6 +157,7 @@ class Hardware:
             "nvlink": self.node_gb_s * GB,
             "network": self.network_gb_s * GB,
             "hbm": self.memory_gb_s * GB,
+            "on_gpus": self.on_gpus,
         }
         return Machine(**own | given)
 

@@ -400,6 +400,7 @@ class Machine:
         memory: of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
         reserve: of it, what neither role nor engine may count on: CUDA's context, NCCL's buffers and the like; None:
             what each rank needs, part by part (`megaverl.planner.reserve`).
+        on_gpus: False where ranks are processes on a processor's cores, which have other defaults.
         nvlink, network, hbm: bandwidths; NVLink 4 gives 450 GB/s each way, a 400 Gbit/s adapter 50 GB/s.
     """
 
@@ -409,6 +410,7 @@ class Machine:
     nvlink: float = 450 * GB
     network: float = 50 * GB
     hbm: float = 3350 * GB
+    on_gpus: bool = True
 
     def node_of(self, rank: int) -> int:
         return rank // self.gpus_per_node

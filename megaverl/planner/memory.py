@@ -276,7 +276,9 @@ class MemoryModel:
             parameters = adapters_of(role.layout_of(role.grid.rank(pp=stage)), adapters, head)
         return trained_bytes(
             parameters,
-            BufferOptions.read(role.trained.ddp, getattr(role.config, "optimizer", {}), replicas),
+            BufferOptions.read(
+                role.trained.ddp, getattr(role.config, "optimizer", {}), replicas, on_gpus=self.job.machine.on_gpus
+            ),
             itemsize=self.job.itemsize,
             dense=(dense, replicas),
             expert=(expert, role.grid.expert_dp),

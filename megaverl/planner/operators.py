@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, log2
 
+from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.planner.costs import (
     OPTIMIZER_BYTES,
     Duration,
@@ -75,7 +76,7 @@ class StepLoad:
         self.job, self.hardware, self.lengths, self.traffic = job, hardware, lengths, traffic
         self.samples = job.config.rows_per_step
         dtype = job.config.model.dtype
-        self.dtype = ("float32" if hardware.cores else "bfloat16") if dtype == "auto" else dtype
+        self.dtype = ("bfloat16" if hardware.on_gpus else "float32") if dtype == "auto" else dtype
 
     @property
     def peak(self) -> float:
@@ -369,8 +370,9 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     costs, grid = load.model(role.spec), role.grid
     trained, optimizer = role.trained, getattr(role.config, "optimizer", {})
     assert trained is not None
-    gradient = 4 if trained.ddp.get("grad_reduce_in_fp32") or load.dtype == "float32" else costs.itemsize
-    overlaps = bool(trained.ddp.get("overlap_grad_reduce"))
+    ddp = ddp_defaults(trained.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus)
+    gradient = 4 if ddp["grad_reduce_in_fp32"] or load.dtype == "float32" else costs.itemsize
+    overlaps = bool(ddp["overlap_grad_reduce"])
     gathers_early = bool(trained.ddp.get("overlap_param_gather"))
     distributed = bool(optimizer.get("use_distributed_optimizer", True))
     slowest = Duration()

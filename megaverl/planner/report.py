@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.distributed.placement import ranks_text
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
 from megaverl.planner.buffers import ITEMSIZE
@@ -17,6 +18,7 @@ from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import REST, MemoryModel, RankMemory, phases_of
+from megaverl.planner.placed_run import derive_share, explain, with_share
 from megaverl.planner.simulator import PredictedPhase, Prediction, default_lengths, simulate
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 
@@ -48,6 +50,7 @@ class Capacity:
     """All that is found out about a job.
 
     Attributes:
+        derived: what a run will use that the configuration does not say, a line each.
         prediction: of a step, where the hardware is described. lengths: of the samples that it is for.
     """
 
@@ -56,20 +59,47 @@ class Capacity:
     traffic: ReshardTraffic
     shortages: list[Shortage]
     advice: Advice | None
+    derived: tuple[str, ...] = ()
     prediction: Prediction | None = None
     lengths: LengthDistribution | None = None
 
 
 def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDistribution | None = None) -> Capacity:
     """Memory and traffic of every rank, advice where something does not fit, and what a step takes on this hardware."""
+    share = derive_share(job)
+    if share is not None:
+        job = with_share(job, share)
+    derived = tuple(_derived(job, share))
     memory, traffic = MemoryModel(job).ranks(), make_traffic(job)
     missing = shortages(job, memory)
     advice = advise(job) if missing else None
     if hardware is None:
-        return Capacity(job, memory, traffic, missing, advice)
+        return Capacity(job, memory, traffic, missing, advice, derived)
     lengths = lengths or default_lengths(job)
     prediction = simulate(job, hardware, lengths=lengths, traffic=traffic)
-    return Capacity(job, memory, traffic, missing, advice, prediction, lengths)
+    return Capacity(job, memory, traffic, missing, advice, derived, prediction, lengths)
+
+
+def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
+    """Yield what a run will use that the configuration does not say.
+
+    Args:
+        share: of a GPU for vLLM, if it is derived.
+    """
+    if share is not None:
+        yield explain(share)
+    if not job.machine.on_gpus:
+        return
+    for role in job.roles:
+        if role.trained is None or role.shards is not None:
+            continue
+        given = role.trained.ddp
+        fields = ddp_defaults(given, replicas=role.grid.dp * role.grid.cp, on_gpus=True)
+        chosen = [f"{name}={str(value).lower()}" for name, value in fields.items() if name not in given]
+        if chosen:
+            yield f"{role.name}.ddp: {', '.join(chosen)}"
+    if {role.config.engine for role in job.roles} == {"megatron"}:
+        yield "CUDA_DEVICE_MAX_CONNECTIONS: 1 up to Hopper"
 
 
 def as_dict(capacity: Capacity) -> dict[str, Any]:
@@ -87,6 +117,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         }
         | {"rollout": {"ranks": ranks_text(rollout.ranks), "tp": rollout.tp, "engines": rollout.num_engines}}
         | {name: {"ranks": ranks_text(job.placement.ranks[name])} for name in ("reward", "coordinator")},
+        "derived": list(capacity.derived),
         "memory": {
             role: {part: spread(of_part(memory, role, part)) for part in parts}
             for role, parts in parts_of(memory).items()
@@ -235,6 +266,11 @@ def _head(capacity: Capacity) -> Iterator[str]:
     if not job.placement.is_colocated:
         for name in ("reward", "coordinator"):
             yield f"  {name:<11} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
+    if capacity.derived:
+        yield ""
+        yield "chosen, as the configuration does not say:"
+        for line in capacity.derived:
+            yield textwrap.fill(line, WIDTH, **INDENTED)
 
 
 def _memory(capacity: Capacity) -> Iterator[str]:

@@ -345,7 +345,8 @@ def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = 
     if trained.lora is not None or trained.offload.parameters:
         return 0.0 if trained.offload.parameters or generating else job.itemsize * (plain + expert)
     replicas = role.grid.dp * role.grid.cp
-    options = BufferOptions.read(trained.ddp, getattr(role.config, "optimizer", {}), replicas)
+    optimizer = getattr(role.config, "optimizer", {})
+    options = BufferOptions.read(trained.ddp, optimizer, replicas, on_gpus=job.machine.on_gpus)
     gradients = 4 if options.grads_in_fp32 else job.itemsize
     moments = options.exp_avg_itemsize * options.num_moments  # the second is no smaller than the first
     state = 0.0 if trained.offload.optimizer else (1 - options.offload) * (options.main_itemsize + moments)

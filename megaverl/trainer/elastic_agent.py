@@ -31,6 +31,7 @@ from megaverl.config import Config, smallest_world
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, GridError, TrainingStopped
 from megaverl.gpus import count_gpus
 from megaverl.processes import FINISHED, ending_with_parent
+from megaverl.rank_environment import prepare_agent
 from megaverl.temporary import remove_temporary_folder, temporary_folder
 from megaverl.trainer.preflight import CHECKED
 
@@ -38,7 +39,6 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 MASTER_PORT = 29500  # torchrun's, where none is given
 C10D_PORT = 29400  # torch's, of an endpoint without one
 JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
-MOST_THREADS = 8  # of a rank with a GPU: what it does on the processor (packing, checkpoints) gains nothing from more
 # Exit codes of a rank after which the ranks are not started again: a run that saved because it must leave, one that was
 # interrupted, and a mistake in the configuration, which would be the same again.
 STAYS_DOWN = (SAVED_AND_LEFT, INTERRUPTED, MISTAKE)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
     nproc = determine_local_world_size(arguments.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc, len(os.sched_getaffinity(0)), count_gpus())))
+    prepare_agent(os.environ, nproc)
     _silence_torchs_agent()
     _restart_only_what_failed()
     with _passing_on_signals():
@@ -102,13 +102,6 @@ def _left_without_finishing(ranks: Sequence[int], log_hint: str) -> int:
         flush=True,
     )
     return FAILED
-
-
-def threads_per_rank(nproc: int, cores: int, gpus: int) -> int:
-    """OMP_NUM_THREADS where nobody has set it: a rank's share of the cores, bounded where GPUs do the work. torchrun
-    alone would give each of several ranks 1."""
-    share = max(1, cores // nproc)
-    return min(share, MOST_THREADS) if gpus else share
 
 
 def _meet(arguments: argparse.Namespace) -> object:

@@ -19,9 +19,11 @@ from megaverl.config.checks import package_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, listed
 from megaverl.config.field_needs import FieldMachine, need_mistakes, without_repeats
 from megaverl.config.grids import used_roles
+from megaverl.config.roles import GridConfig
 from megaverl.config.run import is_hub_name
 from megaverl.errors import ConfigError, ModelError, RolloutError
 from megaverl.gpus import cuda_builds_beside_cpu_torch, has_usable_gpu, is_processor_meant, unusable_gpus
+from megaverl.rank_environment import Work, prepare_rank
 from megaverl.rollout.cpu_kernels import why_no_kernel
 from megaverl.rollout.cpu_limits import check_runs_here, speculation_here
 from megaverl.sharding.model_spec import ModelSpec
@@ -36,6 +38,19 @@ if TYPE_CHECKING:
 # Set for ranks whose code and data the command that starts them has checked, or was told not to check.
 CHECKED = "_MEGAVERL_CHECKED"
 GENERATES = ("train", "eval", "generate", "quickstart")
+
+
+def prepare_environment(config: Config, command: str) -> None:
+    """Set the environment of this rank. Call before torch is imported: it and CUDA read their variables once."""
+    roles = [getattr(config, role, None) for role in used_roles(config, command)]
+    models = [role for role in roles if isinstance(role, GridConfig)]
+    optimizers = [getattr(role, "optimizer", {}) for role in models]
+    work = Work(
+        engines=frozenset(role.engine for role in models),
+        generates=command in GENERATES and config.rollout.engine == "vllm",
+        steps_on_cpu=any(optimizer.get("optimizer_cpu_offload") for optimizer in optimizers),
+    )
+    prepare_rank(os.environ, work)
 
 
 def check_builds() -> None:

@@ -19,6 +19,7 @@ from megaverl.errors import ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.tracker import write_versions
 from megaverl.planner.candidates import read_choice, write_choice
+from megaverl.planner.placed_run import with_engine_share
 from megaverl.platform import platform
 from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import sampling_options
@@ -53,6 +54,8 @@ def main(
     console = redirect_output(config.run_dir / "logs", rank)
     platform.start()
     job = join_job(config, command, console, check)
+    if command in ("train", "quickstart") and not config.trainer.rollout_only:
+        config = with_engine_share(config, job.fabric.placement)
     try:
         if checks_files:
             job.liveness.status("checking code and data")

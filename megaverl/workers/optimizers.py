@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import reduce_json
@@ -59,7 +60,8 @@ class MegatronTrainable(TrainableModel):
         offload: OffloadConfig | None = None,
     ) -> None:
         grid = model.grid
-        config, ddp_config = optimizer_configs(model.role, optimizer, ddp, model.config.params_dtype)
+        replicas = grid.shape.dp * grid.shape.cp
+        config, ddp_config = optimizer_configs(model.role, optimizer, ddp, model.config.params_dtype, replicas)
         super().__init__(model, max_norm=float(config.clip_grad), gradient_accumulation=gradient_accumulation)
         self.chunks = [
             DistributedDataParallel(
@@ -171,19 +173,21 @@ class MegatronTrainable(TrainableModel):
 
 
 def optimizer_configs(
-    role: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any], dtype: torch.dtype
+    role: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any], dtype: torch.dtype, replicas: int = 1
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
     """Make megatron-core's configurations of an optimizer and of gradient buffers from a role's mappings.
 
     Args:
         dtype: of the model's parameters.
+        replicas: data-parallel ranks times context-parallel ranks of the role's grid.
 
     Raises:
         ConfigError: megatron-core refuses a value; its reason is passed on.
     """
     try:
-        of_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
-        ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | of_ddp))
+        given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
+        fields = ddp_defaults(given_ddp, replicas=replicas, on_gpus=platform.is_cuda)
+        ddp_config = DistributedDataParallelConfig(**fields)
         given = {
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,

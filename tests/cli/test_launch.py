@@ -20,7 +20,8 @@ from megaverl.config import Config
 from megaverl.errors import GridError
 from megaverl.gpus import count_gpus
 from megaverl.processes import MOST_FILES, ending_with_parent
-from megaverl.trainer.elastic_agent import check_world, default_nproc, start_ranks, threads_per_rank
+from megaverl.rank_environment import threads_per_rank
+from megaverl.trainer.elastic_agent import check_world, default_nproc, start_ranks
 from tests.launcher import Ended, Launcher
 from tests.trainer.conftest import command_arguments, environment, inputs  # noqa: F401  (a fixture)
 

@@ -17,6 +17,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r"^(\s*)```(\w*)(?:\s+title=\"([^\"]+)\")?\s*$")
+PLANNED = re.compile(r"<!-- planned: (.+) -->")
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -27,6 +28,7 @@ class Block(NamedTuple):
     Attributes:
         title: the file that it is, if it says so.
         not_run: the reason that stands before it, if any.
+        planned: of a configuration, options of `megaverl plan` that stand before it: the model and the machine.
     """
 
     page: Path
@@ -35,6 +37,7 @@ class Block(NamedTuple):
     title: str
     text: str
     not_run: str
+    planned: str
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -51,9 +54,10 @@ def blocks(page: Path) -> Iterator[Block]:
             continue
         end = next(i for i in range(number + 1, len(lines)) if lines[i].strip() == "```")
         before = lines[number - 1].strip() if number else ""
-        reason = NOT_RUN.fullmatch(before)
+        reason, plan = NOT_RUN.fullmatch(before), PLANNED.fullmatch(before)
         text = "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end]) + "\n"
-        yield Block(page, number + 1, opened[2], opened[3] or "", text, reason[1] if reason else "")
+        why, options = reason[1] if reason else "", plan[1] if plan else ""
+        yield Block(page, number + 1, opened[2], opened[3] or "", text, why, options)
         number = end + 1
 
 

@@ -2,7 +2,9 @@
 
 What a block is decides what is done with it:
 - python: run, page by page, in one namespace. One with a title is also that file.
-- yaml: loaded and checked as a configuration (missing parts are filled in). One with a title is also that file.
+- yaml: loaded and checked as a configuration (missing parts are filled in), and planned: it fits GPUs of 80 GB. A
+  comment before it names the model and the nodes (<!-- planned: --nodes 1 --model-config FILE -->); without one it is a
+  small model on as few ranks as the grids need. One with a title is also that file.
 - json: parsed, line by line.
 - bash: each line is run; what would train or convert is checked up to where it would begin (`--dry-run`), a script must
   be there and take its options, and what changes a machine (pip, apt) or needs several is only looked at.
@@ -11,6 +13,7 @@ A block that cannot be run at all says why in a comment before it: <!-- not run:
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -27,13 +30,17 @@ import pytest
 
 from megaverl import errors
 from megaverl.cli.main import COMMANDS, main, parser_of
-from megaverl.config import load_config
+from megaverl.config import load_config, smallest_world
 from megaverl.config.key_types import type_at
 from megaverl.config.loader import FLAT
 from megaverl.config.passthrough import PLACES
 from megaverl.config.schema import Config
 from megaverl.config.section import all_keys, keys_of
 from megaverl.config.typed_yaml import compose, construct
+from megaverl.planner.advice import shortages
+from megaverl.planner.job import Machine, find_spec, make_job
+from megaverl.planner.memory import MemoryModel
+from megaverl.planner.placed_run import derive_share, with_share
 from megaverl.rewards import registry
 from megaverl.trainer.elastic_agent import PASSED_ON
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_column, table_names
@@ -127,7 +134,26 @@ def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
         }  # fmt: skip
     if values.get("reward") is None and "reward_function" in values.get("model", {}):
         del complete["reward"]
-    load_config(complete, command="eval" if block.title == "eval.yaml" else "train", check_paths=False)
+    command = "eval" if block.title == "eval.yaml" else "train"
+    config = load_config(complete, command=command, check_paths=False)
+    names_nodes = config.placement.is_given and not block.planned
+    if command == "train" and config.rollout.engine == "vllm" and not names_nodes:
+        plan_yaml(block, config)
+
+
+def plan_yaml(block: Block, config: Config) -> None:
+    """A run of it fits, as `megaverl plan` counts."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--nodes", type=int, default=0)
+    options.add_argument("--model-config", default="models/small/config.json")
+    given = options.parse_args(block.planned.split())
+    machine = Machine()
+    world = given.nodes * machine.gpus_per_node or config.run.nproc or smallest_world(config)
+    job = make_job(config, find_spec(config, given.model_config), world, machine)
+    share = derive_share(job)
+    job = job if share is None else with_share(job, share)
+    missing = shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
+    assert [str(each) for each in missing] == [], f"{block} does not fit {world} GPUs"
 
 
 def run_bash(block: Block, namespace: dict[str, Any]) -> None:
@@ -263,7 +289,8 @@ def test_flat_names_and_variables_are_those_of_the_code() -> None:
     used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}  # the scripts' own
     documented = table_names(ROOT / "docs" / "reference.md", "Variables of the environment")
     assert used == {name for name in documented if name.startswith("MEGAVERL_")}
-    assert set(re.findall(r"export (\w+)=", (ROOT / "launch" / "network.sh").read_text())) <= documented
+    named = re.findall(r'Variable\(\s*"(\w+)"', (ROOT / "megaverl" / "rank_environment.py").read_text())
+    assert len(named) > 5 and set(named) <= documented
 
 
 def code_strings() -> Iterator[str]:

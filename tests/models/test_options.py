@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +14,25 @@ from hypothesis import strategies as st
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
+from megaverl.models import options
 from megaverl.models.options import (
     CPU_OPTIONS,
     check_divides,
+    fused_options,
     padded_vocab_size,
     rope_options,
     token_multiple,
     transformer_config,
     yarn_options,
 )
-from megaverl.platform import platform
+from megaverl.platform import Platform, platform
 from megaverl.sharding.model_config import yarn_attention_factor
+from megaverl.sharding.model_spec import ModelSpec
 from tests.sharding.specs import make_spec
+
+platform.adapt_megatron()
+
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -151,3 +159,43 @@ def test_what_megatron_core_refuses_is_passed_on() -> None:
     refused = {"recompute_granularity": "full", "recompute_method": "sideways", "recompute_num_layers": 1}
     with pytest.raises(ModelError, match=r"TransformerConfig refuses these options: .*sideways"):
         transformer_config(make_spec(), GridShape(), torch.float32, refused)
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("spec", "overrides", "off"),
+    [
+        (make_spec(), {}, set()),
+        (replace(make_spec(), activation="gelu_tanh"), {}, {"bias_activation_fusion"}),
+        (make_spec(), {"use_te_activation_func": True}, {"bias_activation_fusion"}),
+        (replace(make_spec(), activation="clamped_swiglu", linear_bias=True), {}, {"bias_dropout_fusion"}),
+        (replace(make_spec(), rope_scaling=YARN), {}, {"apply_rope_fusion"}),
+        (replace(make_spec(), rope_scaling=YARN | {"attention_factor": 1.0}), {}, set()),
+    ],
+)
+def test_what_a_model_allows_is_fused_on_a_gpu(
+    spec: ModelSpec, overrides: dict[str, Any], off: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "platform", Platform(is_cuda=True))
+    monkeypatch.setattr(options, "uses_transformer_engine", lambda: True)
+    found = fused_options(spec, overrides)
+    assert {name for name, value in found.items() if not value} == off and len(found) == 3
+    monkeypatch.setattr(options, "uses_transformer_engine", lambda: False)
+    monkeypatch.setattr(options, "_check_needs", lambda overrides: None)  # as where its layers are there
+    config = transformer_config(spec, GridShape(), torch.bfloat16, overrides)
+    expected = found | {"apply_rope_fusion": False}
+    assert {name: getattr(config, name) for name in found} == expected, "its kernel is Transformer Engine's"
+    plain = transformer_config(spec, GridShape(), torch.bfloat16, overrides | {"bias_dropout_fusion": False})
+    assert plain.bias_dropout_fusion is False, "what is given wins"
+
+
+def test_a_fused_rotary_embedding_that_leaves_out_yarns_factor_is_refused() -> None:
+    """megatron-core hands Transformer Engine's kernel for packed rows no factor: logits would be others."""
+    spec = replace(make_spec(), rope_scaling=YARN)
+    with pytest.raises(ModelError, match=r"apply_rope_fusion=true: YaRN multiplies .* by 1\.347, .* Leave the key out"):
+        transformer_config(spec, GridShape(), torch.float32, {"apply_rope_fusion": True})
+    source = inspect.getsource(rope_utils.apply_rotary_pos_emb)
+    packed = source[source.index("return fused_apply_rotary_pos_emb_thd(") :]
+    assert "mscale" not in packed[: packed.index(")\n    #")], "it takes the factor now: the refusal can go"

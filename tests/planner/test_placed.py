@@ -11,9 +11,9 @@ from megaverl.config import InvalidConfig, load_config
 from megaverl.distributed.placement import Node
 from megaverl.errors import ConfigError
 from megaverl.planner import advice
-from megaverl.planner.advice import check_memory
 from megaverl.planner.job import Machine
 from megaverl.planner.picture import draw
+from megaverl.planner.placed_run import check_memory
 from megaverl.planner.report import as_dict, as_text, survey
 from megaverl.trainer.job import place
 from tests.planner.jobs import CONFIGS, make

@@ -32,7 +32,13 @@ from megaverl.trainer.api.settings import (
     refuse_unknown,
     resolve,
 )
-from megaverl.trainer.preflight import check_before_ranks, check_code_and_data, check_fields, check_in_ranks
+from megaverl.trainer.preflight import (
+    check_before_ranks,
+    check_code_and_data,
+    check_fields,
+    check_in_ranks,
+    prepare_environment,
+)
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -90,10 +96,11 @@ def init_distributed(config: Description) -> Job:
         JOB_OF_ONE.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
         JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         os.environ |= JOB_OF_ONE
+    prepare_environment(resolved, "train")  # of what is not imported yet; CUDA and NCCL may not have started
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.dataflow.carrier import use_fabric
     from megaverl.monitoring.console import Console
-    from megaverl.planner.advice import check_memory
+    from megaverl.planner.placed_run import check_memory
     from megaverl.platform import platform
     from megaverl.trainer.job import join_job
 
@@ -246,10 +253,12 @@ class RLTrainer:
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
         from megaverl.monitoring.console import Console
+        from megaverl.planner.placed_run import with_engine_share
         from megaverl.trainer.job import reporter
         from megaverl.trainer.loop import Trainer
         from megaverl.trainer.run import prepare_folder
 
+        self.config = with_engine_share(self.config, job.fabric.placement)
         console = Console(job.fabric.rank)
         console.speaks = job.fabric.rank == reporter(job.fabric.placement)
         on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)

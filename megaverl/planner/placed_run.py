@@ -1,0 +1,132 @@
+"""A run on the ranks and GPUs that it has met: the engine's share of their memory, and whether all of it fits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from megaverl.config import Config
+from megaverl.config.roles import PlacementConfig
+from megaverl.distributed.placement import ResolvedPlacement, ranks_text
+from megaverl.errors import ConfigError
+from megaverl.planner.advice import advise, shortages, with_settings
+from megaverl.planner.job import GB, Machine, PlannedJob, make_job
+from megaverl.planner.memory import UTILIZATION, MemoryModel
+from megaverl.sharding.model_spec import ModelSpec
+
+SHARE = "gpu_memory_utilization"
+ROOM = 0.97  # of a GPU: what the plan counts is not all, and blocks of memory are cut in pieces
+STEP = 0.05
+LEAST, MOST = 0.1, 0.9
+UNKNOWN = 0.5  # where the planner has no table of the model
+# Phases of a step in which a sleeping engine's share is taken; the others do not depend on it.
+OF_ENGINE = ("engine start", "generate", "reshard")
+
+
+def derive_share(job: PlannedJob) -> float | None:
+    """Return the share of a GPU's memory that vLLM may take beside the other roles of its ranks.
+
+    vLLM's own default, 0.92, is for a GPU that it has to itself. None where that holds, where the configuration names
+    a share or a size of the cache, and where there is no GPU. The share is the largest multiple of 0.05 with which
+    every phase of a step fits; if even the least does not, `shortages` reports what is missing.
+    """
+    if not _is_open(job.config) or not job.machine.on_gpus:
+        return None
+    engines = set(job.rollout.ranks)
+    if not any(engines.intersection(role.ranks) for role in job.roles):
+        return None
+    share, sleeps = MOST, job.config.rollout.sleep
+    while True:
+        trial = with_share(job, share)
+        missing = shortages(trial, MemoryModel(trial).ranks(trial.stage_ranks()), ROOM)
+        depends = (each for each in missing if each.what != "KV cache" and (not sleeps or each.what in OF_ENGINE))
+        over = max((each.needed - each.available for each in depends), default=0.0)
+        if over <= 0 or share <= LEAST:
+            return share
+        # A little less than a whole number of steps must not become one step more.
+        lower = math.floor((share - over / job.machine.memory) / STEP + 1e-9) * STEP
+        share = round(max(LEAST, min(lower, share - STEP)), 2)
+
+
+def _is_open(config: Config) -> bool:
+    fields = config.rollout.vllm
+    return config.rollout.engine == "vllm" and SHARE not in fields and not fields.get("kv_cache_memory_bytes")
+
+
+def with_share(job: PlannedJob, share: float) -> PlannedJob:
+    """Return the job with this share of a GPU for its engines."""
+    return with_settings(job, ((f"rollout.vllm.{SHARE}", share),))
+
+
+def explain(share: float) -> str:
+    """Return the line that a run and a plan print for a derived share."""
+    return (
+        f"rollout.vllm.{SHARE}: {share:.2f}, the most that leaves room for the other roles on the engine's GPUs "
+        f"(vLLM's own {UTILIZATION} is for a GPU of its own)"
+    )
+
+
+def with_engine_share(config: Config, placement: ResolvedPlacement) -> Config:
+    """Return the configuration of a run with the engine's share of its GPUs, where nobody named one.
+
+    Every rank comes to the same, as all have heard of the nodes.
+    """
+    gpus = [node for node in placement.nodes if node.memory]
+    if not gpus or not _is_open(config):
+        return config
+    job = placed_job(config, placement)
+    if job is None:
+        return _with_unknown_share(config) if placement.is_colocated else config
+    share = derive_share(job)
+    return config if share is None else config.with_vllm({SHARE: share}, explain(share))
+
+
+def _with_unknown_share(config: Config) -> Config:
+    why = f"rollout.vllm.{SHARE}: {UNKNOWN:.2f}, as other roles share its GPUs and the planner cannot count this model"
+    return config.with_vllm({SHARE: UNKNOWN}, why)
+
+
+def placed_job(config: Config, placement: ResolvedPlacement) -> PlannedJob | None:
+    """Return the run as the planner counts it on these nodes; None for a model that it cannot count.
+
+    That is one whose folder is not here yet, or whose engine's layout would have to be read from vLLM.
+    """
+    gpus = [node for node in placement.nodes if node.memory]
+    if not gpus or not (Path(config.model.path) / "config.json").is_file():
+        return None
+    spec = ModelSpec.outline(config.model.path)
+    if not spec.is_tabled:
+        return None
+    machine = Machine(gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus))
+    return make_job(by_ranks(config, placement), spec, placement.size, machine)
+
+
+def check_memory(config: Config, placement: ResolvedPlacement) -> None:
+    """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
+
+    Every rank comes to the same, as all have heard of the nodes. Nodes without a GPU, a model that is not in a folder
+    yet or has no table, and engines other than vLLM are not counted.
+
+    Raises:
+        ConfigError: what does not fit, and the nearest settings that would.
+    """
+    left_out = config.rollout.engine != "vllm" or not config.placement.check_memory or config.trainer.rollout_only
+    job = None if left_out else placed_job(with_engine_share(config, placement), placement)
+    if job is None:
+        return
+    if missing := shortages(job, MemoryModel(job).ranks()):
+        raise ConfigError(
+            f"the planner finds that {placement.num_with_device} GPUs with {job.machine.memory / GB:.1f} GB each do "
+            "not hold this run:\n" + "\n".join(f"  - {shortage}" for shortage in missing) + "\nNearest that would: "
+            f"{str(advise(job)).rstrip('.')}. `megaverl plan` shows all of it; placement.check_memory=false starts it "
+            "all the same."
+        )
+
+
+def by_ranks(config: Config, placement: ResolvedPlacement) -> Config:
+    """The configuration with every role's ranks written out, whoever has said where they are."""
+    if placement.is_colocated:
+        return config
+    places = {role: ranks_text(ranks) for role, ranks in placement.ranks.items()}
+    said = PlacementConfig(**places, actor_islands=len(placement.islands))  # type: ignore[arg-type]
+    return config.model_copy(update={"placement": said})
