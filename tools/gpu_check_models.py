@@ -242,13 +242,14 @@ def resumed(folder: Path) -> Outcome:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, float]]:
-    """Step -> rewards, losses and KL of a run."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = {
-        row["step"]: {name: row[name] for name in row if name in ("reward/mean", "actor/loss", "actor/kl")}
-        for row in rows
-    }
-    return {step: metrics for step, metrics in kept.items() if metrics and step > 0}
+    """Return rewards, losses and KL of a run by step. A step that is validated has two records."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found = {name: row[name] for name in ("reward/mean", "actor/loss", "actor/kl") if name in row}
+        if found and row["step"] > 0:
+            steps.setdefault(row["step"], {}).update(found)
+    return steps
 
 
 def outside() -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools import gpu_check
+from tools.gpu_check_models import read_steps
 from tools.gpu_check_parts import CHECKS
 
 
@@ -47,3 +48,12 @@ def test_the_engine_comes_first_and_two_gpus_last() -> None:
     assert next(iter(CHECKS)) == "engine"
     sections = [check.section for check in CHECKS.values()]
     assert sections == sorted(sections), "one GPU, then two or more"
+
+
+def test_steps_that_were_validated_count(tmp_path: Path) -> None:
+    """Their second record has no reward: it must not take the place of the first."""
+    rows = [{"step": 1, "reward/mean": 0.5, "actor/loss": 1.0}, {"step": 2, "reward/mean": 0.25}]
+    rows.append({"step": 2, "validation/reward": 0.75})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = read_steps(tmp_path / "metrics.jsonl")
+    assert steps == {1: {"reward/mean": 0.5, "actor/loss": 1.0}, 2: {"reward/mean": 0.25}}
