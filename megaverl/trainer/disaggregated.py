@@ -195,7 +195,7 @@ class Disaggregated(Executor):
         with self.stages.timeline.step(step):
             done, taken = self._starts_from(step, prompts, given, moving)
             values = self.flow.run(self.stages, done, leave_out=("reshard",), **moving, prompts=taken, step=step)
-        metrics = self.reports.of_this_rank(self.step.metrics | self.stages.timeline.step_metrics())
+        metrics = self.reports.of_this_rank(self.step.metrics | self.stages.timeline.step_metrics(), step)
         if self.fabric.rank == self.reporter:
             self._values = {name: values[name] for name in ("rollouts", "scores")}  # devices let go of what trained
             metrics |= self.coordinator.costs()
@@ -226,7 +226,7 @@ class Disaggregated(Executor):
         if not self.fabric.has("rollout"):  # what is received is measured where it arrives
             of_reshard = [name for name in metrics if name.startswith("reshard/") or name == "time/reshard_ms"]
             metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
-        metrics = self.reports.of_this_rank(metrics)
+        metrics = self.reports.of_this_rank(metrics, step)
         if self.fabric.rank == self.reporter:
             metrics |= self.coordinator.costs()
         self._measured[step] = metrics
@@ -242,6 +242,7 @@ class Disaggregated(Executor):
         self._idle_since = time.perf_counter()
 
     def end_scores(self, step: int, scores: Scores) -> None:
+        self.reports.book(step)
         if self._keeps_waiting:
             self.waiting.add_scores(step, scores, self.step.metrics)
 

@@ -122,8 +122,14 @@ class WorldMetrics:
     def __init__(self, fabric: Fabric, reporter: int) -> None:
         self.fabric, self.reporter = fabric, reporter
         self._sent, self._last, self._received = PendingSends(), time.perf_counter(), 0
+        self._booked: dict[int, int] = {}
 
-    def of_this_rank(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def book(self, step: int) -> None:
+        """Count the bytes that have come since they were last counted for a step, which may be ahead of training."""
+        self._booked[step] = self._booked.get(step, 0) + self.fabric.traffic.received - self._received
+        self._received = self.fabric.traffic.received
+
+    def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """A step's, with what the first rank of a world says of its roles: memory, how long they were busy, and how
         many bytes of samples and results came to it."""
         found = {name: value for name, value in metrics.items() if not name.startswith("busy/")}
@@ -132,7 +138,8 @@ class WorldMetrics:
                 found[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
         if self.fabric.rank == self.fabric.world.ranks[0]:
             found |= memory_metrics(*self.fabric.world.roles)
-            came, self._received = self.fabric.traffic.received - self._received, self.fabric.traffic.received
+            self.book(step)
+            came = self._booked.pop(step)
             found |= {f"dataflow/{role}_bytes_received": float(came) for role in self.fabric.world.roles}
         return found
 
