@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from megaverl.errors import FAILED
 from megaverl.outside import clean
 
 SHOWN_VALUE = 60  # characters of a value in a message
@@ -25,6 +27,15 @@ class _Interrupts:
     """Number of SIGINTs so far. It tells a real Ctrl-C from a KeyboardInterrupt that code raises."""
 
     count = 0
+
+
+class _Calls(threading.local):
+    """Number of calls of user code that a thread is inside of."""
+
+    depth = 0
+
+
+_calls = _Calls()
 
 
 def describe(error: BaseException) -> str:
@@ -77,6 +88,7 @@ def user_code(
     """
     _count_interrupts()
     before = _Interrupts.count
+    _calls.depth += 1
     try:
         yield
     except keep:
@@ -87,6 +99,8 @@ def user_code(
         if _was_interrupted(before):
             raise KeyboardInterrupt from error
         raise problem(error) from error
+    finally:
+        _calls.depth -= 1
     if _was_interrupted(before):  # user code has swallowed it, as a bare `except:` does
         raise KeyboardInterrupt
 
@@ -94,14 +108,47 @@ def user_code(
 @contextmanager
 def exits_raise() -> Iterator[None]:
     """Let `os._exit` raise SystemExit in this process, so that a check reports it. Child processes still exit."""
-    process, exit_process = os.getpid(), os._exit
 
     def leave(status: int) -> NoReturn:
-        if os.getpid() != process:
-            exit_process(status)
         raise SystemExit(status)
 
-    os._exit = leave
+    with _exits_call(leave):
+        yield
+
+
+@contextmanager
+def exits_fail() -> Iterator[None]:
+    """Keep `os._exit` from ending a run as if it had succeeded, in this process.
+
+    Whoever started a rank sees its exit code alone, and takes 0 for success. Inside `user_code` a call of `os._exit`
+    raises SystemExit, so the error names the function. Elsewhere a call with status 0 is reported and ends the process
+    with `FAILED`. Child processes still exit. Code in C that calls `_exit` is not seen.
+    """
+    exit_process = os._exit
+
+    def leave(status: int) -> NoReturn:
+        if _calls.depth:
+            raise SystemExit(status)
+        if status == 0:
+            caller = "".join(traceback.format_stack(limit=3)[:-1]).rstrip()
+            print(f"error: os._exit(0) was called before the run was over, at\n{caller}", file=sys.stderr, flush=True)
+        exit_process(status or FAILED)
+
+    with _exits_call(leave):
+        yield
+
+
+@contextmanager
+def _exits_call(leave: Callable[[int], NoReturn]) -> Iterator[None]:
+    """Have `os._exit` call another function in this process, but not in its forked copies."""
+    process, exit_process = os.getpid(), os._exit
+
+    def in_this_process(status: int) -> NoReturn:
+        if os.getpid() != process:
+            exit_process(status)
+        leave(status)
+
+    os._exit = in_this_process
     try:
         yield
     finally:

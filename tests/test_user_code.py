@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -130,3 +132,40 @@ def test_a_promise_names_what_the_part_raised_even_where_it_leaves_the_process()
         if (child := os.fork()) == 0:
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+EXITS = """
+import multiprocessing, os, sys, threading
+from megaverl.errors import RewardError
+from megaverl.user_code import describe, exits_fail, user_code
+
+def inside():
+    try:
+        with user_code(lambda error: RewardError(describe(error))):
+            os._exit(0)
+    except RewardError as error:
+        print("caught", error, flush=True)
+
+with exits_fail():
+    inside()
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    child.start()
+    child.join()
+    print("child", child.exitcode, flush=True)
+    if sys.argv[1] == "stray":
+        os._exit(0)
+    if sys.argv[1] == "own":
+        os._exit(75)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("stray", 1), ("own", 75), ("after", 0)])
+def test_a_process_does_not_leave_a_run_with_exit_code_0(how: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS, how], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == ["caught SystemExit: 0"] * 2 + ["child 0"]
+    assert ("os._exit(0) was called before the run was over" in done.stderr) == (how == "stray")

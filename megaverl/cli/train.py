@@ -141,7 +141,7 @@ def summary(config: Config, command: str, checked: Preflight | None) -> str:
 
 
 def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
-    """Return the memory of the fullest rank as the planner counts it; nothing for a model that it has no table of."""
+    """Return the memory of the fullest rank as the planner counts it; nothing for a model that is not here."""
     if command != "train" or not (Path(config.model.path) / "config.json").is_file():
         return []
     from megaverl.planner.job import GB, find_spec, make_job
@@ -149,9 +149,7 @@ def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
 
     try:
         spec = find_spec(config)
-        if not spec.is_tabled:
-            return []
-        memory = MemoryModel(make_job(config, spec, ranks)).ranks()
+        memory = MemoryModel(make_job(config, spec, ranks, builds_engine=False)).ranks()
     except MegaverlError:
         return []
     # The cache takes whatever its share of a GPU leaves, and the reserve is the driver's.

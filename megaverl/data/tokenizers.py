@@ -20,6 +20,7 @@ from megaverl.data.time_limit import time_limit
 from megaverl.data.tool_calls import tool_arguments, with_arguments
 from megaverl.errors import DataError
 from megaverl.outside import check_sizes, read_json_file
+from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -420,15 +421,17 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
     else:
         loader = transformers.AutoTokenizer  # imports all that models need, for four seconds
         options["trust_remote_code"] = trust_remote_code
-    try:
+
+    def not_loaded(error: BaseException) -> DataError:
+        reason = describe(error).strip().split("\n")[0]
+        return DataError(
+            f"{source}: no tokenizer could be loaded from it ({reason}). A folder needs tokenizer.json and "
+            "tokenizer_config.json; copy them from the model's source, or name another tokenizer with model.tokenizer."
+        )
+
+    # For bad files transformers raises OSError, ValueError, KeyError and bare Exception; code of a folder anything.
+    with user_code(not_loaded):
         return loader.from_pretrained(source, **options)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and bare Exception for bad files
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(
-            f"{source}: no tokenizer could be loaded from it ({type(error).__name__}: {reason}). A folder "
-            "needs tokenizer.json and tokenizer_config.json; copy them from the model's source, or name "
-            "another tokenizer with model.tokenizer."
-        ) from error
 
 
 def _check_sizes(files: Iterable[Path]) -> None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaverl.errors import ModelError
 from megaverl.models.attention import attend_packed, attend_rows
 from megaverl.models.packing import Pack, Packing, pack, pack_varlen
 from megaverl.platform import flash_attention
+from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,12 +118,11 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
     model.train()
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        with torch.no_grad():
+        # A model's own code may raise anything. An AttributeError it would raise with data too.
+        with torch.no_grad(), user_code(lambda error: ModelError(describe(error)), keep=AttributeError):
             model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
-    except AttributeError:  # with data it would not run either
-        raise
-    except Exception as error:  # of a model's own code, which may do anything
-        return RowReading(f"its forward pass does not run without data ({type(error).__name__}: {error})", None)
+    except ModelError as error:
+        return RowReading(f"its forward pass does not run without data ({error})", None)
     finally:
         _current.calls = None
         model.train(was_training)

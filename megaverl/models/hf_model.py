@@ -29,6 +29,7 @@ from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT, not_built, weigh
 from megaverl.models.vision import VisionInputs, VisionReader, auto_class_of, tower_of, without_image
 from megaverl.platform import platform
 from megaverl.sharding.model_config import instead_of
+from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -132,10 +133,8 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
     """
     from transformers import AutoConfig
 
-    try:
+    with user_code(lambda error: not_built(folder, error)):  # a model's own code may raise anything
         config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's own code may raise anything
-        raise not_built(folder, error) from error
     return config
 
 
@@ -181,7 +180,8 @@ def build_module(
     else:
         with torch.device("meta"):
             model = _from_config(folder, config, reading.attention, dtype, trust_remote_code)
-        _fill_buffers(model)
+        with user_code(lambda error: not_built(folder, error), keep=ModelError):
+            _fill_buffers(model)
     if liger:
         _use_liger(model)
     return model, reading
@@ -209,12 +209,10 @@ def _from_config(
     kinds: Any = attention
     if VisionReader.of(config) is not None:  # an image's patches all see each other
         kinds = {"text_config": attention or "sdpa", "vision_config": "sdpa"}
-    try:
+    with user_code(lambda error: not_built(folder, error)):  # a model's own code may raise anything
         model: PreTrainedModel = auto_class_of(config).from_config(
             config, attn_implementation=kinds, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # a model's own code may raise anything
-        raise not_built(folder, error) from error
     return model
 
 
@@ -319,8 +317,9 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
 
     with _forwards({model.base_model: backbone, head: output_layer}):
         try:
-            found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
-        except Exception:  # a model's own code may need more than that
+            with user_code(lambda error: ModelError(describe(error))):
+                found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+        except ModelError:  # a model's own code may need more than that
             return False
     return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(found, logits)
 

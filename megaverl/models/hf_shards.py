@@ -22,6 +22,7 @@ from megaverl.sharding.layout import Layout, join_layouts, shard_box, whole_layo
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import Split, Weight
+from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,16 +41,14 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
     """
     from transformers import AutoConfig
 
-    try:
+    with user_code(lambda error: not_built(folder, error)):  # a model's own code may raise anything
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's own code may raise anything
-        raise not_built(folder, error) from error
     return model
 
 
-def not_built(folder: str | Path, error: Exception, *, in_forward: bool = False) -> ModelError:
+def not_built(folder: str | Path, error: BaseException, *, in_forward: bool = False) -> ModelError:
     """What to say where transformers, or code that a folder brings along, does not build a model; or builds one whose
     forward pass does not run."""
     what = (
@@ -57,8 +56,9 @@ def not_built(folder: str | Path, error: Exception, *, in_forward: bool = False)
         if in_forward
         else "does not build a causal language model of it"
     )
-    said = f"{folder}: transformers {what}: {error}"
-    if "trust_remote_code=True" in str(error):
+    reason = str(error) if isinstance(error, Exception) else f"its code raised {describe(error)}"
+    said = f"{folder}: transformers {what}: {reason}"
+    if "trust_remote_code=True" in reason:
         said += f" {TRUST}"
     if isinstance(error, AttributeError | TypeError | NameError | AssertionError):
         said += (

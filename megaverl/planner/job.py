@@ -25,7 +25,7 @@ from megaverl.outside import read_json_file
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.fsdp import Shards, described, fsdp_layouts, shards_of
 from megaverl.planner.stages import layer_split, padded_vocab_size
-from megaverl.sharding.layout import Layout
+from megaverl.sharding.layout import Layout, even_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts
@@ -236,12 +236,20 @@ def _read_spec(key: str, path: Path, engine: str) -> ModelSpec:
 
 
 def make_job(
-    config: Config, spec: ModelSpec, world: int, machine: Machine | None = None, *, deal_later: bool = False
+    config: Config,
+    spec: ModelSpec,
+    world: int,
+    machine: Machine | None = None,
+    *,
+    deal_later: bool = False,
+    builds_engine: bool = True,
 ) -> PlannedJob:
     """Lay the configuration's roles over `world` ranks.
 
     Args:
         deal_later: weights are dealt to ranks when the first one is asked for: for a search, which drops most jobs.
+        builds_engine: read the engine's layout of a model without rules from vLLM's own module, whose import takes half
+            a minute. False: count equal parts of the weights, which is the least that an engine's rank can hold.
 
     Raises:
         InvalidConfig: grids that the model or the world does not divide; all of them.
@@ -262,7 +270,7 @@ def make_job(
     may_have_experts = spec.moe is not None or not spec.is_tabled
     expert_parallel = may_have_experts and bool(config.rollout.vllm.get("enable_expert_parallel", False))
     dealt = (spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
-    layouts = _Dealt(_engine_layouts, dealt)
+    layouts = _Dealt(_engine_layouts if spec.is_tabled or builds_engine else _equal_parts, dealt)
     if not deal_later:
         for role in roles:
             role.layout_of(0)
@@ -386,6 +394,12 @@ def _engine_layouts(
 
     options = {"enable_expert_parallel": expert_parallel, "trust_remote_code": spec.trusts_code}
     return planned_layouts(spec.source, tp, shapes_of(weights), **options)
+
+
+@lru_cache(maxsize=16)
+def _equal_parts(spec: ModelSpec, tp: int, expert_parallel: bool, quantization: str | None) -> Callable[[int], Layout]:
+    weights = described(spec)
+    return lambda rank: even_layout(weights, tp, rank)
 
 
 GB = 1e9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from megaverl.config import Config
@@ -86,40 +87,45 @@ def _with_unknown_share(config: Config) -> Config:
     return config.with_vllm({SHARE: UNKNOWN}, why)
 
 
-def placed_job(config: Config, placement: ResolvedPlacement) -> PlannedJob | None:
+def placed_job(config: Config, placement: ResolvedPlacement, *, with_least_engine: bool = False) -> PlannedJob | None:
     """Return the run as the planner counts it on these nodes; None for a model that it cannot count.
 
     That is one whose folder is not here yet, or whose engine's layout would have to be read from vLLM.
+
+    Args:
+        with_least_engine: count such an engine with the least that it can hold (`make_job`, `builds_engine`).
     """
     gpus = [node for node in placement.nodes if node.memory]
     if not gpus or not (Path(config.model.path) / "config.json").is_file():
         return None
     spec = ModelSpec.outline(config.model.path)
-    if not spec.is_tabled:
+    if not spec.is_tabled and not with_least_engine:
         return None
+    spec = replace(spec, trusts_code=config.model.trust_remote_code)
     machine = Machine(gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus))
-    return make_job(by_ranks(config, placement), spec, placement.size, machine)
+    return make_job(by_ranks(config, placement), spec, placement.size, machine, builds_engine=False)
 
 
 def check_memory(config: Config, placement: ResolvedPlacement) -> None:
     """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
 
     Every rank comes to the same, as all have heard of the nodes. Nodes without a GPU, a model that is not in a folder
-    yet or has no table, and engines other than vLLM are not counted.
+    yet, and engines other than vLLM are not counted. For a model without a table no other settings are looked for.
 
     Raises:
         ConfigError: what does not fit, and the nearest settings that would.
     """
     left_out = config.rollout.engine != "vllm" or not config.placement.check_memory or config.trainer.rollout_only
-    job = None if left_out else placed_job(with_engine_share(config, placement), placement)
+    share = None if left_out else with_engine_share(config, placement)
+    job = None if share is None else placed_job(share, placement, with_least_engine=True)
     if job is None:
         return
     if missing := shortages(job, MemoryModel(job).ranks()):
+        nearest = f"Nearest that would: {str(advise(job)).rstrip('.')}. " if job.spec.is_tabled else ""
         raise ConfigError(
             f"the planner finds that {placement.num_with_device} GPUs with {job.machine.memory / GB:.1f} GB each do "
-            "not hold this run:\n" + "\n".join(f"  - {shortage}" for shortage in missing) + "\nNearest that would: "
-            f"{str(advise(job)).rstrip('.')}. `megaverl plan` shows all of it; placement.check_memory=false starts it "
-            "all the same."
+            "not hold this run:\n" + "\n".join(f"  - {shortage}" for shortage in missing) + f"\n{nearest}"
+            "`megaverl plan` shows all of it; placement.check_memory=false starts it all the same."
         )
 
 

@@ -26,6 +26,7 @@ from megaverl.rollout.engine import (
 )
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import listed
+from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
     from megaverl.sharding.layout import Layout
@@ -65,7 +66,10 @@ class HFEngine(Engine):
         self._stop_token_ids = tuple(stop_token_ids)
 
         def load(folder: str | Path) -> Any:
-            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+            with user_code(lambda error: RolloutError(f"{folder}: transformers cannot load it: {describe(error)}")):
+                model = AutoModelForCausalLM.from_pretrained(
+                    str(folder), dtype=dtype, trust_remote_code=trust_remote_code
+                )
             flash_attention.use_in(model.to(platform.device).eval().requires_grad_(False))
             return model
 

@@ -35,6 +35,7 @@ from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, join_layouts, padded_tensors
 from megaverl.sharding.tracing import TracedLayout
 from megaverl.sharding.weight import as_block, listed
+from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -216,7 +217,9 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
     def layout_of(place: int) -> Layout:
         assert Path(folder.name).is_dir()
         try:
-            return laid_out(trace(config, place, shapes).whole(shapes), shapes)
+            # A model's own code may raise SystemExit, which would end the command as if all were well.
+            with user_code(lambda error: RuntimeError(describe(error)), keep=Exception):
+                return laid_out(trace(config, place, shapes).whole(shapes), shapes)
         except (KeyError, ValueError, AttributeError, RuntimeError, TypeError, AssertionError) as error:
             text = " ".join(str(error).split())[:MOST_SAID]
             architectures = ", ".join(config.model_config.architectures)

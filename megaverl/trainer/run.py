@@ -25,6 +25,7 @@ from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 from megaverl.trainer.preflight import check_in_ranks
+from megaverl.user_code import exits_fail
 
 if TYPE_CHECKING:
     from megaverl.trainer.build import Builder
@@ -57,10 +58,8 @@ def main(
     if command in ("train", "quickstart") and not config.trainer.rollout_only:
         config = with_engine_share(config, job.fabric.placement)
     try:
-        if checks_files:
-            job.liveness.status("checking code and data")
-            check_in_ranks(config, command, job.fabric.control)
-        code = _do(config, command, console, job, options)
+        with exits_fail():
+            code = _check_and_do(config, command, console, job, options, checks_files=checks_files)
     except BaseException as error:
         # of a rank that is gone the others hear in their own way: what they say of it is one thing
         if verdict := job.liveness.explain(error):
@@ -72,6 +71,15 @@ def main(
         job.fabric.messages.close()
         dist.destroy_process_group()
     return code
+
+
+def _check_and_do(
+    config: Config, command: str, console: Console, job: Job, options: dict[str, Any], *, checks_files: bool
+) -> int:
+    if checks_files:
+        job.liveness.status("checking code and data")
+        check_in_ranks(config, command, job.fabric.control)
+    return _do(config, command, console, job, options)
 
 
 def _absolute_option(name: str, value: Any) -> Any:

@@ -24,6 +24,7 @@ from megaverl.errors import ModelError, RewardError
 from megaverl.platform import flash_attention, platform
 from megaverl.rewards import Reward, RewardSample
 from megaverl.rewards.service import Service
+from megaverl.user_code import describe, user_code
 from megaverl.workers import RemoteWorker
 
 
@@ -346,15 +347,17 @@ class TransformersRewardModel:
         alike = alike and own.chat_template in (None, tokenizer.chat_template)
         self._tokenizer = None if alike else own
         self._run_tokenizer = tokenizer
-        try:
+
+        def not_read(error: BaseException) -> ModelError:
+            return ModelError(f"{folder}: transformers cannot read it as a sequence classifier: {describe(error)}")
+
+        with user_code(not_read, keep=ModelError):  # a model's own code may raise anything
             labels = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).num_labels
             if labels != 1:
                 raise ModelError(f"{folder}: it has {labels} labels; a reward model has one.")
             model = AutoModelForSequenceClassification.from_pretrained(
                 str(folder), dtype="auto", trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{folder}: transformers cannot read it as a sequence classifier: {error}") from error
         model.config.get_text_config().pad_token_id = NO_TOKEN
         model.config.pad_token_id = NO_TOKEN
         self._waiting: dict[int, list[int]] = {}  # tokens of samples that came early, and their scores

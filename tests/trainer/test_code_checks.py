@@ -186,38 +186,69 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["command", "program"])
-def test_ranks_of_a_torchrun_check_code_and_rows(start, inputs, tmp_path):
-    """Two ranks that torchrun starts: the mistakes are shown once, and no model is built."""
-    (tmp_path / "raises.py").write_text(CODE["raises"])
-    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n')
-    (tmp_path / "program.py").write_text(PROGRAM)
-    overrides = [
-        f"model.path={inputs / 'model'}",
-        f"data.train={tmp_path / 'train.jsonl'}",
-        f"reward={tmp_path / 'raises.py'}:f",
-        f"run.dir={tmp_path / 'runs'}",
-        "data.max_prompt_tokens=16",
-        "rollout.sampling.max_tokens=6",
-    ]
-    what = ["-m", "megaverl.cli.main", "train"] if start == "command" else [str(tmp_path / "program.py")]
+def run_torchrun(start: str, folder: Path, *overrides: str) -> tuple[int, str]:
+    """Run `megaverl train`, or a program of a user's own, in two ranks of a plain torchrun."""
+    (folder / "program.py").write_text(PROGRAM)
+    what = ["-m", "megaverl.cli.main", "train"] if start == "command" else [str(folder / "program.py")]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *what]
+    settings = ["data.max_prompt_tokens=16", "rollout.sampling.max_tokens=6", f"run.dir={folder / 'runs'}"]
     done = subprocess.run(
-        ending_with_parent([*torchrun, *overrides]),
+        ending_with_parent([*torchrun, *settings, *overrides]),
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
         check=False,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode != 0, said
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("start", ["command", "program"])
+def test_ranks_of_a_torchrun_check_code_and_rows(start, inputs, tmp_path):
+    """Two ranks that torchrun starts: the mistakes are shown once, and no model is built."""
+    (tmp_path / "raises.py").write_text(CODE["raises"])
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n')
+    code, said = run_torchrun(
+        start,
+        tmp_path,
+        f"model.path={inputs / 'model'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"reward={tmp_path / 'raises.py'}:f",
+    )
+    assert code != 0, said
     assert "2 mistakes in the configuration (code and data that it names)" in said
     assert "reward.0.function" in said and "on import" in said and "train.jsonl, line 2" in said
     assert said.count("train.jsonl, line 2") == (
         1 if start == "command" else 2
     )  # its ranks each end with their traceback
     assert not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+LEAVES = """
+import os
+def f(prompt, response):
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("start", ["command", "program"])
+def test_a_reward_that_leaves_every_rank_of_a_torchrun(start, inputs, tmp_path):
+    """torchrun alone would see exit code 0 of all ranks, and call it success."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    code, said = run_torchrun(
+        start,
+        tmp_path,
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'train.jsonl'}",
+        f"reward={tmp_path / 'leaves.py'}:f",
+        "actor={engine: fsdp}",
+        "rollout.engine=hf",
+        "algorithm={name: grpo, group_size: 2}",
+        "data.prompts_per_step=4",
+        "trainer.steps=1",
+    )
+    assert code != 0, said
+    assert "reward 'f' raised SystemExit: 0" in said
 
 
 def test_a_good_run_of_a_torchrun_is_not_held_up(monkeypatch):

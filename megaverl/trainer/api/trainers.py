@@ -39,6 +39,7 @@ from megaverl.trainer.preflight import (
     check_in_ranks,
     prepare_environment,
 )
+from megaverl.user_code import describe, exits_fail
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -138,11 +139,18 @@ def explained() -> Iterator[None]:
             goes on when it is started again, else `errors.INTERRUPTED`.
     """
     try:
-        yield
-    except Exception as error:
+        with exits_fail():
+            yield
+    except (Exception, SystemExit) as error:
         from megaverl.trainer.job import Leaving
 
         job = _Joined.job
+        if isinstance(error, SystemExit):
+            if isinstance(error.__cause__, Leaving):  # raised below, in a call inside this one
+                raise
+            # Code of a model or a library. A program that has not come to its end must not end with its exit code.
+            heard = None if job is None else job.liveness.explain(error)
+            raise TrainingStopped(heard or f"code inside the run raised {describe(error)}.") from error
         if isinstance(error, Leaving):
             if job is None or job.fabric.rank == 0:
                 print(error, file=sys.stderr, flush=True)
