@@ -20,6 +20,7 @@ from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.checks import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
+from megaverl.config.run import is_hub_name
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
@@ -136,6 +137,8 @@ def summary(config: Config, command: str, checked: Preflight | None) -> str:
         parts.append(f"{planned.get(command, config.trainer.steps):,} steps")
     parts += planned_memory(config, command, ranks)
     left_out = ["prompts in tokens (megaverl data check)", "weights"] if checked is not None else []
+    if is_hub_name(config.model.path):
+        left_out.insert(0, f"whether {config.model.path}, which is no folder here, is on the hub")
     left_out = [*(checked.not_checked if checked else ["files, code and data (--no-file-checks)"]), *left_out]
     return f"{command}: the configuration is good: {', '.join(parts)}. Not looked at: {', '.join(left_out)}."
 

@@ -12,9 +12,19 @@ from functools import partial
 from typing import Any
 
 from megaverl.errors import ConfigError, RewardError
-from megaverl.outside import read_number
 from megaverl.plugins import load_function
-from megaverl.rewards.binding import COLUMN, LOG_METRIC, TOKEN_IDS, Binding, RowNames, missing_columns
+from megaverl.rewards.binding import (
+    COLUMN,
+    LOG_EXTRA,
+    LOG_METRIC,
+    TOKEN_IDS,
+    TRAINER_STATE,
+    TRL_PROMPT,
+    TRL_RESPONSE,
+    Binding,
+    RowNames,
+    missing_columns,
+)
 from megaverl.rewards.registry import (
     RewardFunction,
     RewardOutput,
@@ -24,6 +34,7 @@ from megaverl.rewards.registry import (
     register_reward,
     reward_names,
 )
+from megaverl.rewards.trl import CallContext, TrainerState, conversation_of
 from megaverl.user_code import describe, show, user_code
 
 __all__ = [
@@ -62,7 +73,7 @@ class Component:
     shape: Callable[[float], Any] | None = None
     clip: tuple[float, float] | None = None
     row: RowNames = RowNames()
-    logged: list[tuple[str, float]] = field(default_factory=list, compare=False)  # what functions gave to `log_metric`
+    context: CallContext = field(default_factory=CallContext, compare=False)
     _columns: set[str] = field(default_factory=set, compare=False)
     _bindings: dict[frozenset[str], Binding] = field(default_factory=dict, compare=False)
 
@@ -84,7 +95,8 @@ class Component:
         """`score`, shaped and clipped; of those samples alone whose `gate` is at least 1 (NaN where that is NaN)."""
         rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
         found = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
-        for row, value in zip(rows, self.score([samples[row] for row in rows]) if rows else (), strict=True):
+        scores = self.score([samples[row] for row in rows], rows) if rows else []
+        for row, value in zip(rows, scores, strict=True):
             if self.shape is not None and not math.isnan(value):
                 where = f"what shape makes of {value}"
                 with self._calling(where):
@@ -95,14 +107,17 @@ class Component:
             found[row] = value
         return found
 
-    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+    def score(self, samples: Sequence[RewardSample], rows: Sequence[int] | None = None) -> list[float]:
         """One finite number for every sample; NaN of a function that may fail.
+
+        Args:
+            rows: places of the samples among those of the call, for `log_extra`; None: they are all.
 
         Raises:
             RewardError: the function raises, or returns something else; names the sample.
         """
         if self.function.batched:
-            return self._score_batch(samples)
+            return self._score_batch(samples, range(len(samples)) if rows is None else rows)
         return [self._score_one(sample, number, len(samples)) for number, sample in enumerate(samples)]
 
     def _score_one(self, sample: RewardSample, number: int, count: int) -> float:
@@ -113,13 +128,15 @@ class Component:
             value = self.function.function(*arguments, **keywords, **self.options)
         return self._number(value, where)
 
-    def _score_batch(self, samples: Sequence[RewardSample]) -> list[float]:
+    def _score_batch(self, samples: Sequence[RewardSample], rows: Sequence[int]) -> list[float]:
         where = f"a batch of {len(samples)} samples"
         columns = tuple(dict.fromkeys(name for sample in samples for name in sample.extra))
 
         def value_of(name: str) -> Any:
-            if name == LOG_METRIC:
-                return self._log_metric
+            if name == LOG_EXTRA:
+                return partial(self.context.log_extra, rows=rows)
+            if name in (LOG_METRIC, TRAINER_STATE):
+                return self._value_of_run(name)
             return [self._value(sample, name) for sample in samples]
 
         arguments, keywords = self._arguments(list(samples), value_of, columns, where)
@@ -187,16 +204,19 @@ class Component:
         """Return a value of a sample by its name (see `binding`)."""
         if name.startswith(COLUMN):
             return sample.extra.get(name.removeprefix(COLUMN))
-        if name == LOG_METRIC:
-            return self._log_metric
+        if name in (LOG_METRIC, TRAINER_STATE):
+            return self._value_of_run(name)
+        if name == TRL_PROMPT:
+            return list(sample.messages or ()) if sample.is_conversation else sample.prompt
+        if name == TRL_RESPONSE:
+            return conversation_of(sample.response) if sample.is_conversation else sample.response
         value = getattr(sample, name)
         if name == TOKEN_IDS:
             return None if value is None else list(value)
         return dict(value) if name == "extra" else value
 
-    def _log_metric(self, name: str, value: float) -> None:
-        """Keep a metric that the function measured; the run logs the mean of a step's values."""
-        self.logged.append((str(name), read_number(float(value))))
+    def _value_of_run(self, name: str) -> Any:
+        return self.context.log_metric if name == LOG_METRIC else self.context.state
 
     def _calling(self, where: str) -> AbstractContextManager[None]:
         """Return the context in which user code is called; whatever it raises names the reward and the sample."""
@@ -261,10 +281,23 @@ class Reward:
         """Return the metrics that functions have logged since the last call, by name."""
         found: dict[str, list[float]] = {}
         for component in self.components:
-            for name, value in component.logged:
+            for name, value in component.context.metrics:
                 found.setdefault(name, []).append(value)
-            component.logged.clear()
+            component.context.metrics.clear()
         return found
+
+    def take_columns(self, count: int) -> list[dict[str, Any]]:
+        """Return what functions have logged of each of the last call's `count` samples, by column."""
+        found: list[dict[str, Any]] = [{} for _ in range(count)]
+        for component in self.components:
+            for own, logged in zip(found, component.context.take_columns(count), strict=True):
+                own.update(logged)
+        return found
+
+    def begin(self, state: TrainerState) -> None:
+        """Tell the functions how far training is."""
+        for component in self.components:
+            component.context.state = state
 
     @property
     def has_accuracy(self) -> bool:

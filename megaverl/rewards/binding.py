@@ -14,7 +14,10 @@ from inspect import Parameter
 from typing import Any
 
 VALUES = ("prompt", "response", "reference", "extra")
-TOKEN_IDS, LOG_METRIC = "token_ids", "log_metric"
+TOKEN_IDS, LOG_METRIC, LOG_EXTRA, TRAINER_STATE = "token_ids", "log_metric", "log_extra", "trainer_state"
+# A prompt, and a response, as TRL gives them to functions of lists: messages, where the row's prompt is a conversation.
+TRL_PROMPT, TRL_RESPONSE = "prompt or its messages", "response or its messages"
+_OF_TRL = {("prompts", "prompt"): TRL_PROMPT, ("completions", "response"): TRL_RESPONSE}
 COLUMN = "column "  # before the name of a column, where a value is named
 
 # Names that are never a column: TRL calls every function with them, and verl with the last.
@@ -23,7 +26,10 @@ FIXED = {
     "response": ("response", "responses", "completion", "completions", "solution_str", "solution_strs"),
     TOKEN_IDS: ("completion_ids", "completions_ids"),
     LOG_METRIC: ("log_metric",),
+    LOG_EXTRA: ("log_extra",),
+    TRAINER_STATE: ("trainer_state",),
 }
+OF_THE_RUN = (LOG_METRIC, LOG_EXTRA, TRAINER_STATE)  # values that are the same for all samples
 # Other names of the four values, in the singular; a column of such a name goes before.
 NAMES = {
     "prompt": ("prompt", "question", "query", "instruction", "problem", "input"),
@@ -39,11 +45,11 @@ NAMES = {
 }
 # Parameters without a default whose names say nothing, by their number.
 BY_COUNT = {1: ("response",), 2: ("response", "reference"), 3: ("prompt", "response", "reference"), 4: VALUES}
-NOT_GIVEN = ("trainer_state", "log_extra", "environments")  # what TRL has besides, and a run here has not
+NOT_GIVEN = ("environments",)  # what TRL has besides, and a run here has not
 HOW = (
     "A parameter is bound by its name: "
     + "; ".join(f"{names[0]} (or {', '.join(names[1:])})" for names in NAMES.values())
-    + f"; {', '.join(FIXED[TOKEN_IDS][:1] + FIXED[LOG_METRIC])}; or the name of a column of the data. Where no name "
+    + f"; {', '.join((*FIXED[TOKEN_IDS][:1], *OF_THE_RUN))}; or the name of a column of the data. Where no name "
     "says anything, by their count: 1 is the response, 2 are response and reference, 3 prompt, response and reference, "
     "4 have extra as well. **kwargs gets the other columns. A first one named sample is the whole RewardSample; what "
     "else has a default, or stands in the options, is an option"
@@ -143,17 +149,23 @@ def bind(
     needed = [each for each in named if each.default is Parameter.empty]
     if not batched and (lists := [each.name for each in needed if _is_list(each.name, row)]):
         raise ValueError(f"{', '.join(lists)} is of whole lists, which needs batched: true")
+    if not batched and any(each.name == LOG_EXTRA for each in needed):
+        raise ValueError(f"{LOG_EXTRA} is of whole lists, which needs batched: true")
     if any(each.name in ("sample", "samples") and row.value_of(each.name) is None for each in needed):
         raise ValueError("sample stands first, or, with batched: true, samples")
     chosen = _bind_needed(needed, row, batched=batched)
     for each in named:
-        if each.default is not Parameter.empty and (value := _optional_value(each, chosen, row, batched=batched)):
+        if each.default is Parameter.empty or (each.name == LOG_EXTRA and not batched):
+            continue
+        if value := _optional_value(each, chosen, row, batched=batched):
             chosen[each.name] = value
     if not chosen and not takes_rest:
         raise ValueError(f"0 parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
     taken = frozenset({*(each.name for each in named), *options})
     if takes_rest:
         chosen |= _extra_keywords(chosen, taken, row, batched=batched)
+    if batched:
+        chosen = {name: _OF_TRL.get((name, value), value) for name, value in chosen.items()}
     first = [each.name for each in named if each.kind is Parameter.POSITIONAL_ONLY and each.name in chosen]
     keywords = {name: value for name, value in chosen.items() if name not in first}
     return Binding(tuple(chosen[name] for name in first), keywords, takes_rest, taken | keywords.keys())
@@ -223,7 +235,7 @@ def _by_count(positional: list[Parameter], found: Mapping[str, str]) -> dict[str
 def _optional_value(parameter: Parameter, chosen: Mapping[str, str], row: RowNames, *, batched: bool) -> str | None:
     """Return what a parameter with a default gets: the column of its name, or a value that it waits for, or None."""
     name = parameter.name
-    if name in (*FIXED[TOKEN_IDS], *FIXED[LOG_METRIC]):
+    if name in (*FIXED[TOKEN_IDS], *OF_THE_RUN):
         return _FIXED_OF[name]
     value = _value(name, row, batched=batched)
     if value is None or (value.startswith(COLUMN) and _FIXED_OF.get(name) is None):
@@ -243,7 +255,8 @@ def _extra_keywords(
         more[row.answer] = "reference"
     is_of_trl = not chosen or {*FIXED["prompt"], *FIXED["response"], *FIXED[TOKEN_IDS]} & chosen.keys()
     if batched and is_of_trl:
-        more |= {"prompts": "prompt", "completions": "response", "completion_ids": TOKEN_IDS, LOG_METRIC: LOG_METRIC}
+        more |= {"prompts": "prompt", "completions": "response", "completion_ids": TOKEN_IDS}
+        more |= {name: name for name in OF_THE_RUN}
     elif not chosen:
         more |= {"prompt": "prompt", "response": "response", "reference": "reference"}
     return {name: value for name, value in more.items() if name not in taken}

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaverl.errors import RewardError
 from megaverl.plugins import load_module
-from megaverl.rewards.binding import HOW, LOG_METRIC, Binding, RowNames, bind
+from megaverl.rewards.binding import HOW, Binding, RowNames, bind
 from megaverl.user_code import describe, user_code
 
 
@@ -32,6 +32,7 @@ class RewardSample:
         finish_reason: `stop` (the model ended it) or `length` (it was cut off); None if not known.
         num_tokens: of the response, with its end of sequence; None if not known.
         messages: the conversation that the prompt is, before a chat template; None if not known.
+        is_conversation: the row's own prompt is a list of messages, not text.
         token_ids: of the response, as the model drew them; None if not known.
     """
 
@@ -43,6 +44,7 @@ class RewardSample:
     num_tokens: int | None = None
     transcript: str | None = None
     messages: Sequence[Mapping[str, str]] | None = None
+    is_conversation: bool = False
     token_ids: Sequence[int] | None = None
 
 
@@ -115,12 +117,11 @@ class RewardFunction:
         """Whether its first parameter is named `sample` (`samples`)."""
         return next(iter(inspect.signature(self.function).parameters), None) == FIRST[self.batched]
 
-    @functools.cached_property
-    def logs_metrics(self) -> bool:
-        """Whether it may take TRL's `log_metric`, by name or in `**kwargs`."""
+    def may_take(self, value: str) -> bool:
+        """Return whether it may take a value of the run, such as TRL's `log_metric`, by name or in `**kwargs`."""
         parameters = inspect.signature(self.function).parameters.values()
         takes_rest = self.batched and any(each.kind is each.VAR_KEYWORD for each in parameters)
-        return takes_rest or any(each.name == LOG_METRIC for each in parameters)
+        return takes_rest or any(each.name == value for each in parameters)
 
     def binding(self, options: Collection[str], row: RowNames | None = None) -> Binding:
         """Decide what its parameters are given.

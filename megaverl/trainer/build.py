@@ -31,6 +31,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.platform import platform
 from megaverl.rewards import RowNames, build_reward
+from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight, shapes_of
@@ -359,7 +360,8 @@ class Builder:
         for entry in models:
             model = self._reward_model(entry, trained) if models_are_here else RemoteWorker("reward")
             learned.append(LearnedReward(entry.label, entry.weight, model))
-        return RewardRole(reward, self.tokenizer, default_group(), learned)
+        reward.begin(TrainerState(0, config.trainer.steps, 0.0))
+        return RewardRole(reward, self.tokenizer, default_group(), learned, config.trainer.save_samples)
 
     def _reward_model(self, entry: RewardConfig, trained: TrainableModel | None) -> ScoringModel:
         section = self.config.reward_model

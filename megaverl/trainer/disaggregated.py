@@ -100,6 +100,12 @@ class Disaggregated(Executor):
         self.roles = make_roles(builder, self.fabric, generates=replayed is None)
         self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages, is_given=is_given)
         self.flow = self.step.flow(self.placement.ranks)
+        is_apart = self.fabric.rank == self.reporter and not self.fabric.has("reward")
+        if is_apart and (names := self.roles.reward.names_with_log_extra()):
+            console.warn(
+                f"reward {', '.join(names)}: what it gives to log_extra is not in samples.jsonl, since the reward has "
+                "ranks of its own. Give reward and actor the same ranks, or let the function write a file."
+            )
         if is_given:
             stages.timeline.roles |= {"rollout": "rollout"} if self.fabric.has("rollout") else {}
         else:
@@ -192,6 +198,7 @@ class Disaggregated(Executor):
         if self.waiting.is_here:
             self.waiting.begin(step, prompts.state_dict())
         moving: dict[str, Any] = {"carrier": self.carrier, "before_wait": partial(self._before_wait, step)}
+        self.step.begin(step, prompts.epoch if self.fabric.has("rollout") else None)
         with self.stages.timeline.step(step):
             done, taken = self._starts_from(step, prompts, given, moving)
             values = self.flow.run(self.stages, done, leave_out=("reshard",), **moving, prompts=taken, step=step)
@@ -384,6 +391,7 @@ class Disaggregated(Executor):
         engines, models = self.placement.ranks["rollout"], self.placement.ranks["reward"]
         channel = TensorChannel(self.fabric, (Scores,))
         scores = self.roles.reward.score(channel.receive("responses to score", engines, models))
+        self.roles.reward.forget_logged()
         channel.send("their scores", scores, models, engines)
         channel.settle()
 

@@ -355,6 +355,7 @@ class Colocated(Executor):
     def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
         self.step.stored, self.routing.step = None, step
         self.step.metrics = dict(given.metrics) if given else {}
+        self.step.begin(step, prompts.epoch)
         with self.stages.timeline.step(step):
             done = self._held(given.values) if given else self.step.gathered(prompts, step)
             if done and not given:

@@ -23,6 +23,7 @@ from megaverl.config.roles import GridConfig
 from megaverl.config.run import is_hub_name
 from megaverl.errors import ConfigError, ModelError, RolloutError
 from megaverl.gpus import cuda_builds_beside_cpu_torch, has_usable_gpu, is_processor_meant, unusable_gpus
+from megaverl.models.hub_lookup import missing_models
 from megaverl.rank_environment import Work, prepare_rank
 from megaverl.rollout.cpu_kernels import why_no_kernel
 from megaverl.rollout.cpu_limits import check_runs_here, speculation_here
@@ -158,6 +159,19 @@ def check_fields(config: Config, command: str, *, dry_run: bool = False, with_tr
     ]
 
 
+def check_models(config: Config, *, on_this_machine: bool = True) -> None:
+    """Refuse models that are neither here nor on the hub.
+
+    Args:
+        on_this_machine: the run starts here; else a hub that is not reached is no mistake.
+
+    Raises:
+        InvalidConfig: lists them.
+    """
+    if issues := missing_models(config, on_this_machine=on_this_machine):
+        raise InvalidConfig(issues, "models that it names")
+
+
 def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
     """Check what a dry run looks at; return a warning, or nothing.
 
@@ -170,6 +184,7 @@ def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
         ConfigError: what is wrong, and what to do.
     """
     if with_files:
+        check_models(config, on_this_machine=False)
         check_resume(config, command)
     return unusable_gpus() or ""
 
@@ -244,6 +259,7 @@ def check_before_ranks(config: Config, command: str, *, is_rank: bool = False) -
     check_builds()
     check_packages(config, command)
     if not is_rank:
+        check_models(config)
         check_resume(config, command)
     why_unusable = unusable_gpus()
     if why_unusable and command != "quickstart":  # whose model is tiny

@@ -180,6 +180,13 @@ def _timeline_of(run_dir: Path, world: str) -> Path:
     return run_dir / "timelines" / f"{world}.json"
 
 
+# What a record of a sample has by itself; `log_extra` does not replace it.
+OF_SAMPLES = (
+    *("step", "split", "agent", "episode", "turns"),
+    *("prompt", "response", "reference", "reward", "finish_reason"),
+)
+
+
 def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int) -> list[dict[str, Any]]:
     """The first `count` samples as JSON-able records; `turns`: how many an episode has taken, in this conversation of
     those that have its number."""
@@ -194,6 +201,7 @@ def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, coun
             "reference": batch.columns["reference"][i],
             "reward": round(float(scores.total[i]), 6) if bool(scores.scored[i]) else None,
             "finish_reason": batch.columns["finish_reason"][i],
+            **{name: value for name, value in scores.logged.get(i, {}).items() if name not in OF_SAMPLES},
         }
         for i in range(min(count, len(batch)))
     ]

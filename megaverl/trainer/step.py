@@ -21,6 +21,7 @@ from megaverl.dataflow.plan import Places
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import call_object
+from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import SampledRound, refill
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
@@ -271,6 +272,10 @@ class RLStep:
         self.stored = self.replayed.read(step)
         self.metrics |= self.stored.metrics
         return self.stored.batch if self.readers is None else self.readers.of_whole(self.stored.batch)
+
+    def begin(self, step: int, epoch: float | None) -> None:
+        """Tell reward functions that a step begins. `epoch`: passes over the data; None: not known on this rank."""
+        self.roles.reward.begin(TrainerState(step, self.config.trainer.steps, epoch))
 
     def score(self, rollouts: RolloutBatch) -> Scores:
         """Rewards of all responses; in a replay those of the run that generated them."""

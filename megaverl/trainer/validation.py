@@ -153,6 +153,7 @@ def evaluate(
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
     batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
     given, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
+    reward.forget_logged()
     scores = once(batch, given)
     if scores is not given:
         group_ids = group_ids[answer_rows(batch).unique()]

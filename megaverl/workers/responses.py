@@ -195,6 +195,7 @@ def rollout_batch(
         group_ids=group_ids,
         columns={
             "messages": [prompt.messages for prompt in prompts],
+            "is_conversation": [isinstance(prompt.prompt, list) for prompt in prompts],
             "prompt": [prompt.text for prompt in prompts],
             "reference": [prompt.reference for prompt in prompts],
             "extra": [prompt.extra for prompt in prompts],
@@ -331,7 +332,7 @@ def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, s
         [sample_seed(config.run.seed, step, number, "greedy") for number in range(groups)],
         images=firsts.columns.get(COLUMN),
     )
-    columns = {name: firsts.columns[name] for name in ("messages", "prompt", "reference", "extra")}
+    columns = {name: firsts.columns[name] for name in ("messages", "is_conversation", "prompt", "reference", "extra")}
     if (images := firsts.columns.get(COLUMN)) is not None:
         columns[COLUMN] = images
     return RolloutBatch.from_generations(prompts, generations, columns=columns)

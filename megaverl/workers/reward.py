@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +24,9 @@ from megaverl.distributed.collectives import gather_host_rows, reduce_json, toge
 from megaverl.errors import ModelError, RewardError
 from megaverl.platform import flash_attention, platform
 from megaverl.rewards import Reward, RewardSample
+from megaverl.rewards.binding import LOG_EXTRA, LOG_METRIC
 from megaverl.rewards.service import Service
+from megaverl.rewards.trl import TrainerState
 from megaverl.user_code import describe, user_code
 from megaverl.workers import RemoteWorker
 
@@ -31,11 +34,13 @@ from megaverl.workers import RemoteWorker
 @dataclass(frozen=True)
 class Scores:
     """total: [B] float32, the weighted sum; NaN: the sample could not be scored, and is left out of what is learned
-    and measured. components: each reward's own [B], by name. correct: [B] bool."""
+    and measured. components: each reward's own [B], by name. correct: [B] bool. logged: what functions gave to
+    `log_extra`, by column, of the first samples; on the ranks that scored alone."""
 
     total: torch.Tensor
     components: dict[str, torch.Tensor]
     correct: torch.Tensor
+    logged: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def scored(self) -> torch.Tensor:
@@ -56,7 +61,8 @@ class Scores:
         """Of these samples, in this order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         components = {name: values[index] for name, values in self.components.items()}
-        return Scores(self.total[index], components, self.correct[index])
+        logged = {new: self.logged[old] for new, old in enumerate(index.tolist()) if old in self.logged}
+        return Scores(self.total[index], components, self.correct[index], logged)
 
     @staticmethod
     def concat(parts: Sequence[Scores]) -> Scores:
@@ -96,7 +102,11 @@ T = TypeVar("T")
 
 
 class RewardRole:
-    """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them."""
+    """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them.
+
+    Args:
+        num_shown: of the first samples, which the run writes down with what functions gave to `log_extra`.
+    """
 
     def __init__(
         self,
@@ -104,9 +114,12 @@ class RewardRole:
         tokenizer: Tokenizer,
         world: dist.ProcessGroup,
         learned: Sequence[LearnedReward] = (),
+        num_shown: int = 0,
     ) -> None:
+        self.num_shown = num_shown
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
         self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
+        self._logged: dict[int, dict[str, Any]] = {}  # what functions gave to `log_extra`, by number of the sample
         self._of_shares: dict[str, dict[int, torch.Tensor]] = {}  # by model on a grid and first sample: of a share
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
@@ -154,7 +167,8 @@ class RewardRole:
         return [each for each in self.learned if not isinstance(each.model, TransformersRewardModel)]
 
     def _score_places(self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]) -> None:
-        if (scored := self._kept(partial(self._columns, part, places))) is not None:
+        numbers = [rows[place] for place in places]
+        if (scored := self._kept(partial(self._columns, part, places, numbers))) is not None:
             self._scored.update({rows[place]: row for place, row in zip(places, scored, strict=True)})
 
     def _kept(self, score: Callable[[], T]) -> T | None:
@@ -164,18 +178,25 @@ class RewardRole:
             self._failed = error
             return None
 
-    def _columns(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[float]]:
-        """Of each of these samples: total, correct, components."""
+    def _columns(self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]) -> list[list[float]]:
+        """Of each of these samples: total, correct, components.
+
+        Args:
+            rows: where the samples stand in `batch`. numbers: those that they have in the whole batch.
+        """
         output = self.reward.score(self.samples(batch, rows))
+        if self._logs_extra:
+            logged = zip(numbers, self.reward.take_columns(len(rows)), strict=True)
+            self._logged.update({number: columns for number, columns in logged if columns})
         found: list[Sequence[float]] = [output.total, output.correct, *output.components.values()]
         return [[float(column[number]) for column in found] for number in range(len(rows))]
 
     def _of_answers(self, batch: RolloutBatch, rows: Sequence[int], answers: torch.Tensor | None) -> list[list[float]]:
         """The same; NaN of conversations that no episode ends with."""
         if answers is None:
-            return self._columns(batch, places_in(batch, rows))
+            return self._columns(batch, places_in(batch, rows), rows)
         kept = [row for row in rows if int(answers[row]) == row]
-        scored = dict(zip(kept, self._columns(batch, kept), strict=True))
+        scored = dict(zip(kept, self._columns(batch, kept, kept), strict=True))
         return [scored.get(row, [torch.nan] * (2 + len(self.reward.components))) for row in rows]
 
     def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
@@ -222,13 +243,40 @@ class RewardRole:
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
                 f"{self._why()}See that the service is there, and start the run again."
             )
-        return Scores(total, components, correct).select(range(len(total)) if answers is None else answers)
+        scores = Scores(total, components, correct, self._gather_logged())
+        return scores.select(range(len(total)) if answers is None else answers)
 
     def logged_metrics(self) -> dict[str, float]:
         """Return the means of what functions logged on all ranks since the last call. Collective over the role."""
-        if not any(component.function.logs_metrics for component in self.reward.components):
+        if not any(component.function.may_take(LOG_METRIC) for component in self.reward.components):
             return {}
         return dict(reduce_json(self.reward.take_logged(), _means, self.world))
+
+    def forget_logged(self) -> None:
+        """Forget what functions gave to `log_metric` in a validation, which is no part of a step's metrics."""
+        self.reward.take_logged()
+
+    def names_with_log_extra(self) -> list[str]:
+        """Return the rewards whose functions have a parameter `log_extra`."""
+        functions = {each.name: each.function.function for each in self.reward.components}
+        return [name for name, function in functions.items() if LOG_EXTRA in signature(function).parameters]
+
+    @property
+    def _logs_extra(self) -> bool:
+        return any(component.function.may_take(LOG_EXTRA) for component in self.reward.components)
+
+    def _gather_logged(self) -> dict[int, dict[str, Any]]:
+        """Return what functions gave to `log_extra` of the samples that are shown. Collective over the role."""
+        mine = {str(row): columns for row, columns in self._logged.items() if row < self.num_shown}
+        self._logged.clear()
+        if not self._logs_extra:
+            return {}
+        merged = reduce_json(mine, lambda every: {row: each[row] for each in every for row in each}, self.world)
+        return {int(row): columns for row, columns in merged.items()}
+
+    def begin(self, state: TrainerState) -> None:
+        """Tell reward functions how far training is."""
+        self.reward.begin(state)
 
     def service_costs(self) -> dict[str, float]:
         """What services were asked by all ranks since the last call; every rank takes part. Empty: nobody asks any."""
@@ -286,6 +334,7 @@ class RewardRole:
             num_tokens=num_tokens,
             finish_reason=batch.columns["finish_reason"][row],
             messages=batch.columns["messages"][row] if "messages" in batch.columns else None,
+            is_conversation="is_conversation" in batch.columns and bool(batch.columns["is_conversation"][row]),
             token_ids=batch.generated_ids[row, begin : length if end is None else end].tolist(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -88,6 +89,22 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
         claimed = tuple(Node(name, n, roles[name], 8e9) for name, n in sizes.items())
         start(placed="placement={}", nodes=claimed)
     start(nodes=(Node("a", 4), Node("b", 4)))  # no GPU: nothing is known of the memory
+
+
+def test_memory_of_a_model_without_a_table_is_counted_too(tmp_path: Path) -> None:
+    """By the module that transformers builds; of the engine with equal parts, as vLLM is not built before a start."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
+    kind = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "vocab_size": 50304, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**kind, **sizes, "num_hidden_layers": 32}))
+    given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", "actor={engine: fsdp}"]
+    config = load_config(None, [*given, "algorithm.name=grpo", "algorithm.group_size=2"], check_paths=False)
+
+    def start(memory: float) -> None:
+        check_memory(config, place(config, "train", 2, (Node("n", 2, memory=memory),)))
+
+    with pytest.raises(ConfigError, match=r"(?s)2 GPUs with 40.0 GB each do not hold this run.*`megaverl plan` shows"):
+        start(40e9)
+    start(400e9)
 
 
 def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rewards.binding import NAMES, VALUES, RowNames, bind
+from megaverl.rewards.binding import NAMES, TRL_PROMPT, TRL_RESPONSE, VALUES, RowNames, bind
 
 ROW: dict[str, Any] = {"level": 3, "data_source": "gsm8k", "extra_info": {"index": 7}}
-GIVEN = {"prompt": "P", "response": "R", "reference": "A", "token_ids": [5, 6], "log_metric": print}
+GIVEN: dict[str, Any] = {"prompt": "P", "response": "R", "reference": "A", "token_ids": [5, 6], "log_metric": print}
+GIVEN |= {TRL_PROMPT: "P", TRL_RESPONSE: "R", "log_extra": "L", "trainer_state": "S"}
 FOUR = ("P", "R", "A", {"level": 3})
 
 
@@ -103,7 +104,8 @@ def test_every_name_in_every_order(order: list[str], count: int, data: st.DataOb
         (lambda question, reply: 0, "what reply stands for cannot be told"),
         (lambda text, level: 0, "what text stands for cannot be told: the data has the columns answer, level, prompt"),
         (lambda completions_of, completion: 0, "what completions_of stands for cannot be told"),
-        (lambda response, trainer_state: 0, "trainer_state is not given here: give it a default, or leave it out"),
+        (lambda response, environments: 0, "environments is not given here: give it a default, or leave it out"),
+        (lambda response, log_extra: 0, "log_extra is of whole lists, which needs batched: true"),
         (lambda response, completion: 0, "what response, completion stands for cannot be told"),
         (lambda reference, text: 0, "what text stands for cannot be told"),
         (lambda a, b, c, d, e: 0, "5 parameters need a value, and there are 4: prompt, response, reference, extra"),
@@ -143,6 +145,10 @@ def trl_logs(completions, answer, log_extra=None, log_metric=None, **kwargs):
     return completions, answer, log_extra, log_metric is print
 
 
+def trl_state(completions, trainer_state, log_extra, **kwargs):
+    return completions, trainer_state, log_extra
+
+
 def trl_rest(**kwargs):
     return kwargs
 
@@ -163,7 +169,10 @@ def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
         (trl_math, True, {"task": "math"}, ("P", "R", "math")),
         (trl_accuracy, True, {}, ("R", "A")),
         (trl_accuracy, True, {"solution": "S"}, ("R", "A")),  # the answer's own column
-        (trl_logs, True, {}, ("R", "A", None, True)),
+        (trl_logs, True, {}, ("R", "A", "L", True)),
+        (trl_state, True, {}, ("R", "S", "L")),
+        (lambda response, trainer_state: (response, trainer_state), False, {}, ("R", "S")),
+        (lambda response, log_extra=None: (response, log_extra), False, {}, ("R", None)),
         (lambda completions, **kwargs: kwargs["level"], True, ROW, 3),
         (lambda completions, response: (completions, response), True, {"response": "theirs"}, ("R", "theirs")),
         (verl_score, False, ROW, ("gsm8k", "R", "A", {"index": 7})),
@@ -189,6 +198,8 @@ def test_kwargs_of_trl_has_what_trl_gives() -> None:
         "completions": "R",
         "completion_ids": [5, 6],
         "log_metric": print,
+        "log_extra": "L",
+        "trainer_state": "S",
         "level": 3,
         "solution": "A",
     }
@@ -196,4 +207,4 @@ def test_kwargs_of_trl_has_what_trl_gives() -> None:
 
 def test_a_name_is_a_column_as_long_as_no_row_is_known() -> None:
     keywords = bind(lambda completions, level: 0, (), batched=True).keywords
-    assert keywords == {"completions": "response", "level": "column level"}
+    assert keywords == {"completions": TRL_RESPONSE, "level": "column level"}

@@ -1,0 +1,79 @@
+"""Whether models that a configuration names exist on the hub, asked once before ranks start.
+
+`org/name` reads like a relative path, and a folder that is missing looks like a model on a hub. Ranks would find that
+out after their start. This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megaverl.config import Config
+from megaverl.config.errors import ConfigIssue
+from megaverl.config.run import is_hub_name
+
+ANSWER_SECONDS = 5.0  # that the hub may take
+
+
+def missing_models(config: Config, *, on_this_machine: bool = True) -> list[ConfigIssue]:
+    """Return an issue for every model that is neither a folder here, nor in the hub's cache, nor on the hub.
+
+    A hub that is reached and does not answer in time says nothing: the ranks ask again, with more patience.
+
+    Args:
+        on_this_machine: the run starts here, so that a hub that this machine does not reach is an issue too.
+    """
+    if config.model.hub != "huggingface":
+        return []
+    named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    named |= {f"{role}.path": getattr(config, role).path for role in ("critic", "reference", "reward_model")}
+    named |= {f"reward.{index}.path": entry.path for index, entry in enumerate(config.reward)}
+    issues = []
+    for key, name in named.items():
+        revision = config.model.revision if key == "model.path" else None
+        if name is None or not is_hub_name(name):
+            continue
+        why, is_reached = _why_missing(name, revision, _cache_of(config, name))
+        if why and (is_reached or on_this_machine):
+            issues.append(ConfigIssue(key, f"{name}: {why}", config.place(key)))
+    return issues
+
+
+def _cache_of(config: Config, name: str) -> Path | None:
+    """Return the folder that downloads of a model are kept in; None: the hub's own cache."""
+    folder = config.model.offload_folder
+    return None if folder is None else Path(folder) / name.replace("/", "--")
+
+
+def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tuple[str, bool]:
+    """Return why a model cannot be found and what to do, and whether the hub has said so.
+
+    The reason is "" if the model can be found, or if that is not known.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    try:
+        snapshot_download(name, revision=revision, local_dir=local_dir, local_files_only=True)
+    except Exception:  # whatever the library raises of caches
+        pass
+    else:
+        return "", False
+    here = f"no such folder in {os.getcwd()}"
+    try:
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(name, revision=revision, timeout=ANSWER_SECONDS)
+    except OfflineModeIsEnabled:
+        fix = "Correct the path, or fetch the model first."
+        return f"{here}, not in the hub's cache, and HF_HUB_OFFLINE is set. {fix}", False
+    except GatedRepoError:
+        return "", False  # it is there; the ranks say how to get the rights
+    except RepositoryNotFoundError:
+        fix = "Correct the path, or log in: hf auth login."
+        return f"{here}, and no such model on the hub, or a private one. {fix}", True
+    except Exception as error:  # whatever the HTTP library raises
+        if type(error).__name__ not in ("ConnectError", "ConnectionError"):
+            return "", False
+        fix = "Correct the path, or fetch the model where there is a connection."
+        return f"{here}, not in the hub's cache, and the hub is not reached ({error}). {fix}", False
+    return "", False
