@@ -97,7 +97,8 @@ def test_memory_of_a_model_without_a_table_is_counted_too(tmp_path: Path) -> Non
     kind = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "vocab_size": 50304, "eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps({**kind, **sizes, "num_hidden_layers": 32}))
     given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", "actor={engine: fsdp}"]
-    config = load_config(None, [*given, "algorithm.name=grpo", "algorithm.group_size=2"], check_paths=False)
+    given += ["algorithm={name: grpo, group_size: 2}", "rollout.vllm.gpu_memory_utilization=0.5"]
+    config = load_config(None, given, check_paths=False)
 
     def start(memory: float) -> None:
         check_memory(config, place(config, "train", 2, (Node("n", 2, memory=memory),)))
