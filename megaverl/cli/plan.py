@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megaverl.cli.options import Subcommand, UsageError, add_config, add_json, a
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.field_needs import FieldMachine
+from megaverl.config.grids import OFFLINE
 from megaverl.config.loader import layered, load_any
 from megaverl.config.run import DataConfig, SourceConfig
 from megaverl.config.typed_yaml import BadYaml, read_argument
@@ -37,6 +39,7 @@ examples:
   megaverl plan --calibrate here.json                     measure this machine, for --hardware here.json
   megaverl plan --config FILE --auto --nodes 16 --write chosen.yaml     choose grids, micro-batches and engines"""
 PICTURES = (".svg", ".png")
+ONLY_TRAIN_NEEDS = ("data.train", "reward")  # keys that configurations of other commands leave empty
 # Dataclass fields that are given in GB or GB/s: flag, help
 MACHINE = {
     "memory": "memory of a GPU, GB of 1e9 bytes",
@@ -106,6 +109,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
     given |= {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
     try:
+        _refuse_offline(arguments)
         if arguments.auto:
             return _auto(arguments, given)
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
@@ -139,6 +143,33 @@ def _check_fields(config: Config, hardware: Hardware) -> None:
     machine = FieldMachine(has_gpu=hardware.cores is None, has_fp8="float8" in hardware.tflops)
     if mistakes := [*field_mistakes_on(config, "train", machine)]:
         raise InvalidConfig(mistakes, f"what {hardware.name} can compute")
+
+
+def _refuse_offline(arguments: argparse.Namespace) -> None:
+    """Refuse a configuration that is complete for a command that generates nothing, and not for `train`.
+
+    Raises:
+        ConfigError: names the commands.
+    """
+    try:
+        load_config(arguments.config, arguments.overrides, check_paths=False)
+    except InvalidConfig as error:
+        if any(mistake.key not in ONLY_TRAIN_NEEDS for mistake in error.mistakes):
+            return  # reported below, with the model and the ranks
+    else:
+        return
+    commands = []
+    for command in OFFLINE:
+        with suppress(ConfigError):
+            load_config(arguments.config, arguments.overrides, command=command, check_paths=False)
+            commands.append(f"megaverl {command}")
+    if commands:
+        names = " or ".join(f"`{command}`" for command in commands)
+        raise ConfigError(
+            f"This is a configuration of {names}: it has no rollouts, and `megaverl plan` counts only steps of "
+            f"`megaverl train`. `{commands[0]} --dry-run` checks it. For the memory of its model, plan a configuration "
+            "of `megaverl train` with the same section `actor`."
+        )
 
 
 def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
 from megaverl.config.fsdp import engine_mistakes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REINFORCING = ("train", "quickstart")
 
 # Commands that generate nothing.
-OFFLINE = ("sft", "dpo", "reward")
+OFFLINE: tuple[Literal["sft", "dpo", "reward"], ...] = ("sft", "dpo", "reward")
 
 # Fields of TransformerConfig by which layers are spread unevenly over the stages.
 _UNEVEN = (

@@ -70,7 +70,11 @@ def _of_module(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> Sha
 
 @lru_cache(maxsize=4)
 def _module(config: str, trusts_code: bool) -> PreTrainedModel:
-    """Build a model without data from its config.json. Importing torch and transformers here keeps other plans fast."""
+    """Build a model without data from its config.json.
+
+    Only this plan imports torch and all of transformers. Other plans have transformers' configuration class read the
+    config.json, in a child process without torch (`sharding/transformers_config.py`).
+    """
     from megaverl.models.hf_shards import module_without_data
 
     path = Path(config)

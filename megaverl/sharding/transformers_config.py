@@ -7,11 +7,13 @@ class decides both, so that no default is written down here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +29,8 @@ def read_by_transformers(model_type: str, config: dict[str, Any], source: str = 
     """Return every key of `config` as transformers' class of `model_type` reads it, with its defaults.
 
     transformers imports torch where it is installed, which takes seconds. A process that has not imported torch has a
-    child process without torch read the file instead.
+    child process without torch read the file instead, which takes two seconds of a processor. What it answers is kept
+    in the user's cache folder for later commands, under a digest of the values and of transformers' files.
 
     Raises:
         ModelError: transformers has no such model type, or its class refuses the values.
@@ -63,6 +66,40 @@ def is_model_type(name: Any) -> bool:
 def _answer(model_type: str, config: str) -> str:
     if "torch" in sys.modules:
         return _read(model_type, config)
+    kept = _cache_file(model_type, config)
+    with suppress(OSError):
+        return kept.read_text(encoding="utf-8")
+    answer = _ask_child(model_type, config)
+    if "error" not in json.loads(answer):
+        with suppress(OSError):  # a full or read-only disk
+            _write(kept, answer)
+    return answer
+
+
+def _cache_file(model_type: str, config: str) -> Path:
+    """Return where the answer for a configuration is kept.
+
+    The name changes with the values, and with the files of transformers that decide what is made of them.
+    """
+    package = find_spec("transformers")
+    folder = Path(package.origin).parent if package is not None and package.origin is not None else Path()
+    files = [folder / "__init__.py", folder / "configuration_utils.py"]
+    files += sorted((folder / "models" / model_type).glob("configuration_*.py")) if is_model_type(model_type) else []
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    digest = hashlib.blake2b(json.dumps([sys.version, facts, model_type, config]).encode(), digest_size=16)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "megaverl" / "configurations" / f"{digest.hexdigest()}.json"
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file as a whole, whatever ends the process and whoever else writes it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)
+
+
+def _ask_child(model_type: str, config: str) -> str:
     command = [sys.executable, "-m", __name__, model_type]
     # advice about torch, and progress of imports, are no answer
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}

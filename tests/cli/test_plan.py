@@ -139,3 +139,21 @@ def test_a_search_reports_mistakes_as_a_run_does(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "actor.tpp (command line): unknown key. Did you mean `tp`?" in said
     assert "actor.fsdp (command line): found 3; expected a mapping" in said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "command"), [("gsm8k_smollm2/sft", "`megaverl sft`"), ("preferences_smollm2/dpo", "`megaverl dpo`")]
+)
+@pytest.mark.parametrize("option", [[], ["--auto"]])
+def test_a_configuration_without_rollouts_is_refused_by_its_command(
+    recipe: str, command: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), *option]) == 2
+    said = capsys.readouterr().err
+    assert f"This is a configuration of {command}" in said and "--dry-run` checks it" in said
+
+
+def test_a_mistake_of_a_training_run_is_not_taken_for_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RECIPE, "reward=[]", "actor.tpp=3"]) == 2
+    said = capsys.readouterr().err
+    assert "actor.tpp" in said and "This is a configuration of" not in said
