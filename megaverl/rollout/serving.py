@@ -39,6 +39,7 @@ PROCESS_BYTES = 2 * GIB  # that server and engine take beside weights and cache
 GPU_SHARE = 0.9  # of a GPU's memory, if that much is free
 FREE_SHARE = 0.95  # of a GPU's free memory
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL
+TRACKER_SECONDS = 10.0  # for multiprocessing's tracker to remove shared memory
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # between two looks at a server that answers: it logs each of them
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -262,14 +263,41 @@ def watch_server(
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(GRACE_SECONDS)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+            _end_group(server)
     if received:
         return INTERRUPTED if received[0] == signal.SIGINT else 0
     if server.returncode == 0:
         return 0
     raise MegaverlError(f"the server {'ended' if is_ready else 'did not start'}: {why_ended(log)} Its log: {log}")
+
+
+def _end_group(server: subprocess.Popen[bytes]) -> None:
+    """Kill the server's process group, and leave its resource trackers the time to remove shared memory.
+
+    vLLM's processes share hundreds of MB in /dev/shm, which no kernel frees. multiprocessing's tracker process removes
+    what they have created once all of them have ended.
+    """
+    trackers: list[psutil.Process] = []
+    for process in _members(server.pid):
+        with suppress(psutil.Error):
+            if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                trackers.append(process)
+            else:
+                process.kill()
+    server.wait()
+    psutil.wait_procs(trackers, timeout=TRACKER_SECONDS)
+    with suppress(ProcessLookupError):  # those that were started meanwhile
+        os.killpg(server.pid, signal.SIGKILL)
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """Return the processes of a process group."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if os.getpgid(process.pid) == group:
+                members.append(process)
+    return members
 
 
 def why_ended(log: Path) -> str:

@@ -17,13 +17,21 @@ from megaverl.rollout import serving
 from tests.launcher import free_port
 
 GIB = 2**30
+# It shares memory with other processes, as vLLM's engine does.
+ENGINE = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=64)
+print(shared.name, flush=True)
+time.sleep(600)
+"""
 # Answers /health with 200, then with 503, as vLLM's server does when its engine has died. Its child is the engine.
 SERVER = """
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("engine", engine.pid, flush=True)
+engine = subprocess.Popen([sys.executable, "-c", {engine!r}], stdout=subprocess.PIPE, text=True)
+print("engine", engine.pid, engine.stdout.readline().strip(), flush=True)
 statuses = iter([200, 200, {after}])
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,16 +63,17 @@ def run(log: Path, after: int, told: list[str], on_ready: object = None) -> int:
         if on_ready is not None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    command = [sys.executable, "-c", SERVER.format(port=port, after=after)]
+    command = [sys.executable, "-c", SERVER.format(port=port, after=after, engine=ENGINE)]
     return serving.watch_server(command, os.environ, log, "127.0.0.1", port, ready)
 
 
 def wait_until_engine_ends(log: Path) -> None:
-    """Wait for a process that was killed; nobody may be there to reap it."""
+    """Wait for a process that was killed, which nobody may be there to reap. Its shared memory is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         engine = psutil.Process(int(log.read_text().split()[1]))
         while engine.status() != psutil.STATUS_ZOMBIE:
             os.sched_yield()
+    assert not Path("/dev/shm", log.read_text().split()[2]).exists()
 
 
 def test_a_server_ends_with_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
