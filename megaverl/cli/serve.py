@@ -197,8 +197,7 @@ def _pool_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _pool(arguments: argparse.Namespace) -> int:
-    from megaverl.rollout.server_engine import watched_file
-    from megaverl.rollout.server_pool import addresses_of, change
+    from megaverl.rollout.server_pool import addresses_of, change, watched_file
 
     if bool(arguments.urls) == (arguments.action == "list"):
         raise UsageError("name servers to add or remove, and none to list")
@@ -230,7 +229,7 @@ def _rollout(run: Path) -> RolloutConfig:
 
 
 def _list(rollout: RolloutConfig, urls: list[str], *, as_json: bool) -> int:
-    from megaverl.rollout.server_engine import connect, token_of
+    from megaverl.rollout.server_pool import connect, token_of
 
     token, found = token_of(rollout.servers), []
     for url in urls:

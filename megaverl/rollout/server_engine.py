@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from base64 import b64encode
@@ -38,23 +37,19 @@ from megaverl.rollout.server_api import (
     InferenceServer,
     ServerLost,
     ServerRefused,
-    SGLangServer,
     VLLMServer,
-    is_loopback,
-    url_problem,
 )
-from megaverl.rollout.server_pool import PublishedWeights, ServerPool, addresses_of
+from megaverl.rollout.server_pool import PublishedWeights, ServerPool, addresses_of, connect, token_of, watched_file
 from megaverl.sharding.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-    from megaverl.config.roles import RolloutConfig, ServersConfig
+    from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
 
 MOST_THREADS = 512  # requests of a rank at once, over all servers
-POOL_FILE = "rollout_servers.txt"  # in the run's folder
 
 
 class ServerEngine(Engine):
@@ -100,7 +95,7 @@ class ServerEngine(Engine):
         watched = watched_file(servers, run_dir)
         self.pool = ServerPool(
             lambda: addresses_of(servers, watched),
-            lambda url: connect(servers, url, token),
+            lambda url: connect(servers, url, token, VLLMOverNCCL if servers.transfer == "nccl" else None),
             ExpectedModel(spec, max_model_len),
             admits=self.replica == 0,
             most_running=-(-servers.max_requests // self.num_replicas),
@@ -205,42 +200,6 @@ class ServerEngine(Engine):
     def close(self) -> None:
         """Leave the servers alone."""
         self.pool.close()
-
-
-def token_of(servers: ServersConfig) -> str | None:
-    """The servers' token, out of the environment.
-
-    Raises:
-        RolloutError: it is not there.
-    """
-    if servers.token_env is None:
-        return None
-    token = os.environ.get(servers.token_env)
-    if not token:
-        raise RolloutError(
-            f"rollout.servers.token_env={servers.token_env}: the environment has no such variable, or it is empty. "
-            "Set it to the servers' token on every rank."
-        )
-    return token
-
-
-def watched_file(servers: ServersConfig, run_dir: Path) -> Path:
-    """What `megaverl rollout-pool` writes and a run reads."""
-    return Path(servers.file) if servers.file is not None else run_dir / POOL_FILE
-
-
-def connect(servers: ServersConfig, url: str, token: str | None) -> InferenceServer:
-    """One server of the pool.
-
-    Raises:
-        ServerRefused: no URL of a server, or one beyond the loopback without a token.
-    """
-    if problem := url_problem(url):
-        raise ServerRefused(problem)
-    if token is None and not is_loopback(url):
-        raise ServerRefused(f"{url}: is not on the loopback, and there is no token (rollout.servers.token_env).")
-    server = SERVERS[servers.kind, servers.transfer]
-    return server(url, token, generating=servers.timeout_seconds, loading=servers.load_timeout_seconds)
 
 
 # --- weights over NCCL ---------------------------------------------------------------------------------------------
@@ -393,10 +352,3 @@ class _TransferCalls:
 
     def finish_weight_update(self) -> None:
         self._post("/finish_weight_update")
-
-
-SERVERS: dict[tuple[str, str], type[InferenceServer]] = {  # by kind and transfer
-    ("vllm", "folder"): VLLMServer,
-    ("vllm", "nccl"): VLLMOverNCCL,
-    ("sglang", "folder"): SGLangServer,
-}

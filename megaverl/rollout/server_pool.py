@@ -8,6 +8,7 @@ that was started again, with whatever weights, is out until it has been given th
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -21,12 +22,23 @@ from urllib.parse import urlsplit
 
 from megaverl.announcements import announcements
 from megaverl.errors import RolloutError
-from megaverl.rollout.server_api import ExpectedModel, InferenceServer, ServerLost, ServerRefused
+from megaverl.rollout.server_api import (
+    ExpectedModel,
+    InferenceServer,
+    ServerLost,
+    ServerRefused,
+    SGLangServer,
+    VLLMServer,
+    is_loopback,
+    url_problem,
+)
 
 if TYPE_CHECKING:
     from megaverl.config.roles import ServersConfig
 
 logger = logging.getLogger(__name__)
+POOL_FILE = "rollout_servers.txt"  # in the run's folder
+KINDS: dict[str, type[InferenceServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
 MOST_LOADS = 3  # failures in a row to bring a server the weights, before it is given up
 
@@ -406,6 +418,47 @@ def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
         else:
             found[line] = None
     return list(found)
+
+
+def token_of(servers: ServersConfig) -> str | None:
+    """The servers' token, out of the environment.
+
+    Raises:
+        RolloutError: it is not there.
+    """
+    if servers.token_env is None:
+        return None
+    token = os.environ.get(servers.token_env)
+    if not token:
+        raise RolloutError(
+            f"rollout.servers.token_env={servers.token_env}: the environment has no such variable, or it is empty. "
+            "Set it to the servers' token on every rank."
+        )
+    return token
+
+
+def watched_file(servers: ServersConfig, run_dir: Path) -> Path:
+    """What `megaverl rollout-pool` writes and a run reads."""
+    return Path(servers.file) if servers.file is not None else run_dir / POOL_FILE
+
+
+def connect(
+    servers: ServersConfig, url: str, token: str | None, server: type[InferenceServer] | None = None
+) -> InferenceServer:
+    """Return one server of the pool.
+
+    Args:
+        server: its class; None: that of its kind, which takes weights from a folder.
+
+    Raises:
+        ServerRefused: no URL of a server, or one beyond the loopback without a token.
+    """
+    if problem := url_problem(url):
+        raise ServerRefused(problem)
+    if token is None and not is_loopback(url):
+        raise ServerRefused(f"{url}: is not on the loopback, and there is no token (rollout.servers.token_env).")
+    server = server or KINDS[servers.kind]
+    return server(url, token, generating=servers.timeout_seconds, loading=servers.load_timeout_seconds)
 
 
 def lines_of(watched: Path) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +101,20 @@ def test_the_token_is_wanted_everywhere_and_no_job_takes_all(monkeypatch: pytest
         return seen
 
     assert asyncio.run(scenario())[3:] == [200] * 6
+
+
+def test_the_pool_is_changed_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes longer than a step of a small run, and on a busy machine half a minute."""
+    (tmp_path / "train.yaml").write_text("rollout: {engine: server, servers: {urls: ['http://127.0.0.1:1']}}")
+    code = (
+        "import sys; from megaverl.cli.main import main\n"
+        "for action in ('add', 'remove'):\n"
+        "    assert main(['rollout-pool', action, sys.argv[1], 'http://127.0.0.1:2']) == 0\n"
+        "assert main(['rollout-pool', 'list', sys.argv[1]]) == 1\n"
+        "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "127.0.0.1:1, http://127.0.0.1:2" in lines[0] and lines[1].endswith(" http://127.0.0.1:1")
+    assert lines[-1] == "[]"

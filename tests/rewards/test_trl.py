@@ -15,7 +15,6 @@ from megaverl.rewards import Component, Reward, RewardFunction, RewardSample
 from megaverl.rewards.trl import TrainerState
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments, make_inputs
-from tests.trainer.test_end_to_end import metrics_of
 
 MESSAGES = [{"role": "user", "content": "2+2?"}]
 CHAT = RewardSample("<user>2+2?", "4", "4", messages=MESSAGES, is_conversation=True)
@@ -140,7 +139,9 @@ def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path) -> None:
     )
     assert ended.codes == [0, 0], ended.text
     run = tmp_path / "runs" / "run"
-    assert {step: found["reward/at_step"] for step, found in metrics_of(run).items()} == {1: 0.0, 2: 1.0}
+    measured = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    at_step = {each["step"]: each["reward/at_step"] for each in measured if "reward/at_step" in each}
+    assert at_step == {1: 0.0, 2: 1.0}
     records = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     trained = [record for record in records if record["split"] == "train"]
     assert len(trained) == 6 and all(record["about"].endswith(f" at {record['step'] - 1}") for record in trained)

@@ -17,8 +17,8 @@ from megaverl.errors import RolloutError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import SamplingOptions, SavedWork
 from megaverl.rollout.hf_engine import HFEngine
-from megaverl.rollout.server_engine import POOL_FILE, ServerEngine
-from megaverl.rollout.server_pool import PublishedWeights, addresses_of, change
+from megaverl.rollout.server_engine import ServerEngine
+from megaverl.rollout.server_pool import POOL_FILE, PublishedWeights, addresses_of, change
 from tests.rollout.sglang_server import SGLangLike
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [5, 6, 7]] * 3
