@@ -292,6 +292,7 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longer ones are counted as too long")
     parser.add_argument("--split", default="train", help="of a data set on the hub")
     parser.add_argument("--subset", help="configuration of a data set on the hub")
+    parser.add_argument("--revision", help="commit, tag or branch of a data set on the hub")
     parser.add_argument("--all", action="store_true", help=f"show every problem, not the first {SHOWN}")
     add_json(parser)
 
@@ -314,7 +315,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
         # Without a tokenizer it is not known whether the model takes images.
         ignored = () if encoder else (data.images.key,)
         columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images, ignored=ignored)
-        places = [SourceConfig(path=path, split=arguments.split, subset=arguments.subset) for path in arguments.sources]
+        of_hub = {name: getattr(arguments, name) for name in ("split", "subset", "revision")}
+        places = [SourceConfig(path=path, **of_hub) for path in arguments.sources]
         found = {place.path: examine(open_source(place), encoder, columns) for place in places}
     else:
         raise UsageError("give sources, or --config FILE")

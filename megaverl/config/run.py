@@ -117,6 +117,8 @@ class SourceConfig(Section):
     """Of a data set on the hub or of save_to_disk."""
     subset: Text | None = None
     """Configuration of a data set on the hub."""
+    revision: Text | None = None
+    """Of a data set on the hub: a commit, tag or branch. null: the newest."""
     limit: Positive | None = None
     """Only its first rows, so many."""
 

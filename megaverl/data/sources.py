@@ -59,10 +59,24 @@ def open_source(entry: Entry) -> RowSource:
         DataError: nothing is there, it is damaged or empty, or the package that reads it is missing.
     """
     source = as_source(entry)
+    check_revision(source)
     rows = _open(source)
     if len(rows) == 0:
         raise DataError(f"{source.path}: the data set is empty. Put at least one row into it, or leave it out.")
     return rows if source.limit is None or source.limit >= len(rows) else FirstRows(rows, source.limit)
+
+
+def check_revision(source: SourceConfig) -> None:
+    """See that a revision is given of a data set on the hub alone.
+
+    Raises:
+        DataError: names the source.
+    """
+    if source.revision is not None and (kind := kind_of(source.path)) != "hub":
+        raise DataError(
+            f"{source.path}: revision={source.revision} is of data sets on the hub, and this source is read from "
+            f"elsewhere (found: {kind}). Leave revision out."
+        )
 
 
 def _open(source: SourceConfig) -> RowSource:
@@ -138,6 +152,7 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
         raise DataError(f"{source.path}: reading it needs the package datasets: {HOW_TO_INSTALL}.")
     import datasets
 
+    check_revision(source)
     try:
         if kind_of(source.path) == "saved":
             found = datasets.load_from_disk(source.path)
@@ -145,7 +160,9 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
                 found = found[source.split]
             return _encoded_images(found.to_iterable_dataset() if streaming else found)
         return _encoded_images(
-            datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming)
+            datasets.load_dataset(
+                source.path, source.subset, split=source.split, revision=source.revision, streaming=streaming
+            )
         )
     except KeyError as error:
         raise DataError(f"{source.path}: no split {error}; it has {', '.join(found)}. Set split.") from error

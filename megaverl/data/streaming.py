@@ -27,6 +27,7 @@ from megaverl.data.sources import (
     Place,
     RowSource,
     as_source,
+    check_revision,
     expand_paths,
     folder_files,
     hub_row,
@@ -50,6 +51,7 @@ def open_reader(source: SourceConfig) -> SourceReader:
     Raises:
         DataError: nothing is there, or it is damaged.
     """
+    check_revision(source)
     kind = kind_of(source.path)
     if kind in ("own", "reasoning_gym", "verifiers"):
         reader: SourceReader = NumberedReader(open_source(source))

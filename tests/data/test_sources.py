@@ -17,7 +17,7 @@ import pytest
 from megaverl.config.run import SourceConfig
 from megaverl.data.datasets import BLOCK, MixedSampler, Mixture, PromptDataset
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, check_tools, load_tools
-from megaverl.data.sources import kind_of, open_source
+from megaverl.data.sources import kind_of, load_hub, open_source
 from megaverl.data.streaming import PromptStream, StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
@@ -309,3 +309,26 @@ def test_tools_that_are_none(value: Any, tmp_path: Path) -> None:
         check_tools(value, "row 1")
     with pytest.raises(DataError, match=r"data\.tools"):
         load_tools(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_revision_is_handed_to_datasets(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    given: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        given.append((arguments, options))
+        rows = datasets.Dataset.from_list([{"prompt": "a", "answer": "b"}])
+        return rows.to_iterable_dataset() if options["streaming"] else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    load_hub(SourceConfig(path="org/name", revision="v2"), streaming=streaming)
+    load_hub(SourceConfig(path="org/name"), streaming=streaming)
+    assert [options["revision"] for _, options in given] == ["v2", None]
+
+
+def test_a_revision_of_what_is_not_on_the_hub_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(DataError, match=r"revision=v2 is of data sets on the hub, .* Leave revision out"):
+        open_source(SourceConfig(path=str(path), revision="v2"))
