@@ -600,6 +600,9 @@ class Trainer:
         changed = [change.key for change in self.saving.changed.changes if change.key.startswith(measure)]
         if changed:
             return [f"the best validation so far is forgotten: {', '.join(changed)} changed what is best"]
+        measured_on = best.get("data")  # None: of a checkpoint without held-out prompts, or of an older megaverl
+        if measured_on is not None and measured_on != self.validation.data_digest:
+            return ["the best validation so far is forgotten: the rows of data.validation have changed"]
         self.validation.load_state_dict(best)
         return []
 

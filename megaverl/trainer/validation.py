@@ -112,8 +112,13 @@ class Validation:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best, for a checkpoint."""
-        return asdict(self.best)
+        """The best, and a digest of the held-out prompts that it was measured on, for a checkpoint."""
+        return asdict(self.best) | {"data": self.data_digest}
+
+    @property
+    def data_digest(self) -> str | None:
+        """Digest of the held-out prompts; None: there are none."""
+        return None if self.data is None else self.data.fingerprint
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undo `state_dict`."""

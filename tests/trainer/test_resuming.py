@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import INTERRUPTED, MISTAKE, SAVED_AND_LEFT, ConfigError
 from megaverl.rollout.engine import Generation
+from megaverl.trainer.loop import Trainer
 from megaverl.trainer.resuming import ChangedSettings, GoingOn, check_resume
 from megaverl.trainer.schedule import StoredRollouts
+from megaverl.trainer.validation import Validation
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics
 from tests.launcher import Launcher
@@ -176,3 +180,22 @@ def test_the_schedule_moves_with_the_updates_of_a_step(
     old, new = run_config(tmp_path, *plain, *before), run_config(tmp_path, *plain, *now)
     changed = ChangedSettings.since(tmp_path, json.loads(json.dumps(old.to_dict())), new, "train")
     assert changed.moved_updates(new, 5, role) == expected
+
+
+def test_a_best_validation_on_other_rows_is_forgotten() -> None:
+    """The scores before and after are of other prompts; a checkpoint of an older megaverl does not hold the digest."""
+
+    def take_up(saved: dict[str, Any]) -> tuple[list[str], int]:
+        data: Any = SimpleNamespace(fingerprint="now")
+        validation = Validation(None, data, None, None)  # type: ignore[arg-type]
+        saving = SimpleNamespace(changed=SimpleNamespace(changes=[]))
+        loop: Any = SimpleNamespace(validation=validation, saving=saving)
+        notes = Trainer._take_up_best(loop, {"step": 4, "value": 0.5, "tie": 0.0, **saved})
+        assert validation.state_dict()["data"] == "now"
+        return notes, validation.best.step
+
+    assert take_up({"data": "now"}) == ([], 4)
+    assert take_up({}) == ([], 4)
+    notes, step = take_up({"data": "before"})
+    assert notes == ["the best validation so far is forgotten: the rows of data.validation have changed"]
+    assert step == -1
