@@ -50,6 +50,7 @@ class RankMemory:
         engine: how the rollout engine divides its share.
         saved: what it writes of a checkpoint. `checkpoint.async_save` may hold as much in host memory, where an update
             begins before it is written.
+        host: part -> bytes of host memory: what is offloaded there, and a checkpoint's copy.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankMemory:
     moments: dict[str, dict[str, float]]
     engine: EngineBytes = field(repr=False)
     saved: float = 0.0
+    host: dict[str, float] = field(default_factory=dict)
 
     @property
     def phases(self) -> dict[str, float]:
@@ -144,7 +146,29 @@ class MemoryModel:
         moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
         written = [self.trained(role, rank) for role in job.roles if role.trained and role.place(rank) is not None]
         saved = float(sum(each.saved_weights + each.saved_optimizer for each in written))
-        return RankMemory(rank, parts, moments, engine, saved)
+        return RankMemory(rank, parts, moments, engine, saved, self._host(rank, parts, saved))
+
+    def _host(self, rank: int, parts: dict[str, dict[str, float]], saved: float) -> dict[str, float]:
+        """Return part -> bytes of host memory. Gradients are not kept where they are offloaded.
+
+        Args:
+            parts: of the rank's device.
+            saved: what it writes of a checkpoint.
+        """
+        found: dict[str, float] = {}
+        for role in self.job.roles:
+            if role.place(rank) is None:
+                continue
+            if role.trained is None:
+                is_away = role.name == "reference" and self.job.config.reference.offload
+                found[role.name] = parts[role.name]["weights"] if is_away else 0.0
+            elif (offload := role.trained.offload).folder is None:
+                names = [name for name in ("optimizer", "parameters") if getattr(offload, name)]
+                of_names = {"optimizer": "optimizer", "parameters": "weights"}
+                found[role.name] = sum(parts[role.name][of_names[name]] for name in names)
+        if self.job.config.checkpoint.async_save:
+            found["checkpoint"] = saved
+        return {part: nbytes for part, nbytes in found.items() if nbytes}
 
     def _reserve(self, rank: int) -> dict[str, float]:
         """Part -> bytes: what a person gave, or what the rank needs."""

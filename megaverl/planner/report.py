@@ -125,6 +125,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         "phases": {
             phase: spread([m.phases[phase] for m in memory if phase in m.phases]) for phase in phases_of(memory)
         },
+        "host_memory": host_memory(capacity),
         "kv_cache": {
             "bytes_per_token": engine.bytes_per_token,
             "tokens": engine.tokens,
@@ -292,6 +293,19 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     yield _row("a checkpoint: written by each rank", [m.saved for m in memory]) + (
         f"   {sum(m.saved for m in memory) / GB:,.0f} GB together"
     )
+    if host := host_memory(capacity):
+        each = ", ".join(f"{part} {nbytes / GB:,.0f} GB" for part, nbytes in host.items())
+        yield f"host memory of the fullest node: {sum(host.values()) / GB:,.0f} GB ({each})"
+
+
+def host_memory(capacity: Capacity) -> dict[str, float]:
+    """Return part -> bytes of host memory on the node that needs most: what is offloaded, and a checkpoint's copy."""
+    nodes: dict[int, dict[str, float]] = {}
+    for rank in capacity.memory:
+        node = nodes.setdefault(capacity.job.machine.node_of(rank.rank), {})
+        for part, nbytes in rank.host.items():
+            node[part] = node.get(part, 0.0) + nbytes
+    return max(nodes.values(), key=lambda node: sum(node.values()), default={})
 
 
 def _traffic(capacity: Capacity) -> Iterator[str]:

@@ -45,6 +45,7 @@ PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
 SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the liveness can name the rank
 WRITES_EVERY = 2.0  # seconds
 LOST_AFTER = 30.0  # seconds without a word; a call that holds the interpreter is shorter than that
+LOST_AFTER_ON_GPUS = 120.0  # there kernels are compiled and loaded by calls that hold it; no measurement is known
 # What the ranks compute with: it must be the same everywhere.
 MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
 
@@ -99,7 +100,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         timeouts=Timeouts(
             stalled_after=seconds,
             interval=min(1.0, seconds / 10),
-            lost_after=min(LOST_AFTER, seconds),
+            lost_after=min(LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds),
             grace=min(4.0, seconds / 2),
         ),
         world=world,
@@ -268,8 +269,10 @@ def kept_objects() -> Iterator[None]:
     """What is there now stays until the end, so it need not be looked through for garbage.
 
     megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
-    What is made from here on is looked at as often as Python has it.
+    What is made from here on is looked at as often as Python has it. Garbage is collected first: frozen, it would hold
+    its tensors until the end.
     """
+    gc.collect()
     freeze_objects()
     gc.freeze()  # also what was made since somebody else asked
     gc.set_threshold(*PYTHON_THRESHOLD)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -24,32 +24,83 @@ from megaverl.platform import platform
 
 Storages = list[torch.UntypedStorage]
 SMALLEST = 64  # bytes
+SLAB = 2**28  # bytes of pinned memory at a time; a power of two
+ALIGNMENT = 512  # bytes, of a storage's place in a slab
 
 
 class PinnedMemory:
-    """Host memory that the accelerator copies to and from by itself; kept for the next time."""
+    """Host memory that the accelerator copies to and from by itself; kept for the next time.
+
+    It lies in slabs of one size, over which the storages are laid end to end. torch rounds every pinned allocation up
+    to a power of two (2.13, ATen/core/CachingHostAllocator.h): a copy of each storage by itself could take twice its
+    size, while slabs of a power of two take what they hold.
+    """
 
     def __init__(self) -> None:
-        self._copies: list[torch.Tensor] = []
+        self._slabs: list[torch.Tensor] = []
         self._stream = torch.cuda.Stream()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that are pinned."""
+        return sum(slab.nbytes for slab in self._slabs)
+
     def store(self, storages: Storages) -> None:
-        if [copy.numel() for copy in self._copies] != [storage.nbytes() for storage in storages]:
-            self._copies.clear()
-            self._copies = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=True) for s in storages]
+        sizes = [storage.nbytes() for storage in storages]
+        self._reserve(sum(aligned(size) for size in sizes))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for copy, storage in zip(self._copies, storages, strict=True):
-                copy.copy_(as_bytes(storage), non_blocking=True)
+            for number, first, slab, start, size in slab_pieces(sizes):
+                source = as_bytes(storages[number])[first : first + size]
+                self._slabs[slab][start : start + size].copy_(source, non_blocking=True)
         self._stream.synchronize()  # the memory is given away next
 
     def fetch(self, storages: Storages) -> None:
         # what was computed last may still use the memory that the storages have got
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for copy, storage in zip(self._copies, storages, strict=True):
-                as_bytes(storage).copy_(copy, non_blocking=True)
+            for number, first, slab, start, size in slab_pieces([storage.nbytes() for storage in storages]):
+                target = as_bytes(storages[number])[first : first + size]
+                target.copy_(self._slabs[slab][start : start + size], non_blocking=True)
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _reserve(self, nbytes: int) -> None:
+        """Have at least so many bytes; whole slabs are kept."""
+        wanted = slab_sizes(nbytes)
+        if sum(wanted) <= self.nbytes:
+            return
+        self._slabs = [slab for slab in self._slabs if slab.nbytes == SLAB]
+        for size in wanted[len(self._slabs) :]:
+            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+
+
+def slab_sizes(nbytes: int) -> list[int]:
+    """Return the sizes of the slabs that hold so many bytes: whole ones, or one that is smaller."""
+    if nbytes < SLAB:
+        return [1 << (nbytes - 1).bit_length()] if nbytes else []
+    return [SLAB] * -(-nbytes // SLAB)
+
+
+def aligned(nbytes: int) -> int:
+    """Return a size rounded up to where the next storage may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slab_pieces(sizes: Iterable[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (storage, first byte in it, slab, first byte there, bytes) of storages that are laid end to end over slabs.
+
+    Args:
+        sizes: bytes of each storage.
+    """
+    begin = 0
+    for number, size in enumerate(sizes):
+        done = 0
+        while done < size:
+            slab, start = divmod(begin + done, SLAB)
+            piece = min(size - done, SLAB - start)
+            yield number, done, slab, start, piece
+            done += piece
+        begin += aligned(size)
 
 
 class Files:

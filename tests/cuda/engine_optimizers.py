@@ -1,6 +1,6 @@
 """Transformer Engine's `pytorch.optimizers` in plain PyTorch, as megatron-core uses it: fused in name alone.
 
-Names, arguments and the optimizer's state are those of Transformer Engine 2.10 (pytorch/optimizers/fused_adam.py,
+Names, arguments and the optimizer's state are those of Transformer Engine 2.20 (pytorch/optimizers/fused_adam.py,
 multi_tensor_apply.py, transformer_engine_torch's multi_tensor functions).
 """
 

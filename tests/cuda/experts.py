@@ -1,6 +1,6 @@
 """Experts that get equally many tokens, as far as the host asks: numbers of tokens are values, which fake ones lack.
 
-And Transformer Engine's `pytorch.permutation` (2.10) in plain PyTorch, by shape alone.
+And Transformer Engine's `pytorch.permutation` (2.20) in plain PyTorch, by shape alone.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def moe_unpermute(
     merging_probs: torch.Tensor | None = None,
     restore_shape: torch.Size | None = None,
     map_type: str = "mask",
+    pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    assert restore_shape is not None
+    assert restore_shape is not None and pad_offsets is None
     return _select(inp, restore_shape[0])
 
 

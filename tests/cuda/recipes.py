@@ -163,7 +163,7 @@ class RecipeRank:
         }
         found = {name: sum(s.nbytes() for s in storages_of(tensors)) for name, tensors in parts.items()}
         place = trainable._optimizer_state._place if trainable._optimizer_state is not None else None
-        return found | {"pinned": sum(copy.nbytes for copy in getattr(place, "_copies", []))}
+        return found | {"pinned": getattr(place, "nbytes", 0)}
 
     def step(self) -> dict[str, Any]:
         """Every operator of the run's first step, from prompts to what is written down of it."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from megaverl.workers.offload import SLAB
 from tests.cuda import fake_device
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +229,8 @@ def test_what_is_offloaded_leaves_the_device_and_is_not_looked_at_there(ranks: d
     # masters in float32, of a sixteenth: data-parallel ranks share them; after a step two moments as well
     for stage, each in (("start", 4), ("step", 12)):
         held = found[stage]["says"]["on_device"]
-        assert held.pop("pinned") == pytest.approx(each * found["step"]["says"]["trained"] / 16, rel=1e-3)
+        wanted = each * found["step"]["says"]["trained"] / 16
+        assert held.pop("pinned") == pytest.approx(wanted, rel=1e-3, abs=SLAB), "not up to twice as much"
         assert held == {"weights": 0, "gradients": 0, "optimizer": 0}
     kept = ranks[f"{GRPO_8} rank 0 of 64"]["step"]["says"]["on_device"]
     assert min(kept["weights"], kept["gradients"], kept["optimizer"]) > 1e9 and not kept["pinned"]

@@ -148,7 +148,7 @@ def why_padded(folder: str, latent: str) -> dict[str, Any]:
     utils.get_attention_backend = none_takes_it
     reasons["no kernel"] = engine_attention.why_padded(config())
     utils.get_attention_backend = takes
-    lowest, engine_attention.LOWEST_ENGINE = engine_attention.LOWEST_ENGINE, "2.11.0"
+    lowest, engine_attention.LOWEST_ENGINE = engine_attention.LOWEST_ENGINE, "2.99.0"
     reasons["too old"] = engine_attention.why_padded(config())
     engine_attention.LOWEST_ENGINE = lowest
     refused = {

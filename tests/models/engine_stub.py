@@ -1,7 +1,7 @@
 """Transformer Engine's PyTorch modules in plain PyTorch: what megatron-core's classes over them build and compute.
 
 It cannot be installed without CUDA. Names, shapes, marks of parameters and what is asserted of arguments are those of
-Transformer Engine 2.10 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py, rmsnorm.py,
+Transformer Engine 2.20 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py, rmsnorm.py,
 pytorch/attention/dot_product_attention/dot_product_attention.py, pytorch/attention/rope.py); what is computed is what
 their docstrings say, on any device, without an operation whose shape depends on data. No FP8, dropout or layer norm.
 Its optimizers and its raw matrix products are not here: megatron-core then takes PyTorch's.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-VERSION = "2.10.0"
+VERSION = "2.20.2"  # that of requirements/cuda-py312.lock, which a test compares
 ABSENT = ("transformer_engine.pytorch.optimizers", "transformer_engine.pytorch.cpp_extensions")
 
 
@@ -180,6 +180,8 @@ class GroupedLinear(Module):
         super().__init__()
         self.num_gemms, self.use_bias = num_gemms, bias
         self.return_bias = options.pop("return_bias", False)
+        one_tensor = [options.pop(name, False) for name in ("single_grouped_weight", "single_grouped_bias")]
+        assert not any(one_tensor), "weights of all groups in one tensor: layouts know each by itself"
         for number in range(num_gemms):
             linear = Linear(in_features, out_features, bias=bias, **options)
             self.register_parameter(f"weight{number}", linear.weight)

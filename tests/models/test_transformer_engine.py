@@ -5,6 +5,7 @@ Two real ranks, megatron-core's own classes, and `engine_stub` in place of Trans
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
+from tests.models.engine_stub import VERSION
 from tests.sharding.specs import CONFIGS
 
 LATENT = "DeepseekV3ForCausalLM"
@@ -124,6 +126,12 @@ def test_where_transformer_engine_takes_no_packed_rows_it_is_said(results: list[
     assert "4 heads with 2 for keys and values on each are not multiples of 4. Use p2p" in cut["heads"]
     assert "latent attention takes megatron.cp_comm_type=p2p alone" in cut["latent"]
     assert found["cut padded"].startswith("Transformer Engine takes packed rows cut over ranks with")
-    assert "Transformer Engine 2.11.0 or later is needed, and 2.10.0 is installed" in found["too old"]
+    assert f"Transformer Engine 2.99.0 or later is needed, and {VERSION} is installed" in found["too old"]
     assert "('attn_mask_type', 'padding_causal_bottom_right')" in found["asked"]
     assert "('qkv_layout', 'thd_thd_thd')" in found["asked"]
+
+
+def test_the_stand_in_is_of_the_version_in_the_gpus_lock() -> None:
+    """megatron-core asks for Transformer Engine's version in some sixty places, and builds other things by it."""
+    lock = (Path(__file__).parents[2] / "requirements" / "cuda-py312.lock").read_text()
+    assert re.findall(r"^transformer-engine(?:-torch|-cu13)?==(\S+)", lock, flags=re.MULTILINE) == [VERSION] * 3
