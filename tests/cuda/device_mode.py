@@ -59,7 +59,8 @@ class DeviceMode(TorchDispatchMode):
         there = _is_device(kwargs.get("device")) if name == "_to_copy" else _is_fake(args[0])
         if there and not _is_fake(source):
             waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            pinned = hasattr(source, "is_page_locked")
+            # A part of page-locked memory is page-locked too.
+            pinned = any(hasattr(tensor, "is_page_locked") for tensor in (source, source._base))
             HostReads.count_sent("" if waits else ", not waited for" if pinned else ", from pageable memory")
 
     def _communicate(
