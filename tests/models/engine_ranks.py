@@ -91,10 +91,10 @@ def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int],
     for name in ("engine packed", "engine padded", "local padded"):
         engine.is_used = name.startswith("engine")
         seen.clear()
-        # of latent attention that is a kernel in Triton
-        options = megatron | {
-            "apply_rope_fusion": engine.is_used and "Deepseek" not in Path(folder, "config.json").read_text()
-        }
+        # Latent attention has a kernel in Triton, and YaRN a factor that the fused kernel leaves out.
+        described = Path(folder, "config.json").read_text()
+        fuses = engine.is_used and "Deepseek" not in described and "yarn" not in described
+        options = megatron | {"apply_rope_fusion": fuses}
         if not engine.is_used:  # how Transformer Engine sends keys and values
             options.pop("cp_comm_type", None)
         given = {"same_prompts": 3, "pack_samples": name.endswith("packed"), "megatron": options}
