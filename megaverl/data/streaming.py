@@ -17,7 +17,7 @@ import numpy as np
 
 from megaverl.config.run import SourceConfig
 from megaverl.data.datasets import Mixture, PromptDataset, PromptRecord, PromptSampler, make_record, weights_of
-from megaverl.data.digests import digest_of_files, digest_of_rows
+from megaverl.data.digests import digest_of_files, digest_of_rows, written_times
 from megaverl.data.prompts import Columns, PromptEncoder
 from megaverl.data.row_groups import RowGroupCache
 from megaverl.data.row_values import parse_row
@@ -66,13 +66,13 @@ class FilesReader:
     """JSONL and Parquet files. JSONL is read from a byte position, Parquet by row group."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+        self.files = files
         self._file, self._place, self._line = 0, 0, 0  # place: byte of a JSONL file, row of a Parquet file
         self._parquet: tuple[int, ParquetFile] | None = None
 
     def read(self) -> Row | None:
-        while self._file < len(self._files):
-            path = self._files[self._file]
+        while self._file < len(self.files):
+            path = self.files[self._file]
             row = self._parquet_row(path) if path.suffix == ".parquet" else self._line_of(path)
             if row is not None:
                 return row
@@ -83,7 +83,7 @@ class FilesReader:
     @property
     def fingerprint(self) -> str:
         """Return a digest of the files, of samples where they are large."""
-        return digest_of_files(self._files)
+        return digest_of_files(self.files)
 
     def state(self) -> dict[str, Any]:
         return {"file": self._file, "place": self._place, "line": self._line}
@@ -116,6 +116,8 @@ class FilesReader:
 
 class NumberedReader:
     """Rows that have numbers, one after the other."""
+
+    files: Sequence[Path] = ()  # its fingerprint covers every row
 
     def __init__(self, rows: RowSource) -> None:
         self._rows, self._next = rows, 0
@@ -169,7 +171,12 @@ class HubReader:
     @property
     def fingerprint(self) -> str:
         """Return a digest of a saved data set's files; the contents of one on the hub are not known before it comes."""
-        return digest_of_files(sorted(self._folder.rglob("*.arrow"))) if self._folder.is_dir() else ""
+        return digest_of_files(self.files) if self.files else ""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Files of a saved data set."""
+        return sorted(self._folder.rglob("*.arrow")) if self._folder.is_dir() else ()
 
     def state(self) -> dict[str, Any]:
         stream = self._data.state_dict() if self._restored is None else self._restored
@@ -202,6 +209,11 @@ class FirstReader:
         """Return that of the other reader."""
         return self._reader.fingerprint
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """Return those of the other reader."""
+        return self._reader.files
+
     def state(self) -> dict[str, Any]:
         return {"read": self._read, "inner": self._reader.state()}
 
@@ -226,6 +238,7 @@ class StreamedPrompts:
     Attributes:
         position: how many prompts have been taken.
         num_dropped: rows that were left out for their length.
+        notes: what a person must know of a checkpoint's place in the sources.
     """
 
     def __init__(
@@ -243,6 +256,8 @@ class StreamedPrompts:
         self._mixture = Mixture(self._weights, seed) if self._weights else None
         self._readers: list[SourceReader] = [open_reader(source) for source in sources]
         self._fingerprints = [reader.fingerprint for reader in self._readers]
+        self._written = written_times([path for reader in self._readers for path in reader.files])
+        self.notes: list[str] = []
         self._encoder, self._columns = encoder, columns
         self._seed, self._buffer = seed, shuffle_buffer
         self.position = self.num_dropped = 0
@@ -320,6 +335,7 @@ class StreamedPrompts:
             "within": self._within,
             "begin": copy.deepcopy(self._begin),
             "fingerprints": self._fingerprints,
+            "written": self._written,
             "block_rows": self._block_digest,
         }
 
@@ -341,6 +357,7 @@ class StreamedPrompts:
                 "the checkpoint was made with other prompts, so the run cannot go on exactly: "
                 f"{'; '.join(changed)}. Restore the data and these settings, or start a new run from the saved weights."
             )
+        self.notes = self._compare_times(state.get("written", {}))
         self.position, self.num_dropped = int(state["position"]), int(state["dropped"])
         self._block = int(state["block"])
         self._restore(state["begin"])
@@ -353,6 +370,17 @@ class StreamedPrompts:
                     "weights."
                 )
         self._within = int(state["within"])
+
+    def _compare_times(self, before: Mapping[str, int]) -> list[str]:
+        """Return a note on large files that were written since; samples of them are the same."""
+        newer = [path for path, written in self._written.items() if path in before and written != before[path]]
+        if not newer:
+            return []
+        names = ", ".join(newer[:4]) + (f" and {len(newer) - 4} more" if len(newer) > 4 else "")
+        return [
+            f"written again since the checkpoint: {names}. Their sizes and samples of them are the same; rows between "
+            "the samples are not compared. If rows have changed, the run does not go on exactly."
+        ]
 
     def _next(self) -> Row:
         if self._within >= len(self._rows):
@@ -409,7 +437,10 @@ class PromptStream:
 
     Attributes:
         position: how many prompts have been taken.
+        notes: what a person must know of a checkpoint's place in the data; nothing, as every row is compared.
     """
+
+    notes: Sequence[str] = ()
 
     def __init__(self, dataset: PromptDataset, sampler: PromptSampler) -> None:
         self.dataset, self.sampler = dataset, sampler

@@ -572,7 +572,7 @@ class Trainer:
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
         self.roles.load_kl_state(state["kl"])
         self.next_step = int(state["next_step"])
-        notes = self._take_up_best(state["best"])
+        notes = [*self.prompts.notes, *self._take_up_best(state["best"])]
         for role, trainable in self.executor.trained.items():
             if moved := self.saving.changed.moved_updates(self.config, self.next_step, role):
                 trainable.move_schedule(moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,8 +80,9 @@ KINDS: list[Callable[[Path, list[dict[str, Any]]], str]] = [
 ]
 
 
-def resumed(stream: Any, state: Any) -> None:
+def resumed(stream: Any, state: Any) -> Any:
     stream.load_state_dict(json.loads(json.dumps(state)), 0)
+    return stream
 
 
 @pytest.fixture
@@ -154,6 +156,31 @@ def test_large_files_are_sampled(
     others = [{**row, "answer": row["answer"][::-1]} for row in rows]
     assert digest_of_files([Path(write(tmp_path, others))]) != first
     assert digest_of_files([Path(write(tmp_path, rows[:-1]))]) != first
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_a_large_file_that_was_written_again_is_named(
+    limit: int | None, tmp_path: Path, encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its samples are the same, and what lies between them was not read."""
+
+    def stream() -> StreamedPrompts:
+        source = SourceConfig(path=str(path), limit=limit)
+        return StreamedPrompts([source], encoder, Columns(), seed=0, shuffle_buffer=7)
+
+    path = Path(write_jsonl(tmp_path, ROWS * 50))
+    monkeypatch.setattr(digests, "WHOLE_FILE", 100)
+    state = stream().state_dict()
+    assert resumed(stream(), state).notes == []
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    [note] = resumed(stream(), state).notes
+    assert note.startswith(f"written again since the checkpoint: {path}. Their sizes")
+    earlier = {key: value for key, value in state.items() if key != "written"}  # of an earlier version
+    assert resumed(stream(), earlier).notes == []
+    monkeypatch.setattr(digests, "WHOLE_FILE", 2**30)  # now every byte is compared
+    small = stream().state_dict()
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert resumed(stream(), small).notes == []
 
 
 def test_everything_that_is_read_of_a_row_counts() -> None:
