@@ -209,7 +209,13 @@ def _flow(arguments: argparse.Namespace) -> int:
     from megaverl.trainer.agents import plan_of
 
     try:
-        plan = plan_of(read_config(arguments), arguments.nproc)
+        config = read_config(arguments)
+        if config.trainer.program is not None:
+            raise ConfigError(
+                f"trainer.program: the step is {config.trainer.program}, a function and no flow. Leave it out to see "
+                "the built-in step."
+            )
+        plan = plan_of(config, arguments.nproc)
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return MISTAKE

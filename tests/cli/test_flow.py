@@ -54,6 +54,11 @@ def test_operators_of_ones_own_are_where_their_values_are(capsys: pytest.Capture
     assert "did you mean 'add_operators'" in capsys.readouterr().err
 
 
+def test_a_program_is_no_flow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--config", CONFIG, "trainer.program=own.py:step"]) == 2
+    assert "the step is own.py:step, a function and no flow" in capsys.readouterr().err
+
+
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--config", CONFIG, "actor.tpp=2"]) == 2
     assert "actor.tpp" in capsys.readouterr().err
