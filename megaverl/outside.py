@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ def clean(text: str) -> str:
     return joined.replace("\x00", "\ufffd")
 
 
-def read_json(text: str | bytes, *, not_finite: bool = False) -> Any:
+def read_json(text: str | bytes, *, not_finite: bool = False, keeps_texts: bool = False) -> Any:
     """Parse JSON from outside; its texts are `clean`.
 
     Args:
         not_finite: accept NaN and Infinity, which Python writes where a metric has that value.
+        keeps_texts: leave texts as they are, for files whose keys this project has marked with control characters.
 
     Raises:
         ValueError: not JSON, nested more than `MAX_DEPTH` deep, or a number that no float can hold.
@@ -52,7 +53,7 @@ def read_json(text: str | bytes, *, not_finite: bool = False) -> Any:
         value = json.loads(text, parse_constant=constant, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
-    return _cleaned(value, MAX_DEPTH)
+    return _cleaned(value, MAX_DEPTH, str if keeps_texts else clean)
 
 
 def read_file(path: str | Path, limit: int = MAX_FILE_BYTES) -> bytes:
@@ -118,15 +119,15 @@ def read_number(value: Any) -> float:
     return number
 
 
-def _cleaned(value: Any, depth: int) -> Any:
+def _cleaned(value: Any, depth: int, clean_text: Callable[[str], str] = clean) -> Any:
     if isinstance(value, str):
-        return clean(value)
+        return clean_text(value)
     if isinstance(value, dict | list) and depth == 0:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {clean(key): _cleaned(item, depth - 1) for key, item in value.items()}
+        return {clean_text(key): _cleaned(item, depth - 1, clean_text) for key, item in value.items()}
     if isinstance(value, list):
-        return [_cleaned(item, depth - 1) for item in value]
+        return [_cleaned(item, depth - 1, clean_text) for item in value]
     return value
 
 

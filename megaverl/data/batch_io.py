@@ -46,7 +46,7 @@ def from_json(text: str) -> RolloutBatch:
         DataError: not such an object, or tensors that do not fit the schema.
     """
     try:
-        content = read_json(text, not_finite=True)
+        content = read_json(text, not_finite=True, keeps_texts=True)
         tensors = {name: _decoded(entry) for name, entry in content["tensors"].items()}
         return _batch(tensors, content["columns"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -76,7 +76,7 @@ def load(path: str | Path) -> RolloutBatch:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            columns = read_json((file.metadata() or {})["columns"], not_finite=True)
+            columns = read_json((file.metadata() or {})["columns"], not_finite=True, keeps_texts=True)
         return _batch(tensors, columns)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError, DataError) as error:
         raise DataError(f"{path} is not a batch that can be read: {type(error).__name__}: {error}") from error

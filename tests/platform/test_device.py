@@ -56,7 +56,10 @@ def in_a_new_process(code: str) -> dict[str, object]:
 
 def test_on_cuda_nothing_is_adapted() -> None:
     found = in_a_new_process(
-        "import json, sys, warnings; finders, filters = list(sys.meta_path), list(warnings.filters)\n"
+        "import importlib.machinery, json, sys, types, warnings\n"
+        "finders, filters = list(sys.meta_path), list(warnings.filters)\n"
+        "engine = sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"  # without it some are
+        "engine.__spec__ = importlib.machinery.ModuleSpec('transformer_engine', None)\n"
         "from megaverl.platform import Platform\n"
         "cuda = Platform(is_cuda=True); cuda.adapt_megatron(); cuda.adapt_vllm()\n"
         "loaded = [m for m in sys.modules if m.startswith(('megaverl.platform.', 'megatron', 'vllm'))]\n"

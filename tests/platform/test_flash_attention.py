@@ -63,7 +63,7 @@ def test_a_folder_of_that_name_is_not_enough(package: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 @pytest.mark.parametrize("backend", ["flash", "fused"])
 def test_a_backend_that_is_not_there_is_refused(backend: str) -> None:
-    with pytest.raises(ModelError, match=f"megatron.attention_backend={backend}: .*Transformer Engine.* auto"):
+    with pytest.raises(ModelError, match=f"megatron.attention_backend={backend} needs .*Transformer Engine.* auto"):
         transformer_config(make_spec(), GridShape(), torch.float32, {"attention_backend": backend})
     transformer_config(make_spec(), GridShape(), torch.float32, {"attention_backend": "auto"})
 

@@ -147,7 +147,7 @@ def preference_losses_at_rest(
     )
     config = load_config(recipe("gsm8k_smollm2/online_dpo"), check_paths=False, world_size=2)
     mix = Mix(config, lambda: roles, lambda name, metrics: found.update(online_dpo=metrics))
-    mix._run(config.mix[0], answers, Scores(judged, {"reward": judged}, judged > 0.5), 0)
+    mix.update(0, answers, Scores(judged, {"reward": judged}, judged > 0.5), 0)
     said = [Policy(each, temperature=1.0, micro_batch_tokens=micro_batch_tokens).log_probs(answers) for each in models]
     found["answers"] = [torch.where(pairs.response_mask, each, 0.0).double().sum(dim=1).tolist() for each in said]
     return found

@@ -142,6 +142,14 @@ def sft_step(trainable: Any, step: int) -> dict[str, float]:
         prompt = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()
         answer = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
         text = " ".join(map(str, answer))
-        record = {"token_ids": prompt, "messages": None, "text": "", "reference": text, "extra": {}, "images": None}
+        record = {
+            "token_ids": prompt,
+            "prompt": "",
+            "messages": None,
+            "text": "",
+            "reference": text,
+            "extra": {},
+            "images": None,
+        }
         records.append(SimpleNamespace(**record, where=f"row {row}"))
     return updates.update(records, step)

@@ -145,6 +145,7 @@ def test_told_to_leave_it_saves_and_goes_on(launch: Launcher, folder: Path, tmp_
 def test_too_few_ranks_say_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("megaverl.trainer.preflight.missing_models", lambda config, **asked: [])
     from megaverl.config import load_config
 
     values = {"model": {"path": "org/small"}, "data": {"train": ["t.jsonl"]}, "reward": "exact_match"}

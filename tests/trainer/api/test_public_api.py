@@ -49,6 +49,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         trainers_module, "resolve", lambda *given, **asked: real(*given, **asked | {"check_paths": False})
     )
     monkeypatch.setattr(trainers_module, "check_code_and_data", lambda config, command: None)
+    monkeypatch.setattr("megaverl.trainer.preflight.missing_models", lambda config, **asked: [])
 
 
 def test_every_promised_import() -> None:
