@@ -54,6 +54,7 @@ class RolloutWorker:
     def generate(self, step: int) -> SampleValue:
         """Return the step's responses: those of an interrupted run, of a replayed run, or new ones."""
         operators = self._operators
+        operators.epochs[step] = self._prompts.epoch
         restored, self.cut_off = self.cut_off, None
         if restored is None and self._config.algorithm.dynamic_sampling.metric is not None:
             restored = self._take_waiting(step)
@@ -75,6 +76,7 @@ class RolloutWorker:
             return self._operators.generate(prompts, step)
 
     def begin_rounds(self, step: int) -> int:
+        self._operators.epochs[step] = self._prompts.epoch
         self._executor.begin_samples(step, self._prompts)
         self._rounds = SamplingRounds(self._config, step)
         return self._rounds.num_prompts
@@ -159,6 +161,7 @@ class RewardWorker(RoleWorker):
         restored = self.restored.pop(step, None)
         if restored is not None:
             return restored
+        self._operators.begin(step, self._operators.epochs.get(step))
         with self._operators.measuring(step), self._stages.in_step(step):
             with self._stages("reward"):
                 scores = self._operators.score(self._store.batch(rollouts))
@@ -283,6 +286,7 @@ class OperatorWorker:
     def begin(self, step: int) -> StepValues:
         """Take the step's prompts; with dynamic sampling also its rounds."""
         operators = self._operators
+        operators.begin(step, self._prompts.epoch)
         self._shapes = ShapeChecker()
         restored, self.cut_off = self.cut_off, None
         if restored is not None:

@@ -59,6 +59,7 @@ class RLStep:
         readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
         in_progress: groups that go on over an update (`rollout.partial`, `rollout.in_flight_updates`).
         early: what was found of shares of the running step's samples.
+        epochs: by step that a program has begun: passes over the data before it.
     """
 
     config: Config
@@ -76,6 +77,7 @@ class RLStep:
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)
     early: ShareScores = field(init=False, default_factory=ShareScores)
+    epochs: dict[int, float] = field(default_factory=dict)
     _measured: dict[int, dict[str, float]] = field(default_factory=dict)
     _has_compared: bool = False
     _early_seconds: float = 0.0
@@ -104,6 +106,7 @@ class RLStep:
 
     def end_measuring(self, step: int) -> None:
         """Make `metrics` all that was measured of the step that ends."""
+        self.epochs.pop(step, None)
         self.metrics = self._measured.pop(step, {}) | self.metrics
 
     @property

@@ -13,6 +13,7 @@ import pytest
 from megaverl.errors import RewardError
 from megaverl.rewards import Component, Reward, RewardFunction, RewardSample
 from megaverl.rewards.trl import TrainerState
+from megaverl.trainer.loop import PROGRAM_VARIABLE
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments, make_inputs
 
@@ -111,7 +112,8 @@ def score(prompts, completions, trainer_state, log_extra, log_metric, **kwargs):
 """
 
 
-def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("switch", ["0", "1"], ids=["flow", "program"])
+def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: str) -> None:
     """Its columns stand in the samples, of training and of validation; its metric in the metrics."""
     inputs = make_inputs(tmp_path / "inputs")
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
@@ -136,6 +138,7 @@ def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path) -> None:
             "trainer={steps: 2, validate_every: 1, validation_prompts: 2, save_samples: 3}",
         ],
         logs=tmp_path / "logs",
+        environment={PROGRAM_VARIABLE: switch},
     )
     assert ended.codes == [0, 0], ended.text
     run = tmp_path / "runs" / "run"
