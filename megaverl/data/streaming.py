@@ -175,7 +175,7 @@ class HubReader:
 
     @property
     def files(self) -> Sequence[Path]:
-        """Files of a saved data set."""
+        """Return the files of a saved data set."""
         return sorted(self._folder.rglob("*.arrow")) if self._folder.is_dir() else ()
 
     def state(self) -> dict[str, Any]:

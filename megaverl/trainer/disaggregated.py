@@ -219,9 +219,6 @@ class Disaggregated(Executor):
         self._choose_partners(step)
         self.stages.timeline.begin(step)
 
-    def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
-        self._values = {"rollouts": rollouts, "scores": scores}
-
     def end_step(self, step: int) -> None:
         self.stages.timeline.end(step)
         self.step.end_measuring(step)
@@ -259,11 +256,11 @@ class Disaggregated(Executor):
 
     @property
     def _keeps_waiting(self) -> bool:
-        """Whether this rank keeps samples that are generated ahead, for a checkpoint."""
+        """Return whether this rank keeps samples that are generated ahead, for a checkpoint."""
         return self.waiting.is_here and self.lag > 0 and self.step.replayed is None
 
     def _choose_partners(self, step: int) -> None:
-        """Whoever updates at the same time is decided on together."""
+        """Tell the coordinator's clients which roles update at the same time, so that one decision covers them."""
         split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
         for role, client in self.clients.items():
             both = split and step >= self.config.algorithm.critic_warmup_steps

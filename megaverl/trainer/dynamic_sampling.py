@@ -62,7 +62,7 @@ class SamplingRounds:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are enough groups."""
+        """Return whether there are enough groups."""
         return self.num_prompts == 0
 
     def add(self, rollouts: RolloutBatch, scores: Scores, metrics: Metrics) -> None:

@@ -238,6 +238,7 @@ class Executor(Protocol):
     control: dist.ProcessGroup | None = None
     makes_samples: bool = True
     may_leave_inside: bool = False
+    _values: Mapping[str, Any]  # samples of the last step, for the records
 
     def begins_after(self, step: int) -> int:
         """How many steps must be behind all ranks when this one begins its part of `step`; steps count from 0."""
@@ -271,6 +272,7 @@ class Executor(Protocol):
 
     def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
         """Keep what the records need of the step's samples."""
+        self._values = {"rollouts": rollouts, "scores": scores}
 
     def end_step(self, step: int) -> None:
         """End a step of a program."""
@@ -372,9 +374,6 @@ class Colocated(Executor):
         self.step.metrics = {}
         self.step.readers = self._readers
         self.stages.timeline.begin(step)
-
-    def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
-        self._values = {"rollouts": rollouts, "scores": scores}
 
     def end_step(self, step: int) -> None:
         self.stages.timeline.end(step)

@@ -188,7 +188,7 @@ class Trainer:
 
     @property
     def _runs_program(self) -> bool:
-        """Whether the coordinator's rank runs the step; otherwise every rank goes through a flow of operators."""
+        """Return whether the coordinator's rank runs the step; otherwise every rank runs a flow of operators."""
         if self.config.trainer.program is not None:
             return True
         if os.environ.get(PROGRAM_VARIABLE) != "1":
@@ -197,7 +197,7 @@ class Trainer:
 
     @property
     def _keeps_own_schedule(self) -> bool:
-        """Whether roles on ranks of their own do what no program describes yet."""
+        """Return whether roles on ranks of their own do what no program describes yet."""
         config = self.config
         return bool(
             config.rollout.in_flight_updates

@@ -86,7 +86,7 @@ class SampleRows:
 
     @property
     def ragged(self) -> RaggedBatch:
-        """All rows, in the order of their numbers."""
+        """Return all rows, in the order of their numbers."""
         rows, first = self._parts[0]
         if len(self._parts) > 1 or rows != self.rows:
             place = {row: number for number, row in enumerate(self.rows)}
