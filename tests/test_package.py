@@ -67,6 +67,33 @@ ORDER = (
     "cli",
     "__main__",
 )
+# First words of a docstring that hide its subject.
+HIDING_OPENINGS = {
+    *("of", "what", "whether", "where", "how", "who", "whom", "whose", "those", "that", "as", "so", "which", "when"),
+    *("in", "by", "from", "for"),
+}
+# Packages whose docstrings still open with such words. Only ever remove names from this list.
+DOCSTRINGS_TO_REWRITE = {
+    "algorithms",
+    "checkpoint",
+    "cli",
+    "coordinator",
+    "data",
+    "dataflow",
+    "distributed",
+    "gpus",
+    "models",
+    "monitoring",
+    "planner",
+    "platform",
+    "rank_environment",
+    "rewards",
+    "rollout",
+    "sharding",
+    "trainer",
+    "weights",
+    "workers",
+}
 LEVEL_OF = {name: number for number, name in enumerate(ORDER)}
 
 # What a package does without, beyond what its place in the order says.
@@ -139,6 +166,24 @@ def test_the_version_stands_in_one_place() -> None:
     line = re.compile(r"^(?:__version__|RELEASE)\s*=", flags=re.MULTILINE)
     assert [path.name for path in modules() if line.search(path.read_text(encoding="utf-8"))] == ["version.py"]
     assert "\nversion" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def first_word(docstring: str) -> str:
+    return docstring.split()[0].strip("`*:,.").lower()
+
+
+def test_docstrings_open_with_a_verb_or_their_subject() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    hiding = []
+    for path in modules():
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if package in DOCSTRINGS_TO_REWRITE:
+            continue
+        nodes = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, documented))
+        for docstring in map(ast.get_docstring, nodes):
+            if docstring and first_word(docstring) in HIDING_OPENINGS:
+                hiding.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
+    assert hiding == [], "open a function's docstring with a verb, and any other with a noun phrase"
 
 
 def test_every_folder_with_modules_is_a_package() -> None:

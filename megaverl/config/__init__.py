@@ -1,4 +1,4 @@
-"""What a run is: typed and strict, YAML plus `key=value`; every mistake reported at once, with its fix."""
+"""Typed configuration of a run, loaded from YAML and `key=value` overrides, with all mistakes reported at once."""
 
 from megaverl.config.algorithm import AlgorithmConfig, KLConfig
 from megaverl.config.errors import ConfigIssue, InvalidConfig

@@ -1,4 +1,4 @@
-"""Absolute paths for a configuration, once a run begins: user code may change the working folder at any time."""
+"""Make the paths of a configuration absolute when a run starts: user code may change the working directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from megaverl.config.schema import Config
 from megaverl.plugins import absolute_name
 
-# Keys that name a place which need not exist yet.
+# Keys that name a file or folder which need not exist yet, so existence cannot tell a path from a name.
 PLACES = {
     "run.dir",
     "model.offload_folder",
@@ -20,8 +20,10 @@ PLACES = {
     "rollout.servers.file",
     "rollout.servers.folder",
 }
+# Field names that mean such a file or folder in every section.
 PLACE_NAMES = ("folder", "file", "dir")  # of fields that are such a place in every section
-# Fields, and options of plug-ins, that name a file or folder here, a name on a hub, or something else again.
+# Fields, and options of plug-ins, that hold either a path, a name on a hub, or something else. Only values that exist
+# on disk are treated as paths.
 FILE_NAMES = (
     *("path", "tokenizer", "train", "validation", "tools", "resume", "search", "template", "config"),
     *("reward_modules", "modules", "offload_folder", "chat_template"),
@@ -29,15 +31,18 @@ FILE_NAMES = (
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return the configuration with every path made absolute: folders, data, models, and files of plug-ins.
+    """Return a copy of `config` in which folders, data files, models and plug-in files have absolute paths.
 
-    A name that is no path here, such as a model on a hub, stays as it is.
+    A name that is not a path on this machine, such as a model on a hub, stays as it is.
     """
     return _absolute(config, "")
 
 
 def _absolute(value: Any, key: str) -> Any:
-    """Return a value of the configuration, with the paths in it made absolute."""
+    """Return `value`, the value at the dotted key `key`, with every path inside it made absolute.
+
+    Unchanged values are returned as the same object.
+    """
     if isinstance(value, BaseModel):
         fields = {name: getattr(value, name) for name in type(value).model_fields}
         changed = {name: _absolute(field, f"{key}.{name}".lstrip(".")) for name, field in fields.items()}
@@ -55,6 +60,8 @@ def _absolute(value: Any, key: str) -> Any:
 
 
 def _absolute_text(value: str, key: str) -> str:
+    """Return the text `value` as an absolute path if `key` says that it is a path, else unchanged."""
+    # A plug-in is written file.py:function; only its file part is a path.
     named = absolute_name(value)
     if named != value:
         return named if Path(value.rpartition(":")[0]).is_file() else value

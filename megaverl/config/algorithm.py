@@ -1,4 +1,4 @@
-"""`algorithm`: how rewards become gradients, and what each published algorithm is made of."""
+"""`algorithm`: settings that turn rewards into gradients, and the parts of which each published algorithm is made."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ FILTERS = ("best_and_worst", "best_and_random")
 
 
 class Preset(NamedTuple):
-    """Registered names: of the advantage estimator, the policy loss and the loss aggregation.
+    """Registered names of the parts of an algorithm.
 
-    loss_options: options of the policy loss, where they are not the function's own defaults.
-    divergence: from a teacher, over the whole vocabulary.
+    Attributes:
+        advantage: advantage estimator.
+        policy_loss: policy loss.
+        aggregation: aggregation of token losses.
+        loss_options: options of the policy loss that differ from the function's defaults.
+        divergence: divergence from a teacher over the whole vocabulary. None: no teacher.
     """
 
     advantage: str
@@ -75,7 +79,7 @@ else:
 
 
 class KLConfig(Section):
-    """`algorithm.kl`: what keeps the policy near the reference model."""
+    """`algorithm.kl`: the penalty that keeps the policy near the reference model."""
 
     place: Literal["none", "reward", "loss"] = Field(default="none", alias="in")
     """Where the penalty enters: in the reward of each token, in the loss, or nowhere."""
@@ -101,12 +105,12 @@ class KLConfig(Section):
 
     @property
     def kind_name(self) -> str:
-        """The estimator, registered or of the user's own."""
+        """Name of the KL estimator: a registered one, or module:function."""
         return self.kind or ("k1" if self.place == "reward" or self.score_function else "k3")
 
     @property
     def gradient(self) -> str:
-        """Of the loss, as `kl_loss` has it."""
+        """Kind of gradient that `kl_loss` computes: straight_through, importance, score or value."""
         chosen = {"straight_through": self.straight_through, "importance": self.importance_weighted}
         return next((name for name, is_set in chosen.items() if is_set), "score" if self.score_function else "value")
 
@@ -128,14 +132,14 @@ class CorrectionPart(Section):
 
 
 class CorrectionConfig(CorrectionPart):
-    """`algorithm.correction`: factors for the difference between the engine's policy and Megatron's."""
+    """`algorithm.correction`: factors that correct for the difference between the engine's policy and Megatron's."""
 
     also: list[CorrectionPart] = []
     """Further ones; all factors are multiplied. So truncated weights can go together with a rejection."""
 
 
 class DynamicSamplingConfig(Section):
-    """`algorithm.dynamic_sampling`: groups whose responses all score alike make room for others (DAPO)."""
+    """`algorithm.dynamic_sampling` (DAPO): replaces groups whose responses all score alike."""
 
     metric: Text | None = None
     """What a group's responses must differ in for it to be kept: accuracy, reward (the weighted sum), or one reward by
@@ -167,7 +171,7 @@ class DistillationConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """`algorithm`."""
+    """`algorithm`: the algorithm, its parts and their options."""
 
     name: AlgorithmName = "ppo"
     """Says what advantage, policy_loss and loss_aggregation leave open. ppo: critic, GAE (arXiv 1707.06347). grpo:
@@ -251,30 +255,30 @@ class AlgorithmConfig(Section):
 
     @property
     def advantage_name(self) -> str:
-        """The advantage estimator, registered or of the user's own."""
+        """Name of the advantage estimator: a registered one, or module:function."""
         return self.advantage or PRESETS[self.name].advantage
 
     @property
     def policy_loss_name(self) -> str:
-        """The policy loss, registered or of the user's own."""
+        """Name of the policy loss: a registered one, or module:function."""
         return self.policy_loss or PRESETS[self.name].policy_loss
 
     @property
     def token_selector_name(self) -> str:
-        """Of a policy loss that reads `selected`: the selector, registered or of the user's own."""
+        """Name of the token selector, for a policy loss that reads `selected`: a registered one, or module:function."""
         return self.token_selector or self.policy_loss_name
 
     @property
     def preset_loss_options(self) -> Mapping[str, float]:
-        """Options that `name` gives its own policy loss."""
+        """Options that `name` sets for its own policy loss. Empty if another policy loss is configured."""
         return PRESETS[self.name].loss_options if self.policy_loss is None else {}
 
     @property
     def divergence_name(self) -> str | None:
-        """The divergence from the teacher, registered or of the user's own; None: there is no teacher."""
+        """Name of the divergence from the teacher: a registered one, or module:function. None: no teacher."""
         return self.distillation.divergence or PRESETS[self.name].divergence
 
     @property
     def aggregation_name(self) -> str:
-        """The loss aggregation, registered or of the user's own."""
+        """Name of the loss aggregation: a registered one, or module:function."""
         return self.loss_aggregation or PRESETS[self.name].aggregation

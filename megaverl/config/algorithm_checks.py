@@ -1,4 +1,4 @@
-"""`algorithm` against what its functions need: names, options, inputs, and combinations that make no sense."""
+"""Checks of `algorithm`: names, options and inputs of its functions, and combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megaverl.config.schema import Config
 from megaverl.config.signatures import Registered, registered
 from megaverl.config.training_checks import bonus_and_filter_mistakes, distillation_mistakes, opponent_mistakes
 
-# What a training step can give an advantage estimator, and a policy loss.
+# Tensors that a training step can give an advantage estimator.
 ESTIMATOR_INPUTS = (
     "rewards",
     "token_rewards",
@@ -38,8 +38,9 @@ ESTIMATOR_INPUTS = (
     "implicit_rewards",
     "response_mask",
 )
+# Tensors that an update can give a policy loss.
 LOSS_INPUTS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "weights", "selected")
-# What a policy loss may read besides; see megaverl.algorithms.policy_losses.
+# Further inputs that a policy loss may have with the default None; see megaverl.algorithms.policy_losses.
 OPTIONAL_LOSS_INPUTS = ("correction_factors", "importance_weights", "trained_tokens")
 SELECTOR_INPUTS = ("log_probs", "advantages", "response_mask", "draws")
 VALUE_LOSS_INPUTS = ("values", "old_values", "returns", "weights")
@@ -47,18 +48,18 @@ AGGREGATION_INPUTS = ("response_mask", "denominators")
 CORRECTION_INPUTS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages", "response_mask", "weights")
 KL_INPUTS = ("log_probs", "ref_log_probs")
 
-# The keys by which an estimator, a loss, an aggregation of losses is chosen.
+# Keys that choose the estimator, the policy loss and the aggregation: the `involves` of mistakes about them.
 BY_NAME = ("algorithm.name", "algorithm.advantage")
 BY_LOSS = ("algorithm.name", "algorithm.policy_loss")
 BY_AGGREGATION = ("algorithm.name", "algorithm.loss_aggregation")
-# Losses without a ratio to the policy that sampled, and estimators whose samples need not be the policy's own: what is
-# kept is learned like an answer, or nothing is.
+# Policy losses without a ratio to the sampling policy, and estimators for which that is no problem: raft learns kept
+# samples like answers, and none has no advantages.
 WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")
 WITH_RATIO = "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
 
 
 def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Every mistake in `algorithm`, and between it and the other sections."""
+    """Yield mistakes in `algorithm`, and settings of other sections that cannot be combined with it."""
     algorithm = config.algorithm
     estimator, mistakes = named_function("algorithm.advantage", "advantage_estimators", algorithm.advantage_name)
     yield from mistakes
@@ -89,6 +90,7 @@ def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _batches(config: Config) -> Iterator[ConfigIssue]:
+    """Yield a mistake if the mini-batches do not divide the samples of a step."""
     algorithm = config.algorithm
     if config.samples_per_step % algorithm.num_mini_batches:
         yield ConfigIssue(
@@ -102,6 +104,7 @@ def _batches(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `algorithm.kl`."""
     kl = algorithm.kl
     yield from named_function("algorithm.kl.kind", "kl_estimators", kl.kind_name, KL_INPUTS, ())[1]
     if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
@@ -127,6 +130,7 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     elif kl.score_function and kl.kind_name != "k1":
         text = f"found {found(kl.kind)}; score_function leaves out the gradient of the estimate itself, which is 0 "
         yield ConfigIssue("algorithm.kl.kind", f"{text}on average for k1 alone. Leave it out.")
+    # Only registered kinds are known to be biased. A user's own estimator is the user's decision.
     biased = kl.kind_name != "k1" and kl.kind_name in registered("kl_estimators")
     if kl.place == "reward" and biased and not kl.allow_biased:
         yield ConfigIssue(
@@ -146,6 +150,7 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the advantage estimator, such as inputs that a training step does not have."""
     algorithm, key = config.algorithm, "algorithm.advantage"
     name = algorithm.advantage_name
     inputs = estimator.inputs
@@ -203,7 +208,7 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
 
 
 def _learns_otherwise(config: Config) -> bool:
-    """Whether the actor has a loss besides that of advantages."""
+    """Return whether the actor has a loss besides that of the advantages."""
     algorithm = config.algorithm
     elsewhere = config.reference.path not in (None, config.model.path)  # the KL to where it starts has no gradient
     held = algorithm.kl.place == "loss" and elsewhere
@@ -213,7 +218,7 @@ def _learns_otherwise(config: Config) -> bool:
 
 
 def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """A value loss where there are no values."""
+    """Yield settings of the value loss, for an estimator without a critic."""
     keys = ("value_loss", "value_loss_options", "value_loss_coef", "value_clip_range", "critic_warmup_steps")
     for key, value in algorithm.changed(*keys).items():
         yield ConfigIssue(
@@ -225,6 +230,7 @@ def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the policy loss, its token selector, and its clip ranges."""
     name = algorithm.policy_loss_name
     unknown = [other for other in loss.inputs if other not in LOSS_INPUTS]
     if unknown:
@@ -261,7 +267,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
 
 
 def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list[ConfigIssue]]:
-    """Of a policy loss that reads `selected`: its selector, None where that is unknown; and what is wrong."""
+    """Return the token selector's signature (None if unknown) and its mistakes."""
     name = algorithm.token_selector_name
     if algorithm.token_selector is None and name not in registered("token_selectors"):
         key, text = "algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector of its "
@@ -270,7 +276,7 @@ def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list
 
 
 def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Of an estimator with a critic."""
+    """Yield mistakes in the value loss, for an estimator with a critic."""
     name, given = algorithm.value_loss, algorithm.value_loss_options
     loss, mistakes = named_function("algorithm.value_loss", "value_losses", name, VALUE_LOSS_INPUTS)
     yield from mistakes
@@ -290,6 +296,7 @@ def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _corrections(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `algorithm.correction`."""
     correction, at = algorithm.correction, "algorithm.correction"
     yield from _correction(correction, at)
     for index, part in enumerate(correction.also):
@@ -309,6 +316,7 @@ def _corrections(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterato
 
 
 def _correction(correction: CorrectionPart, at: str) -> Iterator[ConfigIssue]:
+    """Yield mistakes in one correction, at the key `at`."""
     limits = {"low": correction.low, "high": correction.high}
     if correction.kind == "none":
         for key in correction.changed("options", *limits):
@@ -339,7 +347,7 @@ def _correction(correction: CorrectionPart, at: str) -> Iterator[ConfigIssue]:
 
 
 def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
-    """Between an advantage estimator and the rest of the configuration."""
+    """Yield settings that cannot be combined with the advantage estimator."""
     yield from _unread_by_estimator(config.algorithm, estimator)
     algorithm, name, given = config.algorithm, config.algorithm.advantage_name, config.algorithm.advantage_options
     if name == "distillation" and config.reference.path in (None, config.model.path):
@@ -380,7 +388,7 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
 
 
 def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> Iterator[ConfigIssue]:
-    """Keys that belong to other estimators, and options that a key of their own has set already."""
+    """Yield keys that this estimator does not read, and options that are set by a key of `algorithm` too."""
     name, options = algorithm.advantage_name, estimator.options
     readers = {"gamma": "gamma" in options, "lam": "lam" in options, "normalize_by_std": "normalize_std" in options}
     readers["normalize_advantages"] = "values" in estimator.inputs
@@ -400,7 +408,7 @@ def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> I
 def loss_conflicts(
     algorithm: AlgorithmConfig, loss: Registered, aggregation: Registered | None
 ) -> Iterator[ConfigIssue]:
-    """Between a policy loss, or the aggregation of losses, and other keys."""
+    """Yield settings that cannot be combined with the policy loss or the aggregation."""
     name, given = algorithm.policy_loss_name, algorithm.policy_loss_options
     if "clip_dual" in loss.options:
         high = given.get("clip_high", algorithm.clip_range_high or algorithm.clip_range or 0.2)
@@ -429,7 +437,7 @@ def loss_conflicts(
 
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
-    """What is done, and may not be meant."""
+    """Yield warnings about settings that work but are probably not meant."""
     algorithm = config.algorithm
     if _wants_on_policy(algorithm) and algorithm.num_mini_batches > 1:
         yield (
@@ -446,8 +454,10 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 
 def _wants_on_policy(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the policy loss is correct only for samples of the current policy."""
     return algorithm.policy_loss_name in WITHOUT_RATIO and algorithm.advantage_name not in NOT_OF_SAMPLES
 
 
 def _set_twice(option: str, key: str) -> ConfigIssue:
+    """Return a mistake for an option that is also set by a key of `algorithm`."""
     return ConfigIssue(f"algorithm.{option}", f"is set, and so is algorithm.{key}. Use one of the two.")

@@ -1,4 +1,4 @@
-"""What one section alone cannot know: numbers that must fit together, and files that must be there."""
+"""Checks that need several sections, the files on disk, or the number of ranks. `cross_mistakes` runs all of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,13 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: int | None) -> list[ConfigIssue]:
-    """Every mistake that shows only when sections, files and the world are seen together."""
+    """Return every mistake that shows only when sections, files and the number of ranks are seen together.
+
+    Args:
+        command: command that the configuration must be complete for.
+        check_paths: whether to run checks that need files, folders and packages to be present.
+        world_size: number of ranks, or None if it is unknown.
+    """
     spec, mistakes = _model(config, command) if check_paths else (None, [])
     if not config.model.path:
         mistakes = [ConfigIssue("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
@@ -88,6 +94,10 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
 
 
 def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigIssue]]:
+    """Read the model's sizes from its folder.
+
+    Returns None for a model on a hub or one that cannot be read, with the mistakes.
+    """
     if not config.model.path:
         return None, []
     if is_hub_name(config.model.path):
@@ -98,6 +108,7 @@ def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigI
     roles = [role for role in used_roles(config, command) if getattr(config, role, None)] or ["actor"]
     on_megatron = [role for role in roles if getattr(config, role).engine == "megatron"]
     try:
+        # A Megatron role needs an architecture with conversion tables; other engines need only the sizes.
         read = ModelSpec.from_folder if on_megatron else ModelSpec.outline
         return read(config.model.path), []
     except ModelError as error:
@@ -105,6 +116,7 @@ def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigI
 
 
 def _replanning(config: Config) -> Iterator[ConfigIssue]:
+    """Yield settings without which `run.replan` has no effect."""
     if config.run.replan and not config.trainer.replan_every:
         yield ConfigIssue("run.replan", "takes what trainer.replan_every finds, which is 0. Set it, such as to 50.")
     if config.run.replan and not config.checkpoint.save_interval:
@@ -112,7 +124,10 @@ def _replanning(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _overlap(config: Config) -> Iterator[ConfigIssue]:
-    """What does not go together with weights that are written over an engine's while the actor's step ends."""
+    """Yield settings that cannot be combined with `reshard.overlap`.
+
+    With it, engine weights are overwritten while the actor's optimizer step is still running.
+    """
     if not config.reshard.overlap:
         return
     rollout = config.rollout
@@ -135,7 +150,7 @@ def _overlap(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _score_shares(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """What makes a step's samples together, so that no share of them is there before the others."""
+    """Yield settings with which all samples of a step finish together, so `trainer.score_shares` cannot work."""
     key, count, rollout = "trainer.score_shares", config.trainer.score_shares, config.rollout
     if count == 1:
         return
@@ -159,6 +174,7 @@ def _score_shares(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Yield data that the command needs and the configuration does not name."""
     data, fix = config.data, "Give one or more JSONL or Parquet files:"
     if command in REINFORCING and not data.train:
         yield ConfigIssue("data.train", f"is empty. {fix} data.train=FILE.")
@@ -171,6 +187,7 @@ def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def _validation(config: Config) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the settings of validation."""
     trainer = config.trainer
     if trainer.validate_every and not config.data.validation:
         yield ConfigIssue(
@@ -189,7 +206,13 @@ def _validation(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `reward` and `reward_modules`.
+
+    Reward modules register rewards by name, so they must be imported before names are checked. They run the user's
+    code: with `check_paths`, a child process tries the import first.
+    """
     names_are_known = True
+    # Only the launching process probes. A rank that torchrun started would repeat the probe in every process.
     if check_paths and "RANK" not in os.environ:
         # Importing the modules here could end or block this process.
         problems = probe_modules(config.reward_modules)
@@ -239,6 +262,7 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
 
 
 def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the name or the options of one built-in or registered reward."""
     names = reward_names()
     if name not in names:
         hint = did_you_mean(name, names)
@@ -252,6 +276,7 @@ def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[ConfigIssue
 
 
 def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Yield data files, model folders, tokenizers and checkpoints that do not exist."""
     wanted = {"data.train": config.data.train, "data.validation": config.data.validation}
     if command in ("sft", "quickstart"):
         wanted["sft.train"] = config.sft.train
@@ -293,11 +318,12 @@ def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def _run_folder(config: Config) -> Iterator[ConfigIssue]:
-    """Can the run folder be made and written? Asked of the nearest folder above it that is there."""
+    """Yield a mistake if the run folder cannot be created, judged by its nearest existing parent."""
     there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     if not there.is_dir():
         yield ConfigIssue("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
         return
+    # Create something for real: os.access returns true for root everywhere, /proc included.
     try:  # os.access says yes to root everywhere, /proc included
         with tempfile.TemporaryDirectory(prefix=".megaverl-", dir=there):
             pass
@@ -324,7 +350,7 @@ def package_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def _source_problem(path: str) -> str:
-    """What is wrong with one entry of `data.train` and its like; the same places as `megaverl.data.sources` reads."""
+    """Return what is wrong with one data source, or "". The accepted forms are those of `megaverl.data.sources`."""
     if Path(path).is_dir():
         return ""
     if path.startswith(PREFIX):
@@ -340,6 +366,7 @@ def _source_problem(path: str) -> str:
 
 
 def _file_problem(path: Path) -> str:
+    """Return what is wrong with a data file or a pattern of files, or ""."""
     if glob.has_magic(str(path)):  # a pattern, as `megaverl.data` takes it
         return "" if glob.glob(str(path)) else "a pattern that no file matches."
     if path.suffix not in DATA_SUFFIXES:

@@ -1,5 +1,7 @@
-"""Mistakes in a configuration, and the one error that lists them all; among them those of a function that it names: its
-name, what it reads, and its options."""
+"""Configuration mistakes, the exception that lists them all, and checks of functions that a configuration names.
+
+The checks cover a function's name, the inputs that it reads, and its options.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from megaverl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One thing to fix.
+    """One mistake for the user to fix.
 
     Attributes:
-        key: dotted, as in the file.
+        key: dotted key, as in the file.
         message: what was found and what is allowed, in one or more sentences.
-        where: "file, line n" or "command line"; empty where a default or a missing key is meant.
-        involves: further keys that the mistake depends on; one that is itself wrong makes this one moot.
+        where: "file, line n" or "command line". Empty for a default or a missing key.
+        involves: further keys that the mistake depends on. If one of them is itself wrong, this mistake is dropped.
     """
 
     key: str
@@ -38,7 +40,7 @@ class ConfigIssue:
 
 
 class InvalidConfig(ConfigError):
-    """Carries every mistake of a configuration in `mistakes`; its message lists them."""
+    """Raised for an invalid configuration. `mistakes` holds all of them, and the message lists them."""
 
     def __init__(self, mistakes: Iterable[ConfigIssue], source: str) -> None:
         self.mistakes = tuple(mistakes)
@@ -49,14 +51,18 @@ class InvalidConfig(ConfigError):
 
 
 def found(value: Any) -> str:
-    """How a value is shown in a message: as YAML would write it, cut where it is long."""
+    """Return `value` as YAML would write it, cut to 80 characters, for a message."""
     text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else repr(value)
     assert text is not None
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most likely meant: it begins alike, is close in spelling, or one contains the other."""
+    """Return the known name that `name` most likely means, or None.
+
+    Tried in order: an abbreviation part by part, a close spelling, one name contained in the other, a loosely similar
+    spelling.
+    """
     known = sorted(set(known))
     if alike := [other for other in known if _shortens(name, other)]:
         return min(alike, key=len)
@@ -74,14 +80,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _shortens(name: str, other: str) -> bool:
-    """Whether `name` is `other` cut short, part by part: gpu_mem of gpu_memory_utilization."""
+    """Return whether `name` abbreviates `other` part by part, as gpu_mem does gpu_memory_utilization."""
     parts, others = (text.lower().replace("-", "_").split("_") for text in (name, other))
     alike = all(whole.startswith(part) for part, whole in zip(parts, others, strict=False))
     return len(name) > 2 and len(parts) <= len(others) and alike
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean `x`?" (with the leading space), or nothing."""
+    """Return " Did you mean `x`?" with a leading space, or "" if no known name is close."""
     close = nearest(name, known)
     return f" Did you mean `{close}`?" if close else ""
 
@@ -93,12 +99,14 @@ def divisors(number: int) -> list[int]:
 
 
 def listed(values: Iterable[Any], most: int = 16) -> str:
-    """The values with commas between them; a long list is cut."""
+    """Return the values joined by commas, cut after `most` of them."""
     texts = [str(value) for value in values]
     return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
+# Tensors that the update on single responses can give a loss. A loss may read no others.
 SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "reward_shift", "weights")
+# Tensors that the update on pairs can give a loss.
 PAIR_INPUTS = (
     "chosen_log_probs",
     "rejected_log_probs",
@@ -116,8 +124,9 @@ PAIR_INPUTS = (
     "mean_chosen_length",
     "weights",
 )
+# Tensors that the update of a reward model can give a loss.
 REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
-# Which values an option may have, by its name, which means the same wherever it stands.
+# Option name -> allowed range. An option means the same in every function that has it.
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("beta", "clip_high", "clip_range", "eps", "limit"), PositiveFloat),
     **dict.fromkeys(("tau", "tau_positive", "tau_negative", "threshold"), PositiveFloat),
@@ -133,16 +142,17 @@ RANGES: dict[str, Any] = {
     "label_smoothing": Annotated[float, Field(ge=0, lt=0.5)],
     "epsilon": Annotated[float, Field(gt=0, lt=0.5)],
 }
-# The first must be below the second.
+# Pairs of options of which the first must be smaller than the second.
 ORDERED = (("covariance_low", "covariance_high"), ("low", "high"))
 
 
 def is_number(value: Any) -> bool:
+    """Return whether `value` is an int or a float. Booleans, which are ints in Python, are not numbers here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def out_of_range(name: str, value: Any) -> str | None:
-    """What is expected of an option's value, where it is a number that does not do; nothing where it does."""
+    """Return the allowed range in words if `value` is a number outside the range of the option `name`, else None."""
     kind = RANGES.get(name)
     if kind is None or not is_number(value):
         return None
@@ -156,7 +166,7 @@ def out_of_range(name: str, value: Any) -> str | None:
 
 
 def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Two options, both given, of which the first must be below the second and is not."""
+    """Return the names of two options whose values are in the wrong order, or None."""
     for low, high in ORDERED:
         both = options.get(low), options.get(high)
         if all(isinstance(value, int | float) for value in both) and not both[0] < both[1]:  # type: ignore[operator]
@@ -167,11 +177,16 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
 def named_function(
     key: str, registry: str, name: str, given: Sequence[str] | None = None, settable: Sequence[str] | None = None
 ) -> tuple[Registered | None, list[ConfigIssue]]:
-    """Its signature, None where that is unknown; and what is wrong with its name, or wanted and not given.
+    """Look up a function that the configuration names, and check what it reads.
 
     Args:
-        registry: where it is registered, unless it is `module:function`.
-        given: the inputs that it may have. settable: the options that a key can give it. None: any.
+        key: the key that names it, for messages.
+        registry: registry to search, unless `name` is written module:function.
+        given: inputs that the caller can supply. None: any.
+        settable: options that a key can set. A function must not require others. None: any.
+
+    Returns:
+        The function's signature, or None if it is unknown; and the mistakes.
     """
     try:
         function = of_the_users_own(name) if ":" in name else registered(registry)[name]
@@ -196,7 +211,14 @@ def named_function(
 def option_mistakes(
     key: str, name: str, given: Mapping[str, Any], function: Registered, involves: str = "algorithm.name"
 ) -> Iterator[ConfigIssue]:
-    """Options that a function does not have, of a wrong type or out of range, and those that it needs."""
+    """Yield mistakes in a function's options: unknown, missing, of a wrong type, or out of range.
+
+    Args:
+        key: key of the mapping that holds the options.
+        name: the function, for messages.
+        given: the options as configured.
+        involves: key that chose the function.
+    """
     options = function.options
     for option, value in given.items():
         if option not in options:
@@ -217,7 +239,13 @@ def option_mistakes(
 def loss_mistakes(
     section: str, registry: str, name: str, options: dict[str, Any], *, has_margins: bool = False
 ) -> Iterator[ConfigIssue]:
-    """A loss of pairs: its name, its options, and what it reads."""
+    """Yield mistakes in a preference or reward-model loss: its name, its options, and the inputs that it reads.
+
+    Args:
+        section: section with the keys `loss` and `options`.
+        registry: "preference_losses" or "reward_model_losses".
+        has_margins: whether the data has a column of margins.
+    """
     key = f"{section}.loss"
     signature, mistakes = named_function(key, registry, name)
     yield from mistakes

@@ -1,8 +1,8 @@
-"""What values of passed-through fields need: a GPU, or a package that is not installed.
+"""Requirements of passed-through fields: values that need a GPU or an optional package.
 
-megaverl accepts the fields of megatron-core's and vLLM's classes under their own names. Some of their values compute
-only with kernels of other packages. Ranks would find that out after a start of a minute, so it is asked here first,
-without importing torch.
+megaverl accepts the fields of megatron-core's and vLLM's classes under their own names. Some values run only with
+kernels from other packages. Without this check every rank would fail after a minute of startup. The check imports
+neither torch nor these packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megaverl.config.errors import ConfigIssue, found
 from megaverl.gpus import has_usable_gpu
 
 ENGINE = "transformer_engine"
-# Where each package comes from, for messages: none of them is on every machine that has a GPU.
+# Package -> where to get it, for messages. None of these is installed on every machine with a GPU.
 SOURCES = {
     ENGINE: "Transformer Engine (pip install 'transformer-engine[pytorch]')",
     "deep_ep": "DeepEP (built from github.com/deepseek-ai/DeepEP)",
@@ -27,12 +27,12 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Need:
-    """What one field needs where it has a certain value.
+    """Requirement of one field, for some of its values.
 
     Attributes:
-        packages: import names of packages of which one must be installed; empty: a GPU is enough.
-        values: the values that need it; None: every value but None and False.
-        but: what to do instead.
+        packages: import names of which one must be installed. Empty: a GPU is enough.
+        values: the values with this requirement. None: every value except None and False.
+        but: what to do instead, as a sentence.
     """
 
     packages: tuple[str, ...] = ()
@@ -40,6 +40,7 @@ class Need:
     but: str = "Leave it out."
 
     def is_asked_for(self, value: Any) -> bool:
+        """Return whether `value`, or any entry of it if it is a list, has this requirement."""
         if isinstance(value, list):
             return any(self.is_asked_for(item) for item in value)
         if self.values is None:
@@ -49,12 +50,12 @@ class Need:
 
 @dataclass(frozen=True)
 class FieldMachine:
-    """The machine that a run is for.
+    """Capabilities of the machine on which the run is meant to start.
 
     Attributes:
-        has_gpu: a GPU is there, and a torch that can use it.
-        has_package: says whether a package is installed; None: the packages are not known.
-        has_fp8: its GPU multiplies matrices in 8 bits.
+        has_gpu: there is a GPU, and torch can use it.
+        has_package: returns whether a package is installed. None: unknown.
+        has_fp8: the GPU can multiply matrices in 8 bits.
     """
 
     has_gpu: bool
@@ -69,8 +70,8 @@ class FieldMachine:
 
 _GPU = Need()
 _ENGINE = Need((ENGINE,))
-# Read in megatron-core 0.16 to 0.19, and tried one by one on a CPU: each fails there while its model is built or in its
-# first step. `tests/config/test_field_needs.py` tries them again.
+# Found in the sources of megatron-core 0.16 to 0.19 and tried one by one on a CPU. Each fails there while the model is
+# built or in its first step. `tests/config/test_field_needs.py` repeats the trials.
 MEGATRON_NEEDS: dict[str, Need] = {
     "attention_backend": Need((ENGINE,), ("flash", "fused"), "Leave it at auto."),
     "apply_rope_fusion": _ENGINE,
@@ -104,10 +105,13 @@ NEEDS: dict[str, dict[str, Need]] = {"megatron": MEGATRON_NEEDS, "optimizer": OP
 
 
 def why_not_there(part: str, name: str, value: Any, machine: FieldMachine, role: str = "actor") -> str:
-    """Return why a field cannot have this value on a machine, and what to do; empty: nothing is known against it.
+    """Return why the field `name` cannot have this value on `machine`, and what to do instead.
+
+    Returns "" if nothing speaks against it.
 
     Args:
-        part: the mapping: a key of `NEEDS`.
+        part: the mapping that holds the field, a key of `NEEDS`.
+        role: role whose section holds the mapping, for the suggested key.
     """
     need = NEEDS[part].get(name)
     if need is None or not need.is_asked_for(value):
@@ -127,10 +131,10 @@ def why_not_there(part: str, name: str, value: Any, machine: FieldMachine, role:
 
 
 def need_mistakes(role: str, parts: Mapping[str, Mapping[str, Any]], machine: FieldMachine) -> Iterator[ConfigIssue]:
-    """Yield what a role's mappings ask for and a machine does not have.
+    """Yield a mistake for every field of a role that needs something `machine` does not have.
 
     Args:
-        parts: by the key of `NEEDS`, the mapping as the configuration has it.
+        parts: key of `NEEDS` -> that mapping of the role's section.
     """
     for part in NEEDS:
         for name, value in parts.get(part, {}).items():
@@ -139,12 +143,15 @@ def need_mistakes(role: str, parts: Mapping[str, Mapping[str, Any]], machine: Fi
 
 
 def fields_of(section: Any) -> dict[str, Mapping[str, Any]]:
-    """Return a role's mappings by the key of `NEEDS`; those that its section has."""
+    """Return the non-empty mappings of a role's section that `NEEDS` covers, by their key in `NEEDS`."""
     return {part: getattr(section, part) for part in NEEDS if getattr(section, part, None)}
 
 
 def without_repeats(sections: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Return every role's mappings but those that are the actor's: an inherited mistake is the actor's."""
+    """Return each role's mappings, leaving out those that equal the actor's.
+
+    Other roles inherit from the actor, so a mistake in such a mapping is reported once, for the actor.
+    """
     actor = fields_of(sections["actor"]) if "actor" in sections else {}
     roles = {}
     for role, section in sections.items():

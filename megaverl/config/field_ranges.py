@@ -1,4 +1,4 @@
-"""Ranges of the numbers that are handed to megatron-core and vLLM: these libraries check few of them at the start."""
+"""Ranges for numbers that are passed to megatron-core and vLLM, which check few of them when a run starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LearningRate = Annotated[float, Field(ge=0, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=2**40)]
 CountOrNone = Annotated[int, Field(ge=0, le=2**40)]
-# What no field can mean, whatever it is.
+# Range for fields without an entry below. It refuses only values that no field can mean.
 ANY_NUMBER = Annotated[float, Field(ge=-1e18, le=1e18)]
 
+# Class name -> field name -> type whose constraints pydantic checks.
 FIELD_RANGES: dict[str, dict[str, Any]] = {
     "OptimizerConfig": {
         "lr": Annotated[float, Field(gt=0, le=10)],
@@ -64,7 +65,11 @@ FIELD_RANGES: dict[str, dict[str, Any]] = {
 
 
 def field_out_of_range(class_name: str, name: str, value: Any) -> str | None:
-    """Return the range of a field of another library's class if the number `value` is outside it, else None."""
+    """Return the allowed range in words if `value` is a number outside the range of the field `name`, else None.
+
+    Args:
+        class_name: class of megatron-core or vLLM that has the field, such as "OptimizerConfig".
+    """
     if not is_number(value):
         return None
     kind = FIELD_RANGES.get(class_name, {}).get(name, ANY_NUMBER)

@@ -1,4 +1,4 @@
-"""`fsdp`: how PyTorch's FSDP2 trains a role; what it takes of the other sections; other trainers' `fsdp_config`."""
+"""`fsdp`: settings of PyTorch's FSDP2 for a role, their checks, and the import of other trainers' `fsdp_config`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 TRAINERS = ("megatron", "fsdp")
 
-# Fields of OptimizerConfig that torch's AdamW and the clipping of gradients read.
+# Fields of OptimizerConfig that have an effect with torch's AdamW and gradient clipping.
 ADAMW_FIELDS = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
 
 class FsdpConfig(Section):
-    """`fsdp`: how a role with `engine: fsdp` is cut over its ranks, and computes."""
+    """`fsdp`: how a role with `engine: fsdp` is sharded over its ranks and computes."""
 
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """What is cut over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are gathered
@@ -63,13 +63,13 @@ _PRECISION = ("param_dtype", "reduce_dtype")
 
 
 def from_fsdp_config(value: Any) -> dict[str, Any]:
-    """The section `fsdp` for an `fsdp_config` as torch and other trainers have it.
+    """Convert an `fsdp_config`, as torch and other trainers write it, to the section `fsdp`.
 
-    `mixed_precision`: true (bfloat16, gradients added up in float32), false (float32), a dtype, or a mapping of
-    param_dtype and reduce_dtype. Keys of `fsdp` itself may stand beside these.
+    `mixed_precision` may be true (compute in bfloat16, reduce gradients in float32), false (float32), a dtype, or a
+    mapping of param_dtype and reduce_dtype. Keys of `fsdp` itself are accepted beside it and take precedence.
 
     Raises:
-        ValueError: says what was found, and what may stand there.
+        ValueError: names the unusable entry and what is allowed.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"found {found(value)}; expected a mapping such as {{sharding_strategy: FULL_SHARD}}.")
@@ -92,6 +92,7 @@ def from_fsdp_config(value: Any) -> dict[str, Any]:
 
 
 def _precision(value: Any) -> dict[str, str]:
+    """Return param_dtype and reduce_dtype for a value of `mixed_precision`."""
     if value is True:
         return {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     if value is False:
@@ -107,6 +108,7 @@ def _precision(value: Any) -> dict[str, str]:
 
 
 def _dtype(key: str, value: Any) -> str:
+    """Return the canonical name of a dtype such as "bf16" or "torch.bfloat16"."""
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"{key}: found {found(value)}; allowed: {listed(_DTYPES)}.")
@@ -123,10 +125,10 @@ _SIZES = {
 
 
 def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None) -> Iterator[ConfigIssue]:
-    """What a role's engine has no use for.
+    """Yield settings in a role's section that its `engine` does not read or cannot do.
 
     Args:
-        num_ranks: that the role has, where they are known.
+        num_ranks: number of the role's ranks, or None if it is not known yet.
     """
     if section.engine == "megatron":
         for name in section.fsdp.changed():
@@ -156,6 +158,7 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
             yield _unread(f"{role}.optimizer.{name}", "is set", reads, role)
     if (kind := optimizer.get("optimizer", "adam")) != "adam":
         yield _unread(f"{role}.optimizer.optimizer", f"found {found(kind)}", "steps with torch's AdamW: use adam", role)
+    # Adapters and torch.compile are built for whole weights; tensor parallelism splits them.
     if section.tp > 1:
         taken = {"lora": getattr(section, "lora", None) is not None, "fsdp.compile": section.fsdp.compile}
         for name in (name for name, is_set in taken.items() if is_set):
@@ -169,11 +172,13 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
 
 
 def _unread(key: str, what: str, why: str, role: str) -> ConfigIssue:
+    """Return a mistake for a key that FSDP does not read."""
     message = f"{what}, and {role}.engine is fsdp, which {why}. Leave it out, or set {role}.engine: megatron."
     return ConfigIssue(key, message, involves=(f"{role}.engine",))
 
 
 def _shard_size(role: str, fsdp: FsdpConfig, num_ranks: int | None) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `fsdp.shard_size` for `num_ranks` data-parallel ranks (None: unknown)."""
     size, key = fsdp.shard_size, f"{role}.fsdp.shard_size"
     if size is None:
         return

@@ -1,4 +1,4 @@
-"""Which ranks the roles have, and their grids against the model and the world: what is wrong, what would fit."""
+"""Checks of the roles' parallel grids and placement against the model and the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from megaverl.distributed.grid import GridSizes
 
 
-# Commands that build every role.
+# Commands that run the training loop with rollouts, and so build every role.
 REINFORCING = ("train", "quickstart")
 
-# Commands that generate nothing.
+# Commands that train on given data and generate nothing.
 OFFLINE: tuple[Literal["sft", "dpo", "reward"], ...] = ("sft", "dpo", "reward")
 
-# Fields of TransformerConfig by which layers are spread unevenly over the stages.
+# Fields of TransformerConfig that distribute layers unevenly over pipeline stages. With one of them the stage count
+# need not divide the number of layers.
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -41,7 +42,7 @@ CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`
 
 
 def used_roles(config: Config, command: str) -> list[str]:
-    """The Megatron roles that a command builds."""
+    """Return the trained or scoring roles that a command builds. Rollout and rule-based rewards are not among them."""
     if command == "reward":
         return ["reward_model"]
     if command == "dpo":
@@ -53,13 +54,16 @@ def used_roles(config: Config, command: str) -> list[str]:
 
 
 def is_placed(config: Config, command: str = "train") -> bool:
-    """Whether the run's roles have ranks of their own, by `placement` or by what nodes say: for training alone."""
+    """Return whether roles run on their own ranks, by `placement` or by `--role` of each node.
+
+    Only `megaverl train` supports that.
+    """
     is_given = config.placement.is_given or bool(os.environ.get(CLAIMS))
     return command == "train" and is_given and not config.trainer.rollout_only
 
 
 def smallest_world(config: Config, command: str = "train") -> int:
-    """The smallest number of ranks that every grid of the run fills."""
+    """Return the smallest number of ranks that all grids of the run fill evenly."""
     if is_placed(config, command):
         wanted, _ = config.placement.wanted()
         grids = role_grids(config, used_roles(config, command))
@@ -68,6 +72,8 @@ def smallest_world(config: Config, command: str = "train") -> int:
     sizes = [1 if command in OFFLINE else config.rollout.tp]
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
+        # The dense grid (tp x cp) and the expert grid (etp x ep) cover the same ranks of a stage, so both must divide
+        # them.
         dense, expert = grid.tp * grid.cp, (grid.etp or grid.tp) * grid.ep
         sizes.append(grid.pp * math.lcm(dense, expert))
     return math.lcm(*sizes)
@@ -76,6 +82,12 @@ def smallest_world(config: Config, command: str = "train") -> int:
 def grid_mistakes(
     config: Config, command: str, spec: ModelSpec | None, world_size: int | None
 ) -> Iterator[ConfigIssue]:
+    """Yield mistakes in grids and placement.
+
+    Args:
+        spec: the model's sizes, or None if they are not known yet.
+        world_size: number of ranks, or None if it is not known yet.
+    """
     placed = is_placed(config, command)
     if placed:
         yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
@@ -122,7 +134,7 @@ def grid_mistakes(
 
 
 def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
-    """What a run cannot have with its roles where they are: what reads or changes the same must be together."""
+    """Yield mistakes in which roles share ranks: roles that read or update the same state must be colocated."""
     shares, islands = lambda role: placement.colocated(role, "actor"), len(placement.islands)
     if config.environment.agents == "own" and not placement.is_colocated:
         message = "is own, several actors on one engine: all roles on the same ranks. Leave it, or the placement, out."
@@ -150,6 +162,7 @@ def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Co
         message = "are not the actor's ranks, where `mix` trains the reward model. Set placement.reward: actor."
         yield ConfigIssue("placement.reward", message, involves=("mix",))
     reads = config.preference_needs_reference and any(entry.update == "preference" for entry in config.mix)
+    # Updates of `mix` run inside the actor's own step, so every role that they involve must be on the actor's ranks.
     for key, refused, reason in (
         ("critic", config.uses_critic and not shares("critic"), "is decided on together with the actor"),
         ("reference", reads and not shares("reference"), "is read by the loss of pairs beside the actor"),
@@ -161,6 +174,7 @@ def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Co
 
 
 def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
+    """Yield mistakes that arise only if the actor is split into several islands."""
     count = len(placement.islands)
     if placement.colocated("rollout", "actor"):
         yield ConfigIssue(
@@ -189,7 +203,7 @@ def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[C
 
 
 def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPlacement | None:
-    """Who will be where, as far as that is known before the nodes have met; None: not yet, or it cannot be."""
+    """Return which ranks each role will have, or None if that is unknown before the nodes have met, or impossible."""
     wanted, mistakes = config.placement.wanted()
     unknown = bool(os.environ.get(CLAIMS)) or any(place.nodes or place.num_nodes for place in wanted.values())
     grids, islands = role_grids(config, used_roles(config, command)), config.placement.actor_islands
@@ -200,7 +214,10 @@ def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPla
 
 
 def _engine_mistakes(config: Config, role: str, num_ranks: int | None, *, is_trained: bool) -> Iterator[ConfigIssue]:
-    """Yield what a role's engine cannot do. A mistake that a role inherits is reported for the actor alone."""
+    """Yield mistakes about what a role's engine cannot do.
+
+    A mistake in an inherited value is reported for the actor alone.
+    """
     grid: GridConfig = getattr(config, role)
     own = grid.fsdp.param_dtype
     trains = is_trained and isinstance(grid, TrainedConfig)
@@ -217,10 +234,12 @@ def _engine_mistakes(config: Config, role: str, num_ranks: int | None, *, is_tra
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
+    """Return the grid's parallel sizes, to compare two grids."""
     return grid.tp, grid.pp, grid.cp, grid.ep, grid.etp, grid.vpp
 
 
 def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+    """Yield sizes of a role's grid that do not divide the model's dimensions."""
     found = misfits(spec, tp=grid.tp, etp=grid.etp or grid.tp, ep=grid.ep)
     for misfit in found:
         yield ConfigIssue(
@@ -242,14 +261,18 @@ def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Con
 
 
 def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[ConfigIssue]:
+    """Yield a mistake if the grid does not divide the number of ranks."""
     ranks = f"{world_size} ranks"
     if problem := grid_problem(grid, world_size, ranks, "the", "start a multiple of {} processes"):
+        # If the dense grid divides the ranks, the expert grid is at fault: name its key.
         of_experts = world_size % (grid.tp * grid.cp * grid.pp) == 0
         involves = ("run.nproc", f"{role}.etp") if of_experts else ("run.nproc",)
         yield ConfigIssue(f"{role}.ep" if of_experts else role, problem, involves=involves)
 
 
 def _engine_against_model(rollout: RolloutConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the rollout engine's tensor-parallel size and quantization for this model."""
+    # With expert parallelism vLLM keeps each expert whole on one rank, so tp need not divide an expert's dimensions.
     tp, experts_whole = rollout.tp, bool(rollout.vllm.get("enable_expert_parallel"))
     for misfit in misfits(spec, tp=tp, etp=1 if experts_whole else tp, engine=True):
         yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
@@ -259,10 +282,10 @@ def _engine_against_model(rollout: RolloutConfig, spec: ModelSpec) -> Iterator[C
 
 
 def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridSizes | None]:
-    """The grid of every role of a run, for `resolve`.
+    """Return the grid of every role, as `resolve` takes it. None stands for a role without a grid.
 
     Args:
-        megatron_roles: those that the command builds (`config.grids.used_roles`).
+        megatron_roles: the roles that the command builds (`used_roles`).
     """
     grids: dict[str, GridSizes | None] = {role: getattr(config, role) for role in megatron_roles if role in ROLES}
     models = config.reward_model if config.scores_by_megatron else None
@@ -275,7 +298,15 @@ def placement_mistakes(
     size: int | None,
     nodes: Sequence[Node] | None = None,
 ) -> list[ConfigIssue]:
-    """Everything that is wrong with a placement; where ranks, or nodes that it names, are not known, with its words."""
+    """Return the mistakes in a placement.
+
+    If the number of ranks is unknown, or the placement names nodes and `nodes` is None, only its syntax is checked.
+
+    Args:
+        grids: from `role_grids`.
+        size: number of ranks, or None.
+        nodes: nodes of the run, or None before they have met.
+    """
     wanted, mistakes = placement.wanted()
     names_nodes = any(place.nodes or place.num_nodes for place in wanted.values())
     if mistakes or size is None or (nodes is None and names_nodes):
@@ -290,10 +321,11 @@ def placement_mistakes(
 def resolve_placement(
     placement: PlacementConfig, grids: Mapping[str, GridSizes | None], size: int, nodes: Sequence[Node] | None = None
 ) -> ResolvedPlacement:
-    """Who is where.
+    """Return which ranks each role has.
 
     Raises:
-        InvalidConfig, PlacementError: with every mistake.
+        InvalidConfig: an entry of the placement cannot be read; lists all of them.
+        PlacementError: the placement does not fit the ranks or grids; lists all problems.
     """
     wanted, mistakes = placement.wanted()
     if mistakes:

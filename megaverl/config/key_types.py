@@ -1,4 +1,4 @@
-"""The declared type of every key: of a section's field, of a field handed to another library, of a list's entry."""
+"""Declared type of any key path: a field of a section, a field of another library's class, or an entry of a list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaverl.config.schema import Config
 
 Key = tuple[str, ...]
 
-# Names of the flat form (`flat_form.py`) and the key that each one is.
+# Keys of the flat form (see `loader.py`) -> this project's key for the same setting.
 FLAT_NAMES = {
     "model.pretrain_model_path": "model.path",
     "model.tokenizer_path": "model.tokenizer",
@@ -37,10 +37,12 @@ FLAT_NAMES = {
 
 @cache
 def type_at(path: Key) -> Any:
-    """Return the annotation of the value at a key path; Any where none is known.
+    """Return the type annotation of the value at the key path `path`, or Any if it is unknown.
 
-    A list's entry is an index; a name in its place is a key of the only entry, which may stand without the list.
+    A list entry is addressed by its index. A name in that position addresses a key of the only entry, because a list of
+    one may be written without its brackets.
     """
+    # A flat key has the type of the key that it stands for.
     for name, key in FLAT_NAMES.items():
         written = tuple(name.split("."))
         if path[: len(written)] == written:
@@ -57,6 +59,7 @@ def type_at(path: Key) -> Any:
 
 
 def _inside(kind: Any, part: str) -> Any:
+    """Return the type of `part` (a key or an index) inside a value of type `kind`, or Any if it is unknown."""
     if (entry := list_entry(kind)) is not None:
         if part.isdigit():
             return entry
@@ -67,17 +70,18 @@ def _inside(kind: Any, part: str) -> Any:
         field = next(fields, None)
         # `rebuild_annotation` keeps the constraints, which do not matter here.
         return Any if field is None else field.annotation
+    # A mapping such as dict[str, float] accepts any key; its values share one type.
     value_types = [get_args(option)[1] for option in _options(kind) if get_origin(option) is dict]
     return value_types[0] if value_types else Any
 
 
 def section_of(kind: Any) -> type[BaseModel] | None:
-    """Return the section among the alternatives of a type."""
+    """Return the Section class among the alternatives of the annotation `kind`, or None."""
     return next((each for each in _options(kind) if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def list_entry(kind: Any) -> Any:
-    """Return the type of a list's entries, or None if no alternative of `kind` is a list."""
+    """Return the type of a list's entries, or None if no alternative of the annotation `kind` is a list."""
     for option in _options(kind):
         if option is list:
             return Any
@@ -87,6 +91,7 @@ def list_entry(kind: Any) -> Any:
 
 
 def _options(kind: Any) -> list[Any]:
+    """Return the alternatives of an annotation: members of a union, with `Annotated` stripped."""
     if get_origin(kind) is Annotated:
         return _options(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):

@@ -1,6 +1,6 @@
-"""`load_config`: a file and overrides in, a checked Config or the list of all mistakes out.
+"""`load_config`: turn a file and overrides into a checked Config, or raise one error with all mistakes.
 
-The flat form of a configuration, as other trainers write it, is turned into this project's keys:
+Two forms of a configuration are read. The flat form, as other trainers write it, is translated to this project's keys:
 
     algorithm: {name: ppo, clip_range: 0.2, value_loss_coef: 0.5}
     model: {pretrain_model_path: models/small, reward_function: exact_match}
@@ -8,9 +8,8 @@ The flat form of a configuration, as other trainers write it, is turned into thi
     engine: {actor_type: vllm, critic_type: megatron, num_gpus: 4}
     placement: {actor_devices: [0, 1, 2], critic_devices: [3]}
 
-`actor_type` is who generates (vllm, hf) or who trains (megatron, fsdp); `fsdp_config` configures FSDP, and selects it.
-
-Both forms may stand in one file; a key that is set twice, once in each form, is a mistake.
+`actor_type` names either the engine that generates (vllm, hf) or the one that trains (megatron, fsdp). `fsdp_config`
+configures FSDP and selects it. Both forms may be mixed in one file, but a key set in both is a mistake.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from megaverl.errors import ConfigError
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
 
-# Keys that may be `auto`: chosen for the ranks of the run, before it is checked.
+# Keys that may be `auto`. Their values are chosen for the run's ranks before the configuration is checked.
 AUTO_KEYS = (
     *(f"actor.{size}" for size in ("tp", "pp", "vpp", "cp", "ep", "etp")),
     "actor.micro_batch_tokens",
@@ -63,17 +62,17 @@ AUTO_KEYS = (
     "rollout.tp",
 )
 AUTO = "auto"
-# A configuration with settings (key -> value) laid over what was written, as if they had been written too.
+# Function that builds the configuration with settings (key -> value) merged in, as if the user had written them.
 Make = Callable[[Mapping[str, Any]], Config]
-# (that, the keys that are `auto`, ranks) -> (key -> value, what was chosen and why)
+# Function that chooses values for `auto` keys: (make, keys, ranks) -> (key -> value, what was chosen and why).
 Choose = Callable[[Make, tuple[str, ...], int], tuple[dict[str, Any], str]]
 
 
 def load_any(path: str, overrides: list[str]) -> Config:
-    """A configuration of whichever command that trains it is one; files need not be here.
+    """Load a configuration for the first of train, sft, dpo and reward that accepts it, without checking files.
 
     Raises:
-        ConfigError: of none; the mistakes are those of `train`.
+        ConfigError: no command accepts it; lists the mistakes for `train`.
     """
     commands: tuple[Command, ...] = ("train", "sft", "dpo", "reward")
     refusals: list[ConfigError] = []
@@ -97,17 +96,18 @@ def load_config(
     """Read, merge, resolve and check the configuration of one run, before anything is built.
 
     Args:
-        path: YAML file, or what one would hold, or None for the defaults. The flat form is understood (above).
-        overrides: `key=value` with dotted keys, or pairs of a key and a value; later ones win, mappings merge, lists
-            replace. The key's type decides how text is read: a text key takes it as it is, lists and mappings are YAML.
-        command: what the configuration must be complete for.
-        check_paths: False leaves out every check that needs the model folder or the data files to be there,
-            as for a recipe that is looked at on another machine.
-        choose: what decides on keys that are `auto`; None: they are refused.
-        world_size: ranks that the grids must fill. None: torchrun's WORLD_SIZE, or `run.nproc`, or unknown (`--role`).
+        path: YAML file, or its content as a mapping, or None for the defaults. The flat form is accepted.
+        overrides: `key=value` with dotted keys, or pairs of a key and a value. Later ones win, mappings merge, lists
+            replace. The key's type decides how text is read: a text key takes it literally, lists and mappings are
+            YAML.
+        command: command that the configuration must be complete for.
+        check_paths: False skips every check that needs the model folder or data files, as for a recipe that is viewed
+            on another machine.
+        world_size: number of ranks. None: torchrun's WORLD_SIZE, or `run.nproc`, or unknown (with `--role`).
+        choose: chooses values for `auto` keys. None: `auto` is refused.
 
     Raises:
-        InvalidConfig: (a ConfigError) lists every mistake: its key, place, what was found and is allowed.
+        InvalidConfig: (a ConfigError) lists every mistake with key, place, the value found and what is allowed.
     """
     source, choice = _read(path, overrides or [], command)
     chosen, reason = _choose(source, choose, world_size)
@@ -116,6 +116,8 @@ def load_config(
     warnings += source.warnings
     mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
     world_size = world_size or _world_size(config)
+    # Checks across sections run on a configuration in which refused keys have their defaults. Drop what they report
+    # about such keys.
     mistakes += _not_moot(cross_mistakes(config, command, check_paths, world_size), mistakes, source)
     if mistakes:
         raise InvalidConfig(mistakes, source.name)
@@ -130,7 +132,7 @@ def load_config(
 
 
 def layered(path: str | Path | None, overrides: Sequence[Override] | None = None) -> Make:
-    """The configuration as a function of settings that are still laid over it; keys that are `auto` are left out.
+    """Return a function that builds the configuration with further settings merged in. Keys set to `auto` are left out.
 
     Raises:
         InvalidConfig: lists every mistake that shows before a layout is chosen.
@@ -145,6 +147,8 @@ def layered(path: str | Path | None, overrides: Sequence[Override] | None = None
 
 
 def _make_of(source: YamlSource) -> Make:
+    """Return a function that builds the configuration of `source` with further settings merged in."""
+
     def make(settings: Mapping[str, Any]) -> Config:
         values = copy.deepcopy(source.values)
         for key, value in settings.items():
@@ -155,6 +159,7 @@ def _make_of(source: YamlSource) -> Make:
 
 
 def _take_auto(source: YamlSource) -> tuple[str, ...]:
+    """Remove the keys that are `auto` from the source, and return them."""
     keys = tuple(key for key in AUTO_KEYS if value_at(source.values, key.split(".")) == AUTO)
     for key in keys:
         take(source.values, key.split("."))
@@ -162,7 +167,10 @@ def _take_auto(source: YamlSource) -> tuple[str, ...]:
 
 
 def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -> tuple[dict[str, Any], str]:
-    """(key -> value for what is `auto`, why), put into the source; mistakes are noted, not raised."""
+    """Choose values for `auto` keys and put them into the source.
+
+    Returns them by key, and the reason. Mistakes are recorded.
+    """
     keys = _take_auto(source)
     if not keys:
         return {}, ""
@@ -207,6 +215,7 @@ def _read(
 
 
 def _world_size(config: Config) -> int | None:
+    """Return the number of ranks, or None if it is unknown until all nodes have met."""
     if os.environ.get(CLAIMS):  # the roles' ranks are known when all nodes have met
         return None
     if os.environ.get("WORLD_SIZE", "").isdigit():
@@ -215,7 +224,10 @@ def _world_size(config: Config) -> int | None:
 
 
 def _first_of_each_key(mistakes: list[ConfigIssue]) -> list[ConfigIssue]:
-    """A key that could not be read was left null: do not report the null as well."""
+    """Return the first mistake of each key.
+
+    A key that could not be read is null by now, which must not be reported as well.
+    """
     kept: dict[str, ConfigIssue] = {}
     for mistake in mistakes:
         kept.setdefault(mistake.key, mistake)
@@ -223,7 +235,7 @@ def _first_of_each_key(mistakes: list[ConfigIssue]) -> list[ConfigIssue]:
 
 
 def _not_moot(found: list[ConfigIssue], earlier: list[ConfigIssue], source: YamlSource) -> list[ConfigIssue]:
-    """Drop what rests on a key that is itself wrong, and say where the others were written."""
+    """Return the mistakes that do not depend on a key which is itself wrong, with the places of their keys."""
     wrong = [mistake.key for mistake in earlier]
     if any(key.startswith("--") or key == BASE for key in wrong):  # a file could not be read
         return []
@@ -235,6 +247,7 @@ def _not_moot(found: list[ConfigIssue], earlier: list[ConfigIssue], source: Yaml
 
 
 def _overlap(a: str, b: str) -> bool:
+    """Return whether two dotted keys are equal or one contains the other."""
     return a == b or a.startswith(b + ".") or b.startswith(a + ".")
 
 
@@ -251,7 +264,7 @@ _EXPECTED = {
     "model_type": "a mapping (key: value)",
     "model_attributes_type": "a mapping (key: value)",
 }
-# Names that verl, TRL, NeMo-RL or transformers have for a setting, and the keys that it is here.
+# Name of a setting in verl, TRL, NeMo-RL or transformers -> keys for it here.
 PEERS_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("learning_rate", "lr_rate"),
@@ -293,7 +306,11 @@ _NAME_LETTERS = "letters, digits and . _ + = , @ - only"
 
 
 def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
-    """Return the configuration with every refused key left at its default, and the mistakes."""
+    """Return the configuration with every refused key at its default, and the mistakes.
+
+    pydantic builds nothing if one value is wrong. Refused values are removed and validation repeats until it succeeds,
+    so that later checks have a configuration to work on.
+    """
     values = source.values
     mistakes: list[ConfigIssue] = []
     while True:
@@ -310,13 +327,14 @@ def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
         pruned = values
         for detail in details:
             pruned = _without(pruned, detail["loc"])
+        # Nothing is left to remove: a validator refused a default.
         if pruned == values:  # nothing is left to take away, such as a validator's mistake about a default
             return Config(), mistakes
         values = pruned
 
 
 def _written(loc: tuple[int | str, ...], values: Any) -> bool:
-    """False where another role only inherited the actor's mistake."""
+    """Return whether the key at `loc` was set for its own role, not inherited from the actor's section."""
     try:
         around = functools.reduce(operator.getitem, loc[:-1], values)
     except (KeyError, IndexError, TypeError):
@@ -325,6 +343,7 @@ def _written(loc: tuple[int | str, ...], values: Any) -> bool:
 
 
 def _message(detail: ErrorDetails, path: Key) -> str:
+    """Return the message for one of pydantic's errors."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key." + _suggest(path)
@@ -353,7 +372,7 @@ def _message(detail: ErrorDetails, path: Key) -> str:
 
 
 def _suggest(path: Key) -> str:
-    """The sibling that is nearest in spelling; else the same name elsewhere in the configuration."""
+    """Return a suggestion for an unknown key: a similar key of the same section, or the same name elsewhere."""
     *parents, name = path
     siblings = keys_of(section_at(Config, parents)) + [BASE] * (not parents)
     hint = did_you_mean(name, siblings)
@@ -368,14 +387,15 @@ def _suggest(path: Key) -> str:
 
 
 def _placed(meant: tuple[str, ...], parents: Sequence[str]) -> str:
-    """Return the first of the keys `meant` that lies in the section of `parents`; else the first of all."""
+    """Return the first of the keys `meant` that lies in the section of `parents`, else the first of all."""
     return next((key for key in meant if parents and key.startswith(f"{parents[0]}.")), meant[0])
 
 
 def _without(values: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, Any]:
-    """Return a copy of `values` without the key at `loc`, or without the nearest key around it that can go.
+    """Return a copy of `values` without the key at `loc`, or without the nearest removable key around it.
 
-    An entry of a list stays where it is, since its number is in other messages: its mistake takes the whole list away.
+    List entries are not removed one by one, because other messages refer to entries by index; the whole list is
+    removed.
     """
     values = copy.deepcopy(values)
     around: Any = values
@@ -399,7 +419,13 @@ ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"
 
 
 class Flat(NamedTuple):
-    """A flat key: which key it is here (of some values another), and what becomes of its value."""
+    """Translation of a flat key.
+
+    Attributes:
+        key: this project's key.
+        convert: converts the value.
+        others: value -> another key that it belongs to.
+    """
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
@@ -407,6 +433,11 @@ class Flat(NamedTuple):
 
 
 def _engine(value: Any) -> Any:
+    """Return the value of `engine.actor_type` under this project's name.
+
+    Raises:
+        ValueError: an unknown engine.
+    """
     if value in TRAINERS:
         return value
     if value not in ENGINES:
@@ -417,6 +448,11 @@ def _engine(value: Any) -> Any:
 
 
 def _trainer(value: Any) -> Any:
+    """Return the value of `engine.critic_type`, checked.
+
+    Raises:
+        ValueError: an unknown engine.
+    """
     if value not in TRAINERS:
         raise ValueError(f"found {found(value)}; allowed: {listed(TRAINERS)}.")
     return value
@@ -429,14 +465,14 @@ _CONVERTED = {
     FSDP: Flat("actor.fsdp", from_fsdp_config),
 }
 FLAT: dict[str, Flat] = {name: _CONVERTED.get(name, Flat(key)) for name, key in FLAT_NAMES.items()}
-# The number of prompts is that times engine.num_gpus.
+# prompts_per_step is the product of these two.
 PER_GPU, NUM_GPUS = "data.batch_size_per_gpu", "engine.num_gpus"
 
 
 def translate(source: YamlSource) -> None:
-    """Put every flat key of `source.values` under its own key here; mistakes are noted, not raised.
+    """Move every flat key of `source.values` to this project's key. Mistakes are recorded, not raised.
 
-    A key's place goes along, so that a later mistake names the line and the word that the person wrote.
+    Recorded places move along, so that a later mistake names the line and the word that the user wrote.
     """
     engine = source.values.get("engine", {})
     _check_engine(source, engine)
@@ -453,6 +489,7 @@ def translate(source: YamlSource) -> None:
             source.add(name, str(error))
             continue
         existing = value_at(source.values, key.split("."))
+        # > 0: the flat key was written in a later layer and wins. 0: both stand in the same file.
         over = 1 if existing is MISSING else source.layer(name) - source.layer(key)
         if over == 0:
             source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
@@ -472,7 +509,7 @@ def translate(source: YamlSource) -> None:
 
 
 def _check_engine(source: YamlSource, engine: Any) -> None:
-    """Names in `engine` that there are not: the section is the flat form's own, so nobody else would say so."""
+    """Report unknown keys in `engine`. The section exists in the flat form only, so no schema would refuse them."""
     if "engine" in source.values and not isinstance(engine, dict):
         source.add("engine", f"found {found(engine)}; expected a mapping (key: value).")
         source.values.pop("engine")
@@ -485,7 +522,11 @@ def _check_engine(source: YamlSource, engine: Any) -> None:
 
 
 def _per_gpu(value: Any, num_gpus: Any) -> int:
-    """Prompts of one step."""
+    """Return the prompts of one step from those per GPU.
+
+    Raises:
+        ValueError: the value is no positive integer, or the number of GPUs is missing.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"found {found(value)}; expected an integer of at least 1.")
     if not isinstance(num_gpus, int) or isinstance(num_gpus, bool) or num_gpus < 1:
@@ -496,6 +537,7 @@ def _per_gpu(value: Any, num_gpus: Any) -> int:
 
 
 def _move_places(source: YamlSource, old: Key, new: Key, is_over: bool) -> None:
+    """Move the recorded places of a key, or of a whole section, to its new name."""
     if len(old) == 1 and isinstance(value_at(source.values, new), dict):  # a whole section under another name
         for path in [path for path in source.places if path[:1] == old]:
             place = source.places.pop(path)

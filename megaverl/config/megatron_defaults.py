@@ -1,4 +1,4 @@
-"""Defaults of Megatron's gradients that differ from megatron-core's own, for the run and for the planner alike."""
+"""Defaults for Megatron's gradient handling that differ from megatron-core's own, shared by training and planner."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 def ddp_defaults(given: Mapping[str, Any], *, replicas: int, on_gpus: bool) -> dict[str, Any]:
-    """Return the fields of DistributedDataParallelConfig that a run uses: what is given, and defaults for the rest.
+    """Return the DistributedDataParallelConfig fields of a run: megaverl's defaults, overridden by `given`.
 
     - The optimizer is sharded over the data-parallel ranks.
-    - Gradients accumulate and are reduced in float32. megatron-core would use the model's dtype: in bfloat16 a sum of
-      many micro-batches loses what is smaller than 1/256 of it. With float32 weights nothing changes.
-    - On GPUs each bucket of gradients is reduced while the backward pass goes on. gloo's threads would compete with
-      it for the processor's cores.
+    - Gradients accumulate and are reduced in float32. megatron-core would use the model's dtype, and in bfloat16 a sum
+      over many micro-batches loses every addend smaller than 1/256 of it. With float32 weights nothing changes.
+    - On GPUs each gradient bucket is reduced during the backward pass. On CPUs it is not, because gloo's threads would
+      compete with the backward pass for cores.
 
     Args:
-        given: `{role}.ddp`.
+        given: the mapping `{role}.ddp` of the configuration.
         replicas: data-parallel ranks times context-parallel ranks of the role's grid.
-        on_gpus: the role's ranks compute on GPUs.
+        on_gpus: whether the role's ranks compute on GPUs.
     """
     defaults = {
         "use_distributed_optimizer": True,

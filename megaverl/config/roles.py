@@ -1,4 +1,4 @@
-"""What each role is: its grid, what goes to megatron-core and vLLM; `environment`, `reshard`, `placement`."""
+"""Sections of the roles, and of `placement`, `coordinator`, `environment` and `reshard`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from megaverl.config.section import (
 )
 from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
 
-# Fields that decide which rank holds which part of a model, and how it computes.
+# Fields that decide which rank holds which part of a model, and how it is computed.
 LAID_OUT_BY = ("engine", "tp", "pp", "cp", "ep", "etp", "vpp", "megatron", "fsdp")
 SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens", "pack_samples", "chunked_logits")
 SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gradient_accumulation", "offload")
-# Roles that take these from the actor where they do not say otherwise.
+# Role -> fields whose defaults are the actor's values.
 INHERITED = {"critic": SHARED_BY_CRITIC, "reference": SHARED_BY_REFERENCE, "reward_model": SHARED_BY_CRITIC}
-# What one engine alone reads: a role with another engine than the actor's does not take it from there.
+# Fields that only one engine reads. A role does not inherit them from an actor with another engine.
 OF_ONE_ENGINE = (*LAID_OUT_BY, "ddp")
 ENGINES = ("vllm", "hf", "server")
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
@@ -48,7 +48,7 @@ _DEVICES = "_devices"
 
 
 class GridConfig(Section):
-    """A role's engine and parallel grid; the data-parallel size is what is left of the world."""
+    """Engine and parallel grid of a role. The data-parallel size is the number of ranks divided by the other sizes."""
 
     engine: Literal["megatron", "fsdp"] = "megatron"
     """What computes and trains it. megatron: Megatron-core, for the architectures that it has tables for. fsdp: the
@@ -82,7 +82,7 @@ class GridConfig(Section):
 
 
 class LoraConfig(Section):
-    """`lora`: train low-rank adapters (arXiv 2106.09685) and keep the model's own weights as they are."""
+    """`lora`: low-rank adapters (arXiv 2106.09685) are trained and the base weights stay frozen."""
 
     rank: Several = 16
     """Rank of an adapter; peft's r."""
@@ -98,7 +98,7 @@ class LoraConfig(Section):
 
 
 class OffloadConfig(Section):
-    """`offload`: what is moved out of the accelerator's memory while the role does not need it."""
+    """`offload`: what is moved out of device memory while the role does not need it."""
 
     parameters: bool = False
     """The weights, between the stages that use them."""
@@ -112,11 +112,12 @@ class OffloadConfig(Section):
 
 
 def _all_or_some(value: Any) -> Any:
+    """Expand `offload: true` (or false) to all its switches."""
     return {name: value for name in ("parameters", "optimizer", "gradients")} if isinstance(value, bool) else value
 
 
 class TrainedConfig(GridConfig):
-    """A role with an optimizer."""
+    """Grid, optimizer, scheduler and memory settings of a role that is trained."""
 
     lora: LoraConfig | None = None
     """Train adapters only. null: train every weight."""
@@ -146,9 +147,9 @@ class ActorConfig(TrainedConfig):
 
 
 class CriticConfig(TrainedConfig):
-    """`critic`: the same backbone with a value head (ppo).
+    """`critic`: the value model (ppo), with the actor's architecture and a value head.
 
-    What is left out of its engine, grid, `micro_batch_tokens`, `megatron`, `ddp` and `fsdp` is the actor's.
+    Settings of its engine, grid, `micro_batch_tokens`, `megatron`, `ddp` and `fsdp` default to the actor's.
     """
 
     path: Text | None = None
@@ -161,7 +162,7 @@ class CriticConfig(TrainedConfig):
 
 
 class ReferenceConfig(GridConfig):
-    """`reference`: the frozen policy that KL is measured against. What is left out is the actor's."""
+    """`reference`: the frozen policy of the KL, or a teacher. Its grid defaults to the actor's."""
 
     path: Text | None = None
     """Hugging Face folder. null: model.path."""
@@ -173,10 +174,10 @@ class ReferenceConfig(GridConfig):
 
 
 class PlacementConfig(Section):
-    """`placement`: empty, all roles share all ranks.
+    """`placement`: ranks of each role. Empty: all roles share all ranks.
 
-    A place is ranks (8, [0, 1], "0-7", "0-3,8-11"), {nodes: names or numbers}, {num_ranks: N} or {num_nodes: N} of
-    those that nobody names, another role's name (its ranks), `rest`, or `all`.
+    An entry may be ranks (8, [0, 1], "0-7", "0-3,8-11"), {nodes: names or numbers}, {num_ranks: N} or {num_nodes: N}
+    from those that no other entry names, the name of another role (its ranks), `rest`, or `all`.
     """
 
     actor: Place = None
@@ -208,11 +209,11 @@ class PlacementConfig(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether anything is set at all."""
+        """Return whether any placement is set."""
         return bool(self.changed().keys() - {"check_memory"})
 
     def wanted(self) -> tuple[dict[str, Wanted], list[ConfigIssue]]:
-        """Every role's entry, read; and what could not be."""
+        """Parse every role's entry. Returns the parsed entries by role, and the mistakes in the others."""
         wanted, mistakes = {}, []
         for role in ROLES:
             short = getattr(self, role + _DEVICES, None)
@@ -232,16 +233,16 @@ class PlacementConfig(Section):
         return wanted, mistakes
 
     def written_key(self, key: str) -> str:
-        """`placement.ROLE` as the file has it: the short form where that was used."""
+        """Return `placement.ROLE` as the user wrote it: with the suffix `_devices` if that short form was used."""
         is_short = getattr(self, key.rpartition(".")[2] + _DEVICES, None) is not None
         return key + _DEVICES if is_short else key
 
 
 class RewardModelConfig(TrainedConfig):
-    """`reward_model`: a model that scores responses and is trained; what is left out of its grid is the actor's.
+    """`reward_model`: a model that scores responses and can be trained. Its grid defaults to the actor's.
 
-    `megaverl reward` trains one on `preference` pairs; PRIME (`algorithm.name: prime`) trains an implicit one on
-    outcomes; `mix` trains one of `reward` on the run's own rollouts.
+    `megaverl reward` trains one on pairs of `preference`. PRIME (`algorithm.name: prime`) trains an implicit one on
+    outcomes. `mix` trains one of `reward` on the run's own rollouts.
     """
 
     path: Text | None = None
@@ -257,7 +258,10 @@ class RewardModelConfig(TrainedConfig):
 
 
 class CoordinatorConfig(Section):
-    """`coordinator`: its rules; where it sits says `placement.coordinator`."""
+    """`coordinator`: rules by which updates are applied, skipped, or end the run.
+
+    Its rank is set by `placement.coordinator`.
+    """
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or inf in a loss or gradient does: end the run, or skip the update."""
@@ -277,7 +281,7 @@ class CoordinatorConfig(Section):
 
 
 class SamplingRule(Section):
-    """An entry of `rollout.sampling_rules`."""
+    """One entry of `rollout.sampling_rules`: sampling settings for prompts of certain lengths."""
 
     under: Positive | None = None
     """For prompts of fewer tokens than this."""
@@ -289,18 +293,18 @@ class SamplingRule(Section):
     """Instead of rollout.sampling.top_k: draw from the k likeliest tokens. 0: all."""
 
     def holds(self, length: int) -> bool:
-        """Whether it is for prompts of so many tokens."""
+        """Return whether the rule applies to prompts of `length` tokens."""
         return (self.under is None or length < self.under) and (self.over is None or length > self.over)
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Sampling fields that are other than `rollout.sampling` has them."""
+        """Sampling fields that the rule sets, by name."""
         changed = {"temperature": self.temperature, "top_k": self.top_k}
         return {name: value for name, value in changed.items() if value is not None}
 
 
 class ServersConfig(Section):
-    """`rollout.servers`: of `rollout.engine: server`, inference servers that torchrun did not start."""
+    """`rollout.servers`: inference servers that were started separately, for `rollout.engine: server`."""
 
     kind: Literal["vllm", "sglang"] = "vllm"
     """Whose endpoints they have: `vllm serve` in its development mode, or SGLang's server."""
@@ -336,7 +340,7 @@ class ServersConfig(Section):
 
 
 class PartialConfig(Section):
-    """`rollout.partial`: a step takes the groups that are finished first."""
+    """`rollout.partial`: a step takes the groups that finish first and continues the others after the update."""
 
     over_sample: Annotated[float, Field(ge=1, le=1000)] = 2.0
     """Groups in progress for each that a step takes; 1: none are left over. rollout.partial: true has all defaults."""
@@ -348,16 +352,17 @@ class PartialConfig(Section):
     finished, and takes it. restart: its tokens are dropped, and the prompt is answered anew."""
 
     def num_groups(self, wanted: int) -> int:
-        """How many are in progress where a step takes `wanted`."""
+        """Return the number of groups in progress if a step takes `wanted` groups."""
         return math.ceil(self.over_sample * wanted)
 
 
 def _true_or_none(value: Any) -> Any:
+    """Expand `partial: true` to all defaults, and `false` to None."""
     return ({} if value else None) if isinstance(value, bool) else value
 
 
 class RolloutConfig(Section):
-    """`rollout`."""
+    """`rollout`: the inference engine and how it generates responses."""
 
     engine: Annotated[str, known_or_own(ENGINES, "module:function")] = "vllm"
     """vllm; hf: plain transformers, slow, for tests and for comparison; server: servers of vLLM or SGLang that come and
@@ -415,7 +420,7 @@ class RolloutConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """`environment`: what answers the model's turns."""
+    """`environment`: tools or games that answer the model's turns."""
 
     name: Text | None = None
     """tools, gateway, guess, signals, gymnasium, textarena, openenv, or module:object. null: single responses."""
@@ -434,7 +439,7 @@ class EnvironmentConfig(Section):
 
 
 class ReshardConfig(Section):
-    """`reshard`."""
+    """`reshard`: transfer of the actor's weights to the engines."""
 
     bucket_mb: Annotated[int, Field(ge=1, le=1_048_576)] = 64
     """MiB of buffer for each of sending and receiving; all the extra memory of a reshard."""

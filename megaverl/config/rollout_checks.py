@@ -1,4 +1,4 @@
-"""How responses are generated: lengths against the model's context, sampling, environments, groups."""
+"""Checks of response generation: lengths against the model's context, sampling, environments, and rollout servers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from megaverl.sharding.vllm import QUANTIZATIONS
 
 _KEY = "rollout.sampling_rules"
 PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
+# Lengths that `fitted_lengths` may lower if the user sets none.
 DEFAULTS: dict[str, int] = {
     PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,
     RESPONSE: SAMPLING["max_tokens"],
 }
-# Of commands that learn responses from rows: the key that goes before RESPONSE.
+# Command that learns responses from data -> the key for their length, which takes precedence over RESPONSE.
 OWN_RESPONSE = {
     "sft": "sft.max_answer_tokens",
     "dpo": "preference.max_response_tokens",
@@ -33,7 +34,7 @@ OWN_RESPONSE = {
 
 
 def sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Every mistake in how samples are drawn by the length of their prompt, and in how many are drawn at once."""
+    """Yield mistakes in sampling by prompt length (`sampling_rules`) and in the limits of dynamic batching."""
     rollout = config.rollout
     yield from _bounds(rollout)
     if not rollout.adaptive_sampling:
@@ -52,6 +53,7 @@ def sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _bounds(rollout: RolloutConfig) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the settings of dynamic batching."""
     if rollout.use_dynamic_batching and rollout.min_sequences > rollout.max_sequences:
         yield ConfigIssue(
             "rollout.min_sequences",
@@ -73,6 +75,7 @@ def _bounds(rollout: RolloutConfig) -> Iterator[ConfigIssue]:
 
 
 def _rules(config: Config) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `rollout.sampling_rules`."""
     rules, group_size = config.rollout.sampling_rules, config.algorithm.group_size
     for number, rule in enumerate(rules):
         key = f"{_KEY}.{number}"
@@ -93,12 +96,16 @@ def _rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 _PARTIAL, _IN_FLIGHT = "rollout.partial", "rollout.in_flight_updates"
-# What means the same where a response goes on in a request of its own.
+# Sampling fields that mean the same if a response is continued in a second request. Others, such as min_tokens, count
+# within one request.
 _GOES_ON = {*SAMPLING, "top_k", "min_p", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"}
 
 
 def partial_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """What makes no sense in responses that go on over an update, and between them and the rest."""
+    """Yield mistakes in `rollout.partial` and `rollout.in_flight_updates`.
+
+    Both continue unfinished responses after an update.
+    """
     rollout = config.rollout
     partial, wanted, limit = rollout.partial, config.data.prompts_per_step, rollout.max_staleness
     if not rollout.in_flight_updates and rollout.in_flight_tokens is not None:
@@ -132,7 +139,11 @@ def partial_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _cannot_go_on(config: Config, switch: str) -> Iterator[ConfigIssue]:
-    """What is answered in one piece, beside the key `switch`."""
+    """Yield settings whose responses cannot be continued across an update.
+
+    Args:
+        switch: the key that asks for it.
+    """
     for key, used, why in (
         ("environment.name", config.environment.name is not None, "an episode's turns go on by themselves"),
         ("rollout.function", config.rollout.function is not None, "a function of your own returns whole responses"),
@@ -149,6 +160,7 @@ def _cannot_go_on(config: Config, switch: str) -> Iterator[ConfigIssue]:
 
 
 def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Yield a mistake if the sampling temperature is not above 0."""
     temperature = config.rollout.sampling["temperature"]
     if not (is_number(temperature) and temperature > 0):
         yield ConfigIssue(
@@ -159,7 +171,7 @@ def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Of engines whose weights are quantised as they arrive."""
+    """Yield mistakes in the quantization of the engine's weights, which are quantized on arrival from the actor."""
     key, method = "rollout.vllm.quantization", config.rollout.vllm.get("quantization")
     if method is None:
         return
@@ -173,7 +185,7 @@ def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def speculation_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """What vLLM does not draw from drafts."""
+    """Yield sampling fields that vLLM does not support with speculative decoding."""
     key = "rollout.vllm.speculative_config"
     if not config.rollout.vllm.get("speculative_config"):
         return
@@ -186,6 +198,7 @@ def speculation_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Yield mistakes in generating without training, and in training on stored rollouts."""
     trainer, resume = config.trainer, config.checkpoint.resume
     if trainer.rollout_only and trainer.replay_rollouts is not None:
         yield ConfigIssue("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
@@ -198,6 +211,7 @@ def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `algorithm.dynamic_sampling`."""
     dynamic, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
     if dynamic.metric is None:
         for name in dynamic.changed():
@@ -231,14 +245,16 @@ def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int], str]:
-    """Those of PROMPT and RESPONSE that are not given, where their defaults exceed the model's context.
+    """Choose lengths that fit the model's context, for those of PROMPT and RESPONSE that are not set.
 
-    Two that are not given share it 2 : 1; one gets what the other leaves, and no more than its default.
+    If neither is set, they share the context 2 : 1. If one is set, the other gets the rest, at most its default.
 
     Args:
-        values: of the file and the overrides. Where they are wrong, or name no folder of a model, nothing is chosen.
+        values: values of the file and the overrides. If they are wrong, or name no folder of a model, nothing is
+            chosen.
 
-    Returns: the lengths by key, and a sentence for the person; both empty where the defaults do.
+    Returns:
+        The chosen lengths by key, and a sentence for the user; both empty if the defaults fit.
     """
     prompt, response = _at(values, PROMPT), _at(values, RESPONSE)
     own = _at(values, OWN_RESPONSE.get(command, RESPONSE))
@@ -262,7 +278,7 @@ def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int]
 
 
 def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Iterator[ConfigIssue]:
-    """A longest sample that the model's context or a role's micro-batch does not hold."""
+    """Yield a mistake if the longest sample exceeds the model's context or a role's micro-batch."""
     max_tokens = config.rollout.sampling["max_tokens"]
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         yield ConfigIssue(RESPONSE, f"found {found(max_tokens)}; expected an integer of at least 1.")
@@ -283,6 +299,7 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
     actors_cap = config.actor.micro_batch_tokens
     for role in used_roles(config, command):
         cap = getattr(config, role).micro_batch_tokens
+        # An inherited cap is reported for the actor alone.
         if cap < longest and (role == "actor" or cap != actors_cap):  # an inherited cap is the actor's mistake
             yield ConfigIssue(
                 f"{role}.micro_batch_tokens",
@@ -292,7 +309,10 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
 
 
 def _at(values: Any, key: str) -> Any:
-    """What stands at a dotted key; MISSING where nothing does, though a mapping is there that could hold it."""
+    """Return the value at a dotted key, or MISSING.
+
+    A value that is not a mapping is returned for every key inside it.
+    """
     for part in key.split("."):
         if not isinstance(values, dict):
             return values
@@ -303,7 +323,7 @@ def _at(values: Any, key: str) -> Any:
 
 
 def _context(folder: Any) -> int | None:
-    """Positions of the model in a folder; None where there is none that can be read."""
+    """Return the context length of the model in a folder, or None if there is no readable model."""
     try:
         return ModelSpec.outline(folder).max_positions if folder and isinstance(folder, str) else None
     except ModelError:
@@ -311,7 +331,7 @@ def _context(folder: Any) -> int | None:
 
 
 def _own_agents(config: Config) -> Iterator[ConfigIssue]:
-    """What needs one actor."""
+    """Yield settings that need a single actor, and so cannot be combined with `environment.agents=own`."""
     if config.environment.name in environment_names() and len(agents_of(str(config.environment.name))) == 1:
         yield ConfigIssue(
             "environment.agents", f"found 'own', but {config.environment.name} has one agent only. Leave it out."
@@ -330,7 +350,7 @@ def _own_agents(config: Config) -> Iterator[ConfigIssue]:
 
 
 def environment_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """What makes no sense in `environment`, and between it and the rest."""
+    """Yield mistakes in `environment`, and settings that cannot be combined with it."""
     environment = config.environment
     if environment.name is None:
         for key in environment.changed():
@@ -377,11 +397,12 @@ def environment_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 _SERVERS = "rollout.servers"
+# Sampling fields that both vLLM's and SGLang's servers accept.
 _ALL_SERVERS_KNOW = {*SAMPLING, "top_k", "stop_token_ids", "ignore_eos"}
 
 
 def server_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Every mistake in `rollout.servers`, and between it and the rest."""
+    """Yield mistakes in `rollout.servers`, and settings that cannot be combined with external servers."""
     rollout = config.rollout
     servers = rollout.servers
     if rollout.engine != "server":
@@ -423,6 +444,7 @@ def server_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _server_sampling(config: Config) -> Iterator[ConfigIssue]:
+    """Yield settings that SGLang's servers do not support."""
     if config.rollout.servers.kind != "sglang":
         return
     if config.rollout.servers.transfer == "nccl":

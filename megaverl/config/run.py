@@ -1,4 +1,4 @@
-"""`run`, `model`, `data`, `reward`, `trainer`, `sft`, `preference`, `mix`, `checkpoint`: what is trained, on what."""
+"""Sections of the run, its model and its data, and of every kind of training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
 
 
 def _names_a_folder(name: str) -> str:
-    """Refuse names that lead to another folder than one of their own, or that a file system does not take."""
+    """Refuse a run name that is not a new folder's name, or that is too long for a file system."""
     if name in (".", ".."):
         raise PydanticCustomError("folder_name", "names a folder that exists already. Use a word, such as first_try")
     if len(name.encode("utf-8", "surrogatepass")) > MOST_NAME_BYTES:
@@ -76,7 +76,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """`model`: the Hugging Face folder that training starts from, or its name on a hub."""
+    """`model`: the Hugging Face folder that training starts from, or the name of a model on a hub."""
 
     may_be_text: ClassVar[bool] = True
 
@@ -103,7 +103,7 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    """Rows from one place."""
+    """One source of prompts: a file, folder, data set or task."""
 
     may_be_text: ClassVar[bool] = True
 
@@ -124,7 +124,7 @@ class SourceConfig(Section):
 
     @model_serializer(mode="wrap")
     def _short(self, handler: SerializerFunctionWrapHandler) -> Any:
-        """One that is only a path is written as one."""
+        """Write a source without other settings as its path alone."""
         values = handler(self)
         return self.path if self == SourceConfig(path=self.path) else values
 
@@ -133,16 +133,17 @@ class SourceConfig(Section):
 
 
 def _as_sources(value: Any) -> Any:
+    """Return a list of source mappings for one source or several, each a path or a mapping."""
     entries = value if isinstance(value, list) else [value]
     return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
-# One may stand alone, and one that is only a path may be written as one: `data.train=train.jsonl`.
+# A single source may stand without the list, and its path without the mapping: `data.train=train.jsonl`.
 Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 
 
 class ImagesConfig(Section):
-    """`data.images`: of models that take images."""
+    """`data.images`: images of prompts, for models that take them."""
 
     key: Text = "images"
     """Column of a row's images: one, or a list. Each takes the place of <image> in the prompt, or of a part of type
@@ -232,18 +233,18 @@ class RewardConfig(Section):
 
     @property
     def label(self) -> str:
-        """What metrics call it."""
+        """Name of the reward in metrics."""
         return self.name or ("reward_model" if self.path else str(self.function).rpartition(":")[2])
 
 
 def rewards_as_list(value: Any) -> Any:
-    """One reward may stand alone; as a mapping, or as text."""
+    """Return a list of reward mappings for one reward or several, each a text or a mapping."""
     entries = value if isinstance(value, list) else [value]
     return [named_reward(entry) if isinstance(entry, str) else _with_name(entry) for entry in entries]
 
 
 def _with_name(entry: Any) -> Any:
-    """{NAME: {options}, ...} as {name: NAME, options: {...}, ...}."""
+    """Convert {NAME: {options}, ...} to {name: NAME, options: {...}, ...}, and {url: ...} to a served reward model."""
     if not isinstance(entry, dict) or entry.keys() & {"name", "function", "path", "options"}:
         return entry
     if "url" in entry:
@@ -257,12 +258,12 @@ def _with_name(entry: Any) -> Any:
 
 
 def named_reward(name: str) -> dict[str, str]:
-    """The entry for a built-in reward, or, with a colon, for a function: module:function, file.py:function."""
+    """Return the mapping for a reward that is written as text: a built-in name, or module:function."""
     return {"function": name} if ":" in name else {"name": name}
 
 
 class LoopConfig(Section):
-    """`trainer`."""
+    """`trainer`: length of the training loop, validation, and what it stores."""
 
     steps: Positive = 100
     """Training steps: each one rollout and its updates."""
@@ -305,7 +306,7 @@ class LoopConfig(Section):
 
 
 class SFTConfig(Section):
-    """`sft`: the warm-up by supervised fine-tuning, with the actor's grid and optimizer."""
+    """`sft`: supervised fine-tuning, with the actor's grid and optimizer."""
 
     train: Sources = []
     """Prompt/answer pairs. Empty: data.train."""
@@ -327,7 +328,7 @@ RESUME_WORDS = ("auto", "latest", "unfinished", "never")  # what `checkpoint.res
 
 
 class CheckpointConfig(Section):
-    """`checkpoint`."""
+    """`checkpoint`: when checkpoints are written, which are kept, and which one a run resumes from."""
 
     save_interval: NonNegative = 0
     """Steps between checkpoints; 0: only after the last step."""
@@ -351,7 +352,7 @@ class CheckpointConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """`preference`: pairs of a better and a worse response, of `megaverl dpo` and `megaverl reward`."""
+    """`preference`: pairs of a better and a worse response, for `megaverl dpo` and `megaverl reward`."""
 
     train: Paths = []
     """Files of rows with a prompt and two responses; for loss: kto and bco also with one and its label."""
@@ -390,7 +391,7 @@ class PreferenceConfig(Section):
 
 
 class MixConfig(Section):
-    """One entry of `mix`: a further update in the training step, on the responses that it has generated and scored."""
+    """One entry of `mix`: an additional update in the training step, on the responses that it generated and scored."""
 
     update: Literal["rejection", "preference", "reward_model", "sft"] | None = None
     """rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: `preference.loss` on
@@ -408,5 +409,5 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path reads as `org/name`, and nothing of that name is here."""
+    """Return whether `path` looks like `org/name` and no file or folder of that name exists."""
     return REPOSITORY.fullmatch(path) is not None and not Path(path).exists()

@@ -1,4 +1,4 @@
-"""`Config`: one run, all of it. Pure data: no torch, no files."""
+"""`Config`: the configuration of one run, as pure data. It imports no torch and reads no files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megaverl.config.signatures import signature_of
 from megaverl.config.watching import AlertConfig
 from megaverl.errors import ConfigError
 
-# What a preference loss reads of the reference.
+# Inputs of a preference loss that come from the reference model.
 FROZEN = (
     "ref_chosen_log_probs",
     "ref_rejected_log_probs",
@@ -54,11 +54,11 @@ FROZEN = (
 
 
 class MadeBy:
-    """Origin of a configuration: two configurations with the same values are equal, whatever their origins are.
+    """Origin of a configuration. All origins compare equal, so configurations with equal values are equal.
 
     Attributes:
-        make: makes the configuration again with other settings.
-        place: where a key was written: "file, line n", "command line", or "" for a default.
+        make: builds the configuration again with other settings.
+        place: returns where a key was written: "file, line n", "command line", or "" for a default.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MadeBy:
 
 
 class Config(Section):
-    """A whole run. Made by `load_config`, which also checks what one section alone cannot know."""
+    """Configuration of one run. `load_config` makes it and runs the checks that span sections."""
 
     run: RunConfig = RunConfig()
     """Name, folder, seed, processes."""
@@ -130,6 +130,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_what_depends_on_other_sections(cls, raw: Any) -> Any:
+        """Fill in defaults that depend on another section: inherited grids, and no validation without data for it."""
         if not isinstance(raw, dict):
             return raw
         raw = dict(raw)
@@ -137,6 +138,7 @@ class Config(Section):
             actor, own = _mapping(raw.get("actor")), raw.get(role, {})
             if isinstance(own, dict):
                 theirs = actor.get("engine", "megatron")
+                # Settings of one engine make no sense for a role that runs on another.
                 left = () if own.get("engine", theirs) == theirs else OF_ONE_ENGINE
                 raw[role] = {**{key: actor[key] for key in shared if key in actor and key not in left}, **own}
         if not _mapping(raw.get("data")).get("validation") and isinstance(raw.get("trainer", {}), dict):
@@ -145,21 +147,27 @@ class Config(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What could not be checked, and why; what may not be meant."""
+        """Warnings: checks that could not run, and harmless settings that are probably not meant."""
         return self._warnings
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Settings that nobody gave and that are not their defaults, with the reason."""
+        """Settings that were chosen automatically and differ from their defaults, each with the reason."""
         return self._choices
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Key -> value, for those that were `auto`."""
+        """Values that were chosen for keys set to `auto`, by key."""
         return self._chosen
 
     def layered(self, settings: Mapping[str, Any]) -> Config:
-        """With settings (key -> value) laid over what was written, as if they had been written too; without checks."""
+        """Return the configuration with `settings` (key -> value) merged in, as if the user had written them.
+
+        Runs no checks.
+
+        Raises:
+            ConfigError: the configuration was not made by `load_config`.
+        """
         if self._made_by.make is None:
             raise ConfigError("this configuration was not made by load_config.")
         return self._made_by.make(settings)
@@ -172,6 +180,7 @@ class Config(Section):
         make: Callable[[Mapping[str, Any]], Config] | None = None,
         place: Callable[[str], str] = lambda key: "",
     ) -> None:
+        """Record warnings, automatic choices and origin. Called once, by `load_config`."""
         self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
         self._made_by = MadeBy(make, place)
 
@@ -188,22 +197,22 @@ class Config(Section):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether there is a critic with a model of its own."""
+        """Return whether the run has a separate critic model."""
         return self.estimator_reads("values") and not self.critic.share_backbone
 
     @property
     def shares_backbone(self) -> bool:
-        """Whether the actor is its own critic."""
+        """Return whether the critic is a value head on the actor's backbone."""
         return self.estimator_reads("values") and self.critic.share_backbone
 
     @property
     def uses_reference(self) -> bool:
-        """Whether there is a frozen model: what KL is measured against, or a teacher."""
+        """Return whether the run has a frozen model: the reference of the KL, or a teacher."""
         return self.uses_ref_log_probs or self.algorithm.divergence_name is not None
 
     @property
     def uses_ref_log_probs(self) -> bool:
-        """Whether a step asks the reference for log-probs of its responses."""
+        """Return whether a step computes the reference's log-probs of its responses."""
         frozen = ("ref_log_probs", "implicit_rewards")
         return (
             self.algorithm.kl.place != "none"
@@ -213,32 +222,35 @@ class Config(Section):
 
     @property
     def preference_needs_reference(self) -> bool:
-        """Whether `preference.loss` compares with a frozen policy."""
+        """Return whether `preference.loss` reads values of a frozen policy."""
         return bool(set(FROZEN) & set(signature_of("preference_losses", self.preference.loss).reads))
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a training step has a reward model on Megatron, trained or not."""
+        """Return whether a training step uses a reward model on Megatron, trained or not."""
         return self.trains_reward_model or self.scores_by_megatron
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether a training step updates `reward_model`."""
+        """Return whether a training step updates `reward_model`."""
         return self.estimator_reads("implicit_rewards") or self.mixes_reward_model
 
     @property
     def mixes_reward_model(self) -> bool:
-        """Whether `mix` trains one of the reward models of `reward`."""
+        """Return whether an entry of `mix` trains a reward model of `reward`."""
         return any(each.update == "reward_model" for each in self.mix)
 
     @property
     def scores_by_megatron(self) -> bool:
-        """Whether a reward model of `reward` is on Megatron."""
+        """Return whether an entry of `reward` is a model on Megatron."""
         return any(entry.path is not None and entry.engine == "megatron" for entry in self.reward)
 
     @property
     def reference_is_actor(self) -> bool:
-        """The actor without its adapters is the reference: the same model in the same layout on the same ranks."""
+        """Return whether the actor without its adapters serves as the reference.
+
+        That needs the same base model, in the same layout, on the same ranks.
+        """
         actor, reference, place = self.actor, self.reference, self.placement
         if self.algorithm.divergence_name is not None:  # of a teacher hidden states are read, of an actor logits
             return False
@@ -248,27 +260,28 @@ class Config(Section):
         return actor.lora is not None and alike and here and reference.path in (None, self.model.path)
 
     def estimator_reads(self, name: str) -> bool:
-        """Whether the advantage estimator has an input called `name`."""
+        """Return whether the advantage estimator has an input called `name`."""
         return name in signature_of("advantage_estimators", self.algorithm.advantage_name).inputs
 
     @property
     def samples_per_step(self) -> int:
+        """Number of responses that one training step trains on."""
         return self.data.prompts_per_step * self.algorithm.group_size
 
     @property
     def rows_per_step(self) -> int:
-        """Of a step's batch, as far as it is known before: each conversation of an episode is one."""
+        """Expected rows in a step's batch. An episode contributes one row for each of its conversations."""
         return ceil(self.samples_per_step * self.environment.conversations)
 
     @property
     def samples_at_once(self) -> int:
-        """Responses that the engines are asked for together: those of a step, and with `rollout.partial` more."""
+        """Number of responses that the engines work on at once: those of a step, or more with `rollout.partial`."""
         partial, wanted = self.rollout.partial, self.data.prompts_per_step
         return (wanted if partial is None else partial.num_groups(wanted)) * self.algorithm.group_size
 
     @property
     def total_updates(self) -> int:
-        """Optimizer steps of the actor in the whole run."""
+        """Number of the actor's optimizer steps in the whole run."""
         return self.updates_after(self.trainer.steps)
 
     def updates_after(self, steps: int) -> int:
@@ -278,36 +291,37 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Where everything that this run leaves behind goes."""
+        """Folder for everything that this run writes."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def chosen_file(self) -> Path:
-        """What was chosen for keys that are `auto`, and for how many ranks."""
+        """File that records the values chosen for `auto` keys, and the number of ranks that they were chosen for."""
         return self.run_dir / "chosen.json"
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt plus longest response: the context that every engine must hold."""
+        """Longest prompt plus longest response, in tokens: the context length that every engine must hold."""
         return self.data.max_prompt_tokens + int(self.rollout.sampling["max_tokens"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers, under the names of the file."""
+        """Return plain dictionaries, lists, strings and numbers, under the key names of the file."""
         return self.model_dump(mode="json", by_alias=True)
 
     def to_yaml(self) -> str:
-        """The resolved configuration; `load_config` of it gives the same Config."""
+        """Return the resolved configuration as YAML. `load_config` of it gives an equal Config."""
         return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 class _Dumper(yaml.SafeDumper):
-    """No anchors: a mapping that two roles share is written out for each."""
+    """YAML dumper without anchors: a mapping that two roles share is written out twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _mapping(value: Any) -> dict[str, Any]:
+    """Return `value` as a dictionary; empty if it is neither a section nor a mapping."""
     if isinstance(value, Section):
         return value.model_dump(by_alias=True)
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""What all sections share (strict, read-only, every key described), and how their keys are shown to a person."""
+"""Base class of all configuration sections, shared number types, and a description of every key for documentation."""
 
 from __future__ import annotations
 
@@ -15,62 +15,75 @@ from megaverl.config.signatures import class_fields
 
 
 class Section(BaseModel):
-    """A mapping of the configuration file.
+    """One mapping of the configuration file, as a strict and read-only pydantic model.
 
-    `strict`: a string is no number and a number is no boolean: a slip is reported, not guessed at.
-    An integer is accepted where a float is asked for.
+    Strict means that text is not converted to a number, nor a number to a boolean, so a slip is reported. Only an
+    integer is accepted for a float.
     """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, validate_by_name=True, validate_by_alias=True, allow_inf_nan=False
     )
-    # Whether a text may stand in the place of the mapping.
+    # True for sections that may be written as one text, such as `model: org/name`.
     may_be_text: ClassVar[bool] = False
 
     def changed(self, *names: str) -> dict[str, Any]:
-        """What stands at those of `names` (or of all fields) that are not at their defaults."""
+        """Return the fields whose values differ from their defaults, by name.
+
+        Args:
+            names: fields to look at. None given: all fields.
+        """
         fields = type(self).model_fields
         defaults = {name: fields[name].get_default(call_default_factory=True) for name in names or fields}
         return {name: value for name, other in defaults.items() if (value := getattr(self, name)) != other}
 
 
-# One may stand alone: `data.train=train.jsonl` is `data.train=[train.jsonl]`.
+# A single text is accepted in place of a list: `data.train=train.jsonl` means `data.train=[train.jsonl]`.
 AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
-# A mapping handed to another library under that library's own names; `passthrough.py` checks it.
+# Mapping that is passed to another library under that library's own names; `passthrough.py` checks it.
 Passthrough = dict[str, Any]
 
-# Limits of a number, as a message names them.
+# Pydantic's names of constraints -> words for messages.
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
-# Numbers become 32-bit tensors, arguments of C and durations: what exceeds these is a slip.
+# Numbers end up in 32-bit tensors, C arguments and durations. Anything above these limits is a slip.
 MOST = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e9)]
-# A size of a parallel grid.
+# Size of one dimension of a parallel grid.
 GridSize = Annotated[int, Field(ge=1, le=65_536)]
-# Things of which each one is made: responses of a prompt, turns, ranks of an adapter.
+# Count of things that are each built or run: responses to a prompt, turns, the rank of an adapter.
 Several = Annotated[int, Field(ge=1, le=65_536)]
 LearningRate = Annotated[float, Field(gt=0, le=10)]
-# From half a second to a year: a shorter one ends a run that is well.
+# Durations from 0.6 s (minutes) or 10 ms (seconds) to one year. A shorter timeout would end a healthy run.
 Minutes = Annotated[float, Field(ge=0.01, le=525_600)]
 Seconds = Annotated[float, Field(ge=0.01, le=31_536_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Paths = Annotated[list[Text], AS_LIST]
-# The user's own, module:function.
+# Function of the user, written module:function.
 Function = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 
 
 def over(defaults: dict[str, Any]) -> BeforeValidator:
-    """The user's mapping laid over `defaults`, key by key; anything else is left for pydantic to refuse."""
+    """Return a validator that merges the user's mapping over `defaults`, key by key.
+
+    Other values are left for pydantic to refuse.
+    """
     return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
 
 
 def known_or_own(names: Sequence[str], own: str) -> AfterValidator:
-    """One of `names`, or the user's own, written as `own` says; refused in pydantic's words for a Literal."""
+    """Return a validator that accepts one of `names`, or a user's plug-in with a colon in it.
+
+    Anything else fails with pydantic's error type for a Literal, so messages read alike.
+
+    Args:
+        own: how a plug-in is written, such as "module:function", for the message.
+    """
 
     def check(value: str) -> str:
         if value not in names and not all(value.rpartition(":")[::2]):
@@ -81,7 +94,7 @@ def known_or_own(names: Sequence[str], own: str) -> AfterValidator:
 
 
 class KeyDescription(NamedTuple):
-    """`default` is written as in YAML."""
+    """One row of `megaverl keys`. `default` is written as in YAML."""
 
     key: str
     type: str
@@ -90,7 +103,7 @@ class KeyDescription(NamedTuple):
 
 
 def described_keys(section: type[BaseModel], prefix: str = "") -> Iterator[KeyDescription]:
-    """Every key that holds a value; the entries of a list are called N."""
+    """Yield a description of every key that holds a value. N stands for the index of a list entry."""
     meanings = field_meanings(section)
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
@@ -103,7 +116,7 @@ def described_keys(section: type[BaseModel], prefix: str = "") -> Iterator[KeyDe
 
 
 def field_meanings(section: type[BaseModel]) -> dict[str, str]:
-    """What is written below each field, in one line."""
+    """Return the documentation below each field, joined into one line, by field name."""
     fields = class_fields(section.__module__, section.__name__) or {}
     return {name: " ".join(field.description.split()) for name, field in fields.items()}
 
@@ -114,7 +127,7 @@ def _default(field: FieldInfo) -> Any:
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key, sections included, the inside of lists not."""
+    """Yield every dotted key, sections included. Keys inside list entries are left out."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key
@@ -124,7 +137,7 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_at(root: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """The section at a key path, in which a list's entry is its index; None where there is none."""
+    """Return the Section class at a key path, or None if there is none. A list entry is addressed by its index."""
     section: type[BaseModel] | None = root
     for part in path:
         if section is None:
@@ -136,11 +149,12 @@ def section_at(root: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
 
 
 def keys_of(section: type[BaseModel] | None) -> list[str]:
+    """Return the keys of a section as the file writes them, or an empty list for None."""
     return [field.alias or name for name, field in section.model_fields.items()] if section else []
 
 
 def type_text(annotation: Any) -> str:
-    """A type in the file's words: `int`, `list of text`, `ppo | grpo`, `number or null`."""
+    """Return a type as a user reads it: `int`, `list of text`, `ppo | grpo`, `number or null`."""
     plain = {int: "int", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "anything"}
     if annotation in plain:
         return plain[annotation]
@@ -157,6 +171,7 @@ def type_text(annotation: Any) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the first pydantic model inside an annotation, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_of(part))), None)

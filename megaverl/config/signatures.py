@@ -1,7 +1,7 @@
-"""Fields of installed classes and signatures of registered functions, read from source without importing it.
+"""Read fields of installed classes and signatures of registered functions from their source, without importing them.
 
-A configuration is checked before megatron-core, vLLM or torch are imported: that takes half a minute, and fails on a
-node without a GPU's libraries. What was read becomes a type that pydantic checks values against.
+A configuration is checked before megatron-core, vLLM or torch are imported: the imports take half a minute and fail on
+a machine without a GPU's libraries. The annotations found become types that pydantic checks values against.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaverl.plugins import search_working_folder
 from megaverl.user_code import describe
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "fp32", "fp16", "bf16", "float8_e4m3fn", "uint8", "int8")
-# What a name of an annotation asks of a value from YAML, where a function is written module:function.
+# Name in an annotation -> type that a value from YAML must have. A function is written module:function.
 _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (bool, float, int, str)},
     **dict.fromkeys(("List", "list", "Sequence", "Iterable", "Set", "set", "frozenset"), list),
@@ -37,7 +37,7 @@ _TYPES: dict[str, Any] = {
     "Union": Union,
 }
 ALGORITHMS = "megaverl.algorithms"
-# Where a function of these registries is named in a configuration.
+# Registry -> key that names one of its functions.
 _PLACES = {
     "advantage_estimators": "algorithm.advantage",
     "policy_losses": "algorithm.policy_loss",
@@ -50,19 +50,29 @@ _PLACES = {
     "preference_losses": "preference.loss",
     "reward_model_losses": "reward_model.loss",
 }
+# Keys that only one command reads -> that command, for a message.
 _COMMANDS = {"preference.loss": " of `megaverl dpo`", "reward_model.loss": " of `megaverl reward`"}
 
 
 @dataclass(frozen=True)
 class SourceModule:
-    """A parsed module: its dotted name and its top-level statements."""
+    """Parsed Python module.
+
+    Attributes:
+        name: dotted name, or the path of a user's .py file.
+        tree: syntax tree.
+        is_package: whether the module is a package's `__init__`, which decides what relative imports mean.
+    """
 
     name: str
     tree: ast.Module
     is_package: bool
 
     def resolve(self, name: str, depth: int = 4) -> tuple[ast.expr | ast.ClassDef, SourceModule] | None:
-        """What `name` is at the top level, following imports of other modules; None where it is unclear."""
+        """Return the class or the value that `name` is at module level, with the module that defines it.
+
+        Follows `from module import name` through at most `depth` modules. Returns None if the definition is unclear.
+        """
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return node, self
@@ -83,17 +93,19 @@ class SourceModule:
         return None
 
     def class_named(self, name: str) -> tuple[ast.ClassDef, SourceModule] | None:
+        """Return the class `name` and the module that defines it, or None."""
         found = self.resolve(name)
         return (found[0], found[1]) if found and isinstance(found[0], ast.ClassDef) else None
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef]:
+        """Functions at module level."""
         yield from (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
 
 
 @dataclass(frozen=True)
 class External:
-    """A field or argument of another library's class, or an option of a function."""
+    """Field or constructor argument of another library's class, or an option of a function."""
 
     name: str
     annotation: ast.expr | None
@@ -103,11 +115,12 @@ class External:
 
     @property
     def type_text(self) -> str:
+        """Annotation as written in the source; "Any" if there is none."""
         return ast.unparse(self.annotation) if self.annotation is not None else "Any"
 
     @cached_property
     def type(self) -> Any:
-        """The annotation as a type for values from YAML; Any, and in it Any, where it is unclear."""
+        """Annotation as a type for values from YAML. Parts that cannot be resolved are Any."""
         try:
             kind = _type(self.annotation, self.module)
         except (TypeError, ValueError, SyntaxError, RecursionError):
@@ -117,8 +130,9 @@ class External:
         return kind | None if is_none and kind is not None else kind
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value from YAML can be given to it."""
+        """Return whether a value from YAML fits the annotation."""
         adapter = TypeAdapter(self.type, config=ConfigDict(strict=True))
+        # Validate as JSON, where a list stands for a tuple and keys of mappings are text, as in YAML.
         try:  # as JSON, in which a tuple is a list, and a key of a mapping is text
             adapter.validate_json(to_json(value, inf_nan_mode="constants"))
         except (ValidationError, PydanticSerializationError):
@@ -127,11 +141,12 @@ class External:
 
     @property
     def choices(self) -> list[Any]:
-        """The values that its Literal or Enum names; empty where it is neither."""
+        """Values allowed by a Literal or Enum annotation; empty for other annotations."""
         return _choices(self.type)
 
 
 def _type(node: ast.AST | None, module: SourceModule) -> Any:
+    """Return the type for an annotation's syntax tree; Any if it cannot be resolved."""
     match node:
         case ast.Constant(value=None):
             return None
@@ -149,8 +164,10 @@ def _type(node: ast.AST | None, module: SourceModule) -> Any:
 
 
 def _generic(name: str, inner: ast.expr, module: SourceModule) -> Any:
+    """Return the type for a subscripted annotation such as `list[int]`; `name` is the part before the brackets."""
     parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
     if name == "Literal":
+        # Literal members may be names of enum members, which become texts.
         one_by_one = [Literal[part.value] if isinstance(part, ast.Constant) else _type(part, module) for part in parts]
         return _TYPES["Union"][tuple(one_by_one)]
     if name == "Annotated":
@@ -162,6 +179,7 @@ def _generic(name: str, inner: ast.expr, module: SourceModule) -> Any:
 
 
 def _named(name: str, module: SourceModule) -> Any:
+    """Return the type for an annotation that is a plain name: a built-in type, an alias, or an Enum."""
     name = name if name in _TYPES else name.rpartition(".")[2]
     if name in _TYPES:
         return _TYPES[name]
@@ -173,7 +191,7 @@ def _named(name: str, module: SourceModule) -> Any:
 
 
 def _members(node: ast.ClassDef) -> list[str]:
-    """Names of an Enum's members; empty for any other class."""
+    """Return the names of an Enum's members; empty for any other class."""
     if not any("Enum" in ast.unparse(base) for base in [*node.bases, *(each.value for each in node.keywords)]):
         return []
     targets = [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
@@ -181,6 +199,7 @@ def _members(node: ast.ClassDef) -> list[str]:
 
 
 def _choices(kind: Any) -> list[Any]:
+    """Return the values of all Literals in a type."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
@@ -189,7 +208,10 @@ def _choices(kind: Any) -> list[Any]:
 
 @cache
 def source_file(module: str) -> tuple[Path, bool] | None:
-    """The file of a dotted module name, and whether it is a package; no parent package is executed."""
+    """Return the file of a module and whether it is a package, or None if there is no Python source.
+
+    Parent packages are located without executing them, unlike with `find_spec` of a dotted name.
+    """
     if module.endswith(".py"):  # a file of the user's own
         return (Path(module), False) if Path(module).is_file() else None
     top, *rest = module.split(".")
@@ -208,7 +230,7 @@ def source_file(module: str) -> tuple[Path, bool] | None:
 
 @cache
 def source_module(module: str) -> SourceModule | None:
-    """The parsed module, or None where it is not installed as Python source."""
+    """Return the parsed module, or None if it is not installed as Python source."""
     file = source_file(module)
     if file is None:
         return None
@@ -218,9 +240,9 @@ def source_module(module: str) -> SourceModule | None:
 
 @cache
 def class_fields(module: str, name: str) -> dict[str, External] | None:
-    """The annotated fields of a class and of its bases by name, or else the arguments of its `__init__`.
+    """Return the annotated fields of a class and its bases by name; without any, the arguments of its `__init__`.
 
-    None where the module is not installed.
+    Returns None if the module is not installed.
     """
     source = source_module(module)
     located = source.class_named(name) if source else None
@@ -233,6 +255,7 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
         if inherited:
             fields |= class_fields(inherited[1].name, inherited[0].name) or {}
     body = node.body
+    # A field's documentation is the string statement right after it.
     for each, following in zip(body, [*body[1:], None], strict=True):
         match each:
             case ast.AnnAssign(target=ast.Name(id=key)) if "ClassVar" not in ast.unparse(each.annotation):
@@ -242,7 +265,7 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
 
 
 def _arguments(function: ast.FunctionDef, module: SourceModule) -> dict[str, External]:
-    """All but `self`."""
+    """Return the arguments of a method by name, without `self`."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults + given.kw_defaults
@@ -251,7 +274,7 @@ def _arguments(function: ast.FunctionDef, module: SourceModule) -> dict[str, Ext
 
 
 def installed_version(*distributions: str) -> str:
-    """ "name version" of the first distribution that is installed, or the first name alone."""
+    """Return "name version" for the first of the distributions that is installed, or the first name alone."""
     for name in distributions:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -261,14 +284,14 @@ def installed_version(*distributions: str) -> str:
 
 
 def _default(value: ast.expr | None) -> ast.expr | None:
-    """The default behind `field(default=...)`; a factory counts as unknown."""
+    """Return the default of a field, also from `field(default=...)`. A default factory counts as unknown."""
     if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
         return next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
     return value
 
 
 def _docline(following: ast.stmt | None) -> str:
-    """The string that documents the field before it."""
+    """Return the documentation string after a field, or ""."""
     match following:
         case ast.Expr(value=ast.Constant(value=str(text))):
             return text.strip()
@@ -277,9 +300,13 @@ def _docline(following: ast.stmt | None) -> str:
 
 @dataclass(frozen=True)
 class Registered:
-    """A function's signature: positional parameters are its inputs, those after the `*` its options.
+    """Signature of a registered function. Positional parameters are inputs, keyword-only parameters are options.
 
-    inputs: those without a default. required: options without a default.
+    Attributes:
+        inputs: inputs without a default.
+        optional_inputs: inputs with a default.
+        options: all options, by name.
+        required: options without a default.
     """
 
     inputs: tuple[str, ...] = ()
@@ -289,16 +316,16 @@ class Registered:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """All inputs, those with a default too."""
+        """All inputs, those with a default included."""
         return self.inputs + self.optional_inputs
 
 
 @cache
 def registered(registry: str) -> dict[str, Registered]:
-    """The functions under `@{registry}.register("name")` of `megaverl.algorithms`, by name.
+    """Return the functions registered under `@{registry}.register("name")` in `megaverl.algorithms`, by name.
 
     Args:
-        registry: as the code names it: `advantage_estimators`, `policy_losses`, `aggregations`, `corrections`, ...
+        registry: name of the registry's variable: `advantage_estimators`, `policy_losses`, `aggregations`, ...
     """
     package = source_file(ALGORITHMS)
     assert package is not None, "megaverl is not installed as source"
@@ -313,10 +340,10 @@ def registered(registry: str) -> dict[str, Registered]:
 
 
 def of_the_users_own(path: str) -> Registered | None:
-    """The signature of `module:function`; None where only importing it would show it.
+    """Return the signature of a user's function written module:function, or None if only an import could show it.
 
     Raises:
-        LookupError: there is no such module, or nothing of that name in it.
+        LookupError: the module does not exist or cannot be read, or has nothing of that name.
     """
     module_name, _, function_name = path.rpartition(":")
     try:
@@ -328,6 +355,7 @@ def of_the_users_own(path: str) -> Registered | None:
     for function in module.functions:
         if function.name == function_name:
             return _signature(function, module)
+    # A name that is assigned or imported may still be a function. Only a name that does not occur at all is an error.
     names = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
     imported = (node for node in ast.walk(module.tree) if isinstance(node, ast.Import | ast.ImportFrom))
     names |= {alias.asname or alias.name for node in imported for alias in node.names}
@@ -337,7 +365,10 @@ def of_the_users_own(path: str) -> Registered | None:
 
 
 def signature_of(registry: str, name: str) -> Registered:
-    """Of a function, registered or `module:function`; an empty one where it is unknown."""
+    """Return the signature of a function, registered or written module:function.
+
+    Unknown functions have an empty one.
+    """
     try:
         found = of_the_users_own(name) if ":" in name else registered(registry).get(name)
     except LookupError:
@@ -346,7 +377,7 @@ def signature_of(registry: str, name: str) -> Registered:
 
 
 def place_of(name: str) -> str:
-    """Of a function that was taken for a whole algorithm, a sentence on where it is named; "" where there is none."""
+    """Return a sentence with the key that names `name`, for a function mistaken for a whole algorithm, else ""."""
     for registry, key in _PLACES.items():
         if name in registered(registry):
             return f" It is a part: {key}: {name}{_COMMANDS.get(key, '')}."
@@ -354,6 +385,7 @@ def place_of(name: str) -> str:
 
 
 def _names(function: ast.FunctionDef, registry: str) -> Iterator[str]:
+    """Yield the names under which a function's decorators register it in `registry`."""
     for decorator in function.decorator_list:
         match decorator:
             case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]):
@@ -362,6 +394,7 @@ def _names(function: ast.FunctionDef, registry: str) -> Iterator[str]:
 
 
 def _signature(function: ast.FunctionDef, module: SourceModule) -> Registered:
+    """Return a function's inputs and options."""
     arguments = function.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     needed = len(positional) - len(arguments.defaults)

@@ -1,4 +1,4 @@
-"""What trains beside or instead of the policy: optimizers, schedules, pairs, `mix`, a shared backbone, a teacher."""
+"""Checks of what is trained: optimizers, schedules, preference pairs, `mix`, a shared backbone, and distillation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
 
 
 def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates: int) -> Iterator[ConfigIssue]:
-    """What it would refuse by an assertion; `num_updates` optimizer steps make the run."""
+    """Yield mistakes in a role's scheduler that megatron-core would only refuse by an assertion, after startup.
+
+    Args:
+        name: the role.
+        role: the role's section.
+        num_updates: optimizer steps in the whole run.
+    """
     at, scheduler = f"{name}.scheduler", role.scheduler
     for key, allowed in (
         ("lr_decay_style", DECAY_STYLES),
@@ -62,7 +68,7 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
 
 
 def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[ConfigIssue]:
-    """Where nobody would say which experts were taken, or nobody would take them."""
+    """Yield settings that rule out router replay: the engine reports no experts, or the actor cannot replay them."""
     key, mode = "actor.router_replay", config.actor.router_replay
     if mode == "off":
         return
@@ -95,6 +101,7 @@ def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[C
 
 
 def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the optimizers and schedulers of all trained roles."""
     trained = {"actor": True, "critic": config.uses_critic, "reward_model": config.trains_reward_model}
     for role in (role for role, is_used in trained.items() if is_used):
         section = getattr(config, role)
@@ -105,6 +112,7 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
             yield ConfigIssue(
                 f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}."
             )
+        # megatron-core has these fields in both classes, and reads one or the other.
         for name in ("use_distributed_optimizer", "overlap_param_gather"):
             values = [part[name] for part in (section.optimizer, section.ddp) if name in part]
             if len(values) == 2 and values[0] != values[1]:
@@ -125,9 +133,10 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def fp8_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """Of Megatron models that compute in 8 bits (`megatron.fp8`)."""
+    """Yield mistakes in `megatron.fp8` of the roles that a command builds."""
     for role in used_roles(config, command):
         megatron = getattr(config, role).megatron
+        # A mistake in inherited fields is reported for the actor alone.
         if megatron.get("fp8") is None or (role != "actor" and megatron == config.actor.megatron):
             continue  # an inherited mistake is the actor's
         if config.model.dtype in ("float32", "float16"):
@@ -142,13 +151,14 @@ def fp8_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def warmup_mistakes(name: str, section: SFTConfig | PreferenceConfig) -> Iterator[ConfigIssue]:
+    """Yield a mistake if the learning rate's warm-up is not shorter than the training."""
     if section.lr_warmup_steps >= section.steps:
         text = f"found {section.lr_warmup_steps}; expected below {name}.steps={section.steps}."
         yield ConfigIssue(f"{name}.lr_warmup_steps", text, involves=(f"{name}.steps",))
 
 
 def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[ConfigIssue]:
-    """Of the pairs of `megaverl dpo` and `megaverl reward`."""
+    """Yield mistakes in `preference`, for `megaverl dpo` and `megaverl reward`."""
     preference = config.preference
     yield from warmup_mistakes("preference", preference)
     if preference.validate_every and not preference.validation:
@@ -174,7 +184,10 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
 
 
 def reward_model_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """Of the loss of `reward_model`; also of a command that trains none, for what is written there is for another."""
+    """Yield mistakes in the loss of `reward_model`.
+
+    Checked for every command, since one file serves several commands.
+    """
     section = config.reward_model
     has_margins = config.preference.margin_key is not None and (command == "reward" or not config.mixes_reward_model)
     yield from loss_mistakes(
@@ -183,7 +196,7 @@ def reward_model_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]
 
 
 def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Of `mix`, against what the run has."""
+    """Yield mistakes in the entries of `mix`."""
     names = ["reward", "accuracy", *(entry.label for entry in config.reward)]
     for index, entry in enumerate(config.mix):
         key = f"mix.{index}"
@@ -232,7 +245,10 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Every setting of a critic with a model of its own, and what would move the policy by the values alone."""
+    """Yield settings that cannot be combined with `critic.share_backbone`.
+
+    These are settings of a separate critic model, and settings that would let a value loss alone move the policy.
+    """
     critic, actor, algorithm = config.critic, config.actor, config.algorithm
     if not critic.share_backbone:
         return
@@ -270,7 +286,7 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Of an entropy bonus that is steered, and of a choice of two samples out of a group."""
+    """Yield mistakes in the adaptive entropy bonus and in the rollout filter."""
     algorithm, key = config.algorithm, "algorithm.entropy_target"
     if algorithm.entropy_target is None and algorithm.changed("entropy_step"):
         text = f"found {algorithm.entropy_step}, but {key} is null: the weight is fixed. Set a target."
@@ -288,7 +304,7 @@ def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """Of responses that are drawn from a mixture of policy and reference (Nash-MD)."""
+    """Yield mistakes in `algorithm.opponent_beta`: opponents drawn from a mixture of policy and reference (Nash-MD)."""
     algorithm, rollout, key = config.algorithm, config.rollout, "algorithm.opponent_beta"
     beta, name = algorithm.opponent_beta, algorithm.advantage_name
     if (beta is None) != (name != "nash_md"):
@@ -323,7 +339,7 @@ def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def program_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """Yield what a step of one's own (`trainer.program`) does not go together with."""
+    """Yield settings that cannot be combined with a user-defined step (`trainer.program`)."""
     trainer, rollout = config.trainer, config.rollout
     if trainer.program is None or command not in ("train", "quickstart"):
         return
@@ -351,7 +367,10 @@ def program_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """What a teacher cannot do whose tokens are not the model's: it reads the text of one turn."""
+    """Yield settings that cannot be combined with a teacher that has another tokenizer.
+
+    Such a teacher reads the text of a single turn.
+    """
     algorithm, key = config.algorithm, "reference.tokenizer"
     tokens = "a teacher of other tokens"
     if algorithm.advantage_name != "distillation":
@@ -393,6 +412,7 @@ def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Yield mistakes in `algorithm.distillation` and in the teacher."""
     algorithm, key = config.algorithm, "algorithm.distillation"
     given, name = algorithm.distillation, algorithm.divergence_name
     if config.reference.tokenizer is not None:
@@ -419,6 +439,7 @@ def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
             "training starts, use algorithm.kl.",
             involves=("algorithm.name", f"{key}.divergence"),
         )
+    # Both models compute the same vocabulary part on each rank, so the divergence needs no exchange of logits.
     for grid in ("engine", "tp", "pp", "cp", "vpp"):
         mine, teachers = getattr(config.actor, grid), getattr(config.reference, grid)
         if mine != teachers:

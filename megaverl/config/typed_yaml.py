@@ -38,16 +38,20 @@ _MOST_DIGITS = 4000
 
 
 class BadYaml(ValueError):
-    """Text that is no YAML, or whose value cannot be told; the message says why, without the place."""
+    """Raised for text that is not YAML, or for a value whose type is ambiguous.
+
+    The message has the reason but no file name.
+    """
 
 
 class Forms(NamedTuple):
-    """What a key's type accepts.
+    """Kinds of YAML values that a key accepts.
 
     Attributes:
-        choices: the texts of a Literal.
-        entry: type of a list's entries. mapping: it accepts a mapping.
-        anything: nothing is known of the type.
+        choices: texts of a Literal.
+        entry: type of a list's entries; None if the key accepts no list.
+        mapping: the key accepts a mapping.
+        anything: nothing is known about the type.
     """
 
     null: bool = False
@@ -62,7 +66,7 @@ class Forms(NamedTuple):
 
 
 def forms_of(kind: Any) -> Forms:
-    """Return what values of the type `kind`, an annotation, look like in YAML."""
+    """Return the kinds of values that the annotation `kind` accepts."""
     simple = {
         None: Forms(null=True),
         type(None): Forms(null=True),
@@ -102,7 +106,10 @@ def forms_of(kind: Any) -> Forms:
 
 
 def plain_value(text: str) -> Any:
-    """Return null, a boolean, a number or the text itself, as YAML 1.2 reads a plain scalar (digits may have `_`)."""
+    """Return null, a boolean, a number, or the text itself, as YAML 1.2 reads a plain scalar.
+
+    Digits may contain `_`.
+    """
     if text in _NULLS:
         return None
     if text in _TRUE_OR_FALSE:
@@ -125,14 +132,15 @@ def plain_value(text: str) -> Any:
 
 
 def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
-    """Return the value of a plain scalar at a key that accepts `forms`.
+    """Return the value of a plain scalar for a key that accepts `forms`.
 
     Args:
-        is_argument: it is of a command line, where a text key takes it as it is. In a file, a text that YAML reads as
-            a number or a boolean has to be quoted.
+        is_argument: the text comes from a command line, where a text key takes it literally. In a file, a text that
+            YAML reads as a number or a boolean must be quoted.
 
     Raises:
-        BadYaml: a text key has a number, or a key of unknown type has a word that YAML 1.1 and 1.2 read differently.
+        BadYaml: the key expects text and YAML reads a number, or the key's type is unknown and YAML 1.1 and 1.2
+            disagree.
     """
     if forms.entry is not None and not (forms.text or forms.switch or forms.integer or forms.mapping or forms.choices):
         # A single entry may stand for a list of one.
@@ -159,13 +167,14 @@ def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
 
 
 def _accepts(forms: Forms, value: Any) -> bool:
+    """Return whether `value`, a boolean or a number, is of a kind that `forms` accepts."""
     if isinstance(value, bool):
         return forms.switch
     return (forms.integer and isinstance(value, int)) or (forms.number and isinstance(value, float))
 
 
 def _unquoted(text: str) -> str:
-    """Return the text inside quotes if all of `text` is one quoted YAML scalar, else the stripped text."""
+    """Return the text inside the quotes if all of `text` is one quoted YAML scalar, else the stripped text."""
     text = text.strip()
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         try:
@@ -181,10 +190,12 @@ def read_argument(text: str, kind: Any, type_at: TypeAt, at: Key) -> Any:
     """Return the value of `key=text` on a command line.
 
     Args:
-        kind: the key's type. at: its path. type_at: types of what is inside it.
+        kind: annotation of the key.
+        type_at: returns the annotation at a path, for values inside a list or mapping.
+        at: the key's path.
 
     Raises:
-        BadYaml: it can be neither a text nor YAML.
+        BadYaml: the text is neither valid YAML nor acceptable as text.
     """
     forms = forms_of(kind)
     holds_others = forms.entry is not None or forms.mapping or forms.anything
@@ -195,6 +206,7 @@ def read_argument(text: str, kind: Any, type_at: TypeAt, at: Key) -> Any:
         node = None
         try:
             node = compose(text)
+        # A text such as `[INST] {question}` opens like a list without being one.
         except BadYaml:
             if not (takes_text or forms.anything):
                 raise
@@ -204,15 +216,17 @@ def read_argument(text: str, kind: Any, type_at: TypeAt, at: Key) -> Any:
 
 
 def _opens_mapping(text: str) -> bool:
+    """Return whether `text` starts like `key: value`."""
     return re.match(r"\s*[\w.\"'-]+\s*:(\s|$)", text) is not None
 
 
 def _is_template(node: yaml.Node, takes_text: bool, forms: Forms) -> bool:
-    """Return whether braces are part of a text, such as `{x}`: a name in them, and not a mapping."""
+    """Return whether the braces of a parsed mapping are part of a text, such as the template `{x}`."""
     if not isinstance(node, yaml.MappingNode):
         return False
     if takes_text and not forms.mapping and not (forms.entry is not None and forms_of(forms.entry).mapping):
         return True
+    # For a key of unknown type, `{x}` parses as a mapping whose value is empty and has no colon before it.
     return forms.anything and any(
         value.tag == PLAIN and value.value == "" and value.start_mark.index == key.end_mark.index
         for key, value in node.value
@@ -220,7 +234,7 @@ def _is_template(node: yaml.Node, takes_text: bool, forms: Forms) -> bool:
 
 
 class Composer(yaml.SafeLoader):
-    """Composes plain scalars as text with the tag `PLAIN`; nothing is resolved by its spelling."""
+    """YAML loader that keeps every plain scalar as text, with the tag `PLAIN`, instead of guessing its type."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode and implicit[0]:
@@ -230,10 +244,12 @@ class Composer(yaml.SafeLoader):
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Return the tree of a document, in which an alias is the node that it names; None for an empty one.
+    """Parse a document into its node tree, in which an alias is the same node as its anchor.
+
+    Returns None for an empty document.
 
     Raises:
-        BadYaml: no valid YAML, or more than a configuration can hold.
+        BadYaml: invalid YAML, or larger or deeper than a configuration may be.
     """
     if len(text) > MAX_BYTES:
         raise BadYaml(f"holds {len(text):,} characters; a configuration has at most {MAX_BYTES:,}.")
@@ -253,7 +269,10 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Count what the tree holds once every alias is written out, without writing it out."""
+    """Raise BadYaml if the tree has too many values once all aliases are expanded. Computed without expanding them.
+
+    Nested aliases can describe billions of values in a few lines ("billion laughs").
+    """
     sizes: dict[int, int] = {}
     inside: set[int] = set()
 
@@ -287,27 +306,27 @@ def construct(node: yaml.Node, type_at: TypeAt, note: Callable[[Key, str], None]
     """Return the value of a file's root node.
 
     Args:
-        type_at: gives the type at a path.
-        note: gets a path and what is wrong there; the value is then null. None: BadYaml is raised.
+        type_at: returns the annotation at a key path.
+        note: receives a path and the problem there, and the value becomes null. None: BadYaml is raised instead.
 
     Raises:
-        BadYaml: a value that cannot be told.
+        BadYaml: an ambiguous value, if `note` is None.
     """
     return _Construction(type_at, note).construct(node, ())
 
 
 def read_untyped(text: str) -> Any:
-    """Return the value of a file whose keys have no declared types, or None for an empty one.
+    """Return the value of a YAML file whose keys have no declared types, or None for an empty file.
 
     Raises:
-        BadYaml: no valid YAML, or more than a small file can hold.
+        BadYaml: invalid YAML, or larger than a small file may be.
     """
     node = compose(text)
     return None if node is None else construct(node, lambda path: Any)
 
 
 class _Construction:
-    """The values of a tree of nodes, each read by the type of the key at its path."""
+    """Builds values from a node tree, reading each scalar by the type of the key at its path."""
 
     def __init__(
         self, type_at: TypeAt, note: Callable[[Key, str], None] | None = None, *, is_argument: bool = False
@@ -317,6 +336,7 @@ class _Construction:
         self._is_argument = is_argument
 
     def construct(self, node: yaml.Node, at: Key) -> Any:
+        """Return the value of `node`, which stands at the path `at`."""
         try:
             if isinstance(node, yaml.MappingNode):
                 _check_tag(node, "map")
@@ -347,6 +367,7 @@ class _Construction:
         kind = self._type_at(at)
         is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
         merges = [value for key, value in node.value if _is_merge(key)]
+        # Merged mappings (`<<: *anchor`) have lower priority than keys written beside them, and earlier ones win.
         for merge in merges:  # what is merged stands below what is written beside it
             for merged in merge.value if isinstance(merge, yaml.SequenceNode) else [merge]:
                 if not isinstance(merged, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""What watches a run: `run.profile`, and `alerts` with the grammar of their conditions."""
+"""Settings that observe a run: `run.profile`, `alerts`, and the parser for alert conditions such as "disk < 5 GB"."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megaverl.config.section import AS_LIST, NonNegative, Positive, Section, Tex
 if TYPE_CHECKING:
     from megaverl.config.schema import Config
 
-# One may stand alone.
+# A single integer is accepted in place of a list: `run.profile.steps: 5`.
 Numbers = BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value)
 
 
 class ProfileConfig(Section):
-    """`run.profile`: what is recorded of chosen steps, for `megaverl trace`."""
+    """`run.profile`: records of chosen steps, for `megaverl trace`."""
 
     steps: Annotated[list[Positive], Numbers] = []
     """Which, counted from 1. Empty: none, and nothing is spent on it."""
@@ -42,7 +42,10 @@ class ProfileConfig(Section):
 
 
 class AlertConfig(Section):
-    """One entry of `alerts`: something that is told when it happens, and again only after it was over."""
+    """One entry of `alerts`: a condition to watch.
+
+    It is reported once when it starts to hold, and again only after it stopped holding.
+    """
 
     when: Text
     """METRIC < NUMBER (also <=, >, >=), or METRIC is nan (NaN or infinite); with `for N`: N records in a row that have
@@ -54,13 +57,13 @@ class AlertConfig(Section):
 
 
 class Condition(NamedTuple):
-    """`when`, read.
+    """Parsed form of an alert's `when`.
 
     Attributes:
-        metric: a name or a pattern; "stalled"; "disk".
-        sign: <, <=, >, >= or nan; of "stalled" it is >=.
-        value: a number; of "stalled" seconds, of "disk" bytes.
-        records: so many in a row.
+        metric: name or pattern of metrics, "stalled", or "disk".
+        sign: <, <=, >, >= or nan. For "stalled" always >=.
+        value: threshold. Seconds for "stalled", bytes for "disk".
+        records: number of consecutive records that must satisfy the condition.
     """
 
     metric: str
@@ -70,11 +73,16 @@ class Condition(NamedTuple):
 
     @property
     def is_of_metrics(self) -> bool:
+        """Return whether the condition is about recorded metrics, not about stalling or disk space."""
         return self.metric not in ("stalled", "disk")
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is what is waited for. NaN is below nothing and above nothing."""
+        """Return whether `value` satisfies the condition.
+
+        NaN satisfies no comparison except `is nan`, which also matches infinities.
+        """
         if self.sign == "nan":
+            # `not <` instead of `>=`: it is true for NaN as well as for both infinities.
             return not abs(value) < float("inf")
         return {
             "<": value < self.value,
@@ -96,10 +104,10 @@ EXAMPLES = '"reward/mean < 0.1 for 20", "*/loss is nan", "stalled for 10 min", "
 
 
 def read_condition(text: str) -> Condition:
-    """What `when` says; nothing of it is evaluated as code.
+    """Parse the text of `alerts.N.when`. The text is matched by patterns and never evaluated as code.
 
     Raises:
-        ValueError: it says nothing of the kind.
+        ValueError: the text has none of the known forms.
     """
     text = text.strip()
     if (match := _STALLED.fullmatch(text)) and float(match["value"]) > 0:
@@ -115,12 +123,12 @@ def read_condition(text: str) -> Condition:
 
 
 def post_address(post: str) -> str:
-    """Where an alert goes; "" where $NAME names no variable that is set."""
+    """Return the URL for an alert's `post`. `$NAME` is read from the environment and gives "" if it is not set."""
     return os.environ.get(post[1:], "") if post.startswith("$") else post
 
 
 def watching_mistakes(config: Config, command: str, world_size: int | None) -> Iterator[ConfigIssue]:
-    """Conditions that say nothing, addresses that are none; steps and ranks that the run does not have."""
+    """Yield mistakes in `alerts` and `run.profile`, such as unreadable conditions or ranks that do not exist."""
     profile = config.run.profile
     planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
     steps = planned.get(command, config.trainer.steps)
@@ -148,5 +156,5 @@ def watching_mistakes(config: Config, command: str, world_size: int | None) -> I
 
 
 def py_spy() -> str | None:
-    """The command, beside this interpreter or on the path."""
+    """Return the path of the py-spy command, or None. Looks beside this interpreter first, then on PATH."""
     return which("py-spy", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))

@@ -1,6 +1,7 @@
-"""YAML and `key=value` into one plain mapping, remembering where each key was written; recipes by name.
+"""Read YAML files and `key=value` overrides into one mapping, recording where each key was written; find recipes.
 
-A file may be laid over another one: `base: FILE`, named from its own folder. Mappings merge, all else replaces.
+A file may extend another one with `base: FILE`, a path relative to its own folder. Mappings merge, and all other values
+replace.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from megaverl.errors import ConfigError
 BASE = "base"
 COMMAND_LINE = "command line"
 MISSING = object()
+# NUL, and halves of surrogate pairs, which cannot be encoded as UTF-8.
 _UNUSABLE = re.compile(r"[\x00\ud800-\udfff]")
 _REFERENCE = re.compile(r"\$\{([a-z]\w*(?:\.\w+)+)\}")
 Key = tuple[str, ...]
-# `key=text` as on a command line, or a key and its value, as a program gives them.
+# `key=text` as on a command line, or a key and its value, as a program passes them.
 Override = str | tuple[str, Any]
 
 
-# A text in the place of these sections is this key of theirs: `model: org/name`.
+# Sections that may be written as one text -> the key that the text sets: `model: org/name`.
 SHORT = {"model": "path"}
-# Lists whose entries may be text, and what such an entry is short for.
+# Lists whose entries may be texts -> function that expands such an entry.
 SHORT_ENTRIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "reward": named_reward,
     **dict.fromkeys(("data.train", "data.validation", "sft.train"), lambda text: {"path": text}),
@@ -48,9 +50,15 @@ SHORT_ENTRIES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 @dataclass
 class YamlSource:
-    """What was read: `values` as plain dictionaries and lists, `places` by key path, `mistakes` so far.
+    """Values read so far, with their origins.
 
-    `layers`: the files and the command line, each laid over those before it.
+    Attributes:
+        name: file and command line, for messages.
+        values: plain dictionaries and lists.
+        places: key path -> "file, line n" or "command line".
+        layers: files and the command line, in rising priority.
+        mistakes: mistakes so far.
+        warnings: warnings so far.
     """
 
     name: str
@@ -61,7 +69,7 @@ class YamlSource:
     warnings: list[str] = field(default_factory=list)
 
     def place(self, key: str | Key) -> str:
-        """Where `key`, or else the nearest mapping around it that was written, stands; empty if nowhere."""
+        """Return where `key` was written, or else the nearest mapping around it; "" if neither was."""
         path = tuple(key.split(".")) if isinstance(key, str) else key
         while path:
             if path in self.places:
@@ -70,28 +78,30 @@ class YamlSource:
         return ""
 
     def layer(self, key: str) -> int:
-        """The highest layer in which `key` or something inside it stands; -1 where none has it."""
+        """Return the index of the highest layer that sets `key` or a key inside it, or -1."""
         path = tuple(key.split("."))
         inside = [place for at, place in self.places.items() if at[: len(path)] == path] or [self.place(path)]
         files = [place.rpartition(", line ")[0] or place for place in inside]
         return max(self.layers.index(file) if file in self.layers else -1 for file in files)
 
     def forget(self, path: Key) -> None:
-        """Drop the places of a key, and of all inside it, that is replaced."""
+        """Remove the places of a replaced key and of everything inside it."""
         self.places = {at: place for at, place in self.places.items() if at[: len(path)] != path}
 
     def add(self, key: str, message: str, where: str | None = None) -> None:
+        """Record a mistake at `key`. `where` overrides the recorded place."""
         self.mistakes.append(ConfigIssue(key, message, self.place(key) if where is None else where))
 
 
 def read_source(
     path: str | Path | Mapping[str, Any] | None, overrides: Sequence[Override], defaults: dict[str, Any] | None = None
 ) -> YamlSource:
-    """Read the file (if any), lay the overrides over it, resolve `${...}`; mistakes are noted, not raised.
+    """Read a file, merge the overrides and resolve `${...}`. Mistakes are recorded, not raised.
 
-    Instead of a file its content may be given, as a mapping.
-
-    `defaults` are what `${...}` finds where neither the file nor the overrides hold the key.
+    Args:
+        path: YAML file, or its content as a mapping, or None.
+        overrides: in rising priority.
+        defaults: values for `${...}` that refer to keys which neither the file nor the overrides set.
     """
     source = YamlSource("what was given" if isinstance(path, Mapping) else f"{path}" if path else COMMAND_LINE)
     if path and overrides:
@@ -118,7 +128,11 @@ def read_source(
 
 
 def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """A file, laid over its base if it names one; empty where it cannot be read. above: the files that led to it."""
+    """Read a file and merge it over its base, if it names one. Returns an empty mapping if it cannot be read.
+
+    Args:
+        above: files whose `base` led to this one.
+    """
     places: dict[Key, str] = {}
     values: Any = None
     try:
@@ -149,10 +163,10 @@ def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[
 def _over_base(
     source: YamlSource, values: dict[str, Any], places: dict[Key, str], files: tuple[Path, ...]
 ) -> dict[str, Any]:
-    """`values` over those of the base that they name, and their places likewise.
+    """Return `values` merged over those of the base file that they name, and record their places.
 
     Args:
-        files: from the first file to the one that holds the values.
+        files: chain of files from the first to the one that holds the values.
     """
     _write_out_short(values, places)
     if BASE in values:
@@ -167,6 +181,7 @@ def _over_base(
 
 
 def _write_out_short(values: dict[str, Any], places: dict[Key, str]) -> None:
+    """Expand sections that are written as one text."""
     for name, key in SHORT.items():
         if isinstance(values.get(name), str):
             values[name] = {key: values[name]}
@@ -174,7 +189,7 @@ def _write_out_short(values: dict[str, Any], places: dict[Key, str]) -> None:
 
 
 def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
-    """What the last of `files` is laid over."""
+    """Return the values of the base that the last of `files` names, or an empty mapping with a recorded mistake."""
     if not isinstance(name, str) or not name:
         source.add(BASE, f"found {found(name)}; expected the path of a YAML file, from this one's folder.", where)
         return {}
@@ -188,6 +203,7 @@ def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...
         source.add(BASE, f"comes back to a file that is laid over it: {chain}. Leave one of these out.", where)
         return {}
     values = _read_file(source, base, files)
+    # `model.config` is relative to the file that holds it; make it relative to the extending file.
     model = values.get("model")
     if isinstance(model, dict) and isinstance(model.get("config"), str) and base.parent != folder:
         model["config"] = os.path.relpath(base.parent / model["config"], folder)  # it is named from a file's folder
@@ -195,7 +211,7 @@ def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any], at: Key, replaced: list[Key]) -> dict[str, Any]:
-    """`above` laid over `below`; notes the paths of what it replaces as a whole."""
+    """Return `above` merged over `below`. Appends the paths of values that were replaced as a whole to `replaced`."""
     result = dict(below)
     for key, value in above.items():
         path = (*at, str(key))
@@ -208,7 +224,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any], at: Key, replaced: lis
 
 
 def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key, file: str) -> None:
-    """Note the line of every key below `node`, and report keys that stand twice in one mapping."""
+    """Record the line of every key below `node`, and report keys that occur twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             places[(*at, str(index))] = f"{file}, line {item.start_mark.line + 1}"
@@ -229,6 +245,7 @@ def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key
 
 
 def _tree(source: YamlSource) -> DictConfig:
+    """Return the values as an OmegaConf tree, which resolves `${...}`."""
     try:
         return OmegaConf.create(source.values)
     except (OmegaConfBaseException, ValueError) as error:
@@ -237,7 +254,7 @@ def _tree(source: YamlSource) -> DictConfig:
 
 
 def _apply(source: YamlSource, override: Override) -> None:
-    """Lay one override over what was read; a mistake is noted."""
+    """Merge one override into the values. Mistakes are recorded."""
     if isinstance(override, tuple):
         path = tuple(override[0].split("."))
         problem = _lay(source, path, override[1])
@@ -277,7 +294,7 @@ def _apply(source: YamlSource, override: Override) -> None:
 
 
 def _lay(source: YamlSource, path: Key, value: Any) -> str:
-    """Set what stands at `path`: a mapping is merged, all else is replaced. Return what is wrong, or ""."""
+    """Set the value at `path`: mappings merge, all else replaces. Returns what is wrong, or ""."""
     around: Any = source.values
     for depth, part in enumerate(path):
         at = path[:depth]
@@ -306,8 +323,9 @@ def _lay(source: YamlSource, path: Key, value: Any) -> str:
 
 
 def _opened(here: Any, at: Key, following: str) -> Any:
-    """Return what stands at `at` in a form that has the key `following`: a short form is written out."""
+    """Return the value at `at` in a form that can hold the key `following`: short forms are expanded."""
     entry_of_text = SHORT_ENTRIES.get(".".join(at))
+    # `data.train.0.weight=2` addresses the only entry of a list that was written without brackets.
     if following.isdigit() and list_entry(type_at(at)) is not None and not isinstance(here, list):
         here = [] if here is None else [here]
     if isinstance(here, list) and entry_of_text and following.isdigit():
@@ -320,7 +338,7 @@ def _opened(here: Any, at: Key, following: str) -> Any:
 
 
 def _check_references(source: YamlSource, values: Any, at: Key) -> None:
-    """Report every text whose `${...}` cannot be read, and make it null."""
+    """Report every text with a malformed `${...}`, and set it to null so that the remaining values can be resolved."""
     for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
         path = (*at, str(key))
         if isinstance(value, dict | list):
@@ -340,7 +358,7 @@ _HOW_TO_REFER = (
 
 
 def _drop_empty_sections(values: dict[str, Any], at: Key) -> None:
-    """Leave out sections that are null, as a YAML key with nothing below it is: they have their defaults."""
+    """Remove sections that are null, as a YAML key with nothing below it is. They get their defaults."""
     for key, value in list(values.items()):
         path = (*at, str(key))
         if value is None and isinstance(kind := type_at(path), type) and issubclass(kind, BaseModel):
@@ -350,9 +368,9 @@ def _drop_empty_sections(values: dict[str, Any], at: Key) -> None:
 
 
 def refuse_impossible(source: YamlSource, values: Any, at: Key = ()) -> None:
-    """Report values that no key can hold, wherever they stand, and make them null.
+    """Report values that no key can hold, and set them to null.
 
-    These are NaN and infinities, integers of more than 64 bits, and text that cannot be encoded or holds a NUL.
+    These are NaN and infinities, integers of more than 64 bits, and text that cannot be encoded or contains NUL.
     """
     for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
         path = (*at, str(key))
@@ -370,12 +388,13 @@ def refuse_impossible(source: YamlSource, values: Any, at: Key = ()) -> None:
 
 
 def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
-    """Put in the defaults that `${...}` refers to and the file leaves out, such as `${run.dir}`; their keys."""
+    """Add the defaults that `${...}` refers to and the user did not set, such as `${run.dir}`. Returns their keys."""
     text = OmegaConf.to_yaml(tree, resolve=False)
     borrowed = []
     for key in sorted(set(_REFERENCE.findall(text))):
         value = value_at(defaults, key.split("."))
         if isinstance(value, str | int | float) and OmegaConf.select(tree, key) is None:
+            # A conflicting value in the file is reported later.
             with contextlib.suppress(OmegaConfBaseException):  # a file that is wrong there is reported later
                 OmegaConf.update(tree, key, value, force_add=True)
                 borrowed.append(key)
@@ -383,7 +402,7 @@ def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
 
 
 def value_at(values: Any, path: Sequence[str]) -> Any:
-    """What stands at `path`; MISSING where nothing does."""
+    """Return the value at `path`, or MISSING."""
     for part in path:
         if not isinstance(values, dict) or part not in values:
             return MISSING
@@ -392,7 +411,7 @@ def value_at(values: Any, path: Sequence[str]) -> Any:
 
 
 def put(values: dict[str, Any], path: Sequence[str], value: Any) -> bool:
-    """Set what stands at `path`, making the mappings around it; False where one of these is something else."""
+    """Set the value at `path`, creating mappings on the way. Returns False if a value on the way is not a mapping."""
     head, *rest = path
     if not rest:
         values[head] = value
@@ -403,7 +422,7 @@ def put(values: dict[str, Any], path: Sequence[str], value: Any) -> bool:
 
 
 def take(values: dict[str, Any], path: Sequence[str]) -> Any:
-    """What stands at `path`, taken out with the mappings that are empty without it; MISSING where nothing does."""
+    """Remove and return the value at `path`, with mappings that become empty. Returns MISSING if there is none."""
     *around, last = path
     if (value := value_at(values, path)) is not MISSING:
         inner = value_at(values, around)
@@ -414,7 +433,10 @@ def take(values: dict[str, Any], path: Sequence[str]) -> Any:
 
 
 def _drop_unresolvable(source: YamlSource, tree: Any, at: Key) -> None:
-    """Report every `${...}` that leads nowhere and every `???`, and make it null: the rest can be checked."""
+    """Report every `${...}` that cannot be resolved and every `???`, and set it to null.
+
+    The rest of the configuration can then be checked.
+    """
     keys = list(range(len(tree))) if isinstance(tree, ListConfig) else list(tree.keys())
     for key in keys:
         path = (*at, str(key))
@@ -436,17 +458,17 @@ def _first_line(error: Exception) -> str:
 
 
 def recipes_folder() -> Path:
-    """The folder of all recipes."""
+    """Return the folder of all recipes: inside the package if it was installed, beside it in a checkout."""
     package = Path(megaverl.__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def recipe(name: str) -> Path:
-    """The path of `configs/name.yaml`, such as `gsm8k_smollm2/ppo`.
+    """Return the path of a recipe such as `gsm8k_smollm2/ppo`.
 
     Raises:
-        ConfigError: no such recipe.
+        ConfigError: there is no such recipe.
     """
     path = recipes_folder() / f"{name}.yaml"
     if not path.is_file():
@@ -455,14 +477,15 @@ def recipe(name: str) -> Path:
 
 
 def all_recipes() -> list[Path]:
-    """Every file that can be run as it stands: not what a family, or several, are laid over."""
+    """Return every recipe that can be run as it is. Files that only serve as a `base` are left out."""
     files = recipes_folder().rglob("*.yaml")
     return sorted(path for path in files if path.name != "base.yaml" and path.parent.name != "bases")
 
 
 def similar_recipes(path: Path) -> list[str]:
-    """Recipes in whose path every word of a file's name stands, those with the fewest other words; such as
-    configs/gsm8k_smollm2/ppo.yaml for ppo_gsm8k_smollm2.yaml.
+    """Return up to three recipes whose paths contain every word of a file's name, those with the fewest other words.
+
+    For ppo_gsm8k_smollm2.yaml that is configs/gsm8k_smollm2/ppo.yaml.
     """
     words = _words(path.stem)
     others = {each: _words(str(each.relative_to(recipes_folder()).with_suffix(""))) for each in all_recipes()}
@@ -472,4 +495,5 @@ def similar_recipes(path: Path) -> list[str]:
 
 
 def _words(name: str) -> set[str]:
+    """Return the words of a name, in lower case."""
     return set(re.findall(r"[a-z0-9]+", name.lower()))
