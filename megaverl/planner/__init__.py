@@ -1,1 +1,1 @@
-"""What a run will need, by arithmetic alone: memory and bytes of every rank, seconds, a picture. No torch."""
+"""Plan a run without starting it: memory and traffic of every rank, predicted time of a step, and layouts that fit."""

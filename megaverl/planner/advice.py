@@ -1,4 +1,7 @@
-"""What does not fit, and the nearest setting that would."""
+"""Report what does not fit in GPU memory, and find the nearest settings that would fit.
+
+`megaverl plan` prints the result, and `placed_run.check_memory` puts it into the error of a run that is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,20 @@ from megaverl.planner.memory import UTILIZATION, MemoryModel, RankMemory, phases
 
 MOST_TRIED = 400
 MOST_TOGETHER = 3
+# Where a follower has the actor's value of a key, it keeps following the actor when that key changes.
 FOLLOWERS = ("critic", "reference")  # their grids and caps are the actor's where they were the same
 
-# (key, value), or "--nodes" and their number
+# A changed key with its new value, or the option "--nodes" with a number of nodes.
 Setting = tuple[str, Any]
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """One thing that does not fit.
+    """A phase, or the KV cache, that needs more memory than a GPU has.
 
     Attributes:
-        what: a phase of the step, or "KV cache".
-        rank: where it is worst.
+        what: the phase of the step, or "KV cache".
+        rank: the rank that needs most.
         needed, available: bytes.
     """
 
@@ -51,7 +55,13 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Advice:
-    """The nearest settings that fit, and how many were looked at; none if `settings` is empty."""
+    """The nearest settings that fit. `settings` is empty if nothing nearby fits.
+
+    Attributes:
+        settings: keys to change, with their new values.
+        tried: number of combinations that were counted.
+        peak: bytes in use on the fullest rank with these settings.
+    """
 
     settings: tuple[Setting, ...]
     tried: int
@@ -65,10 +75,10 @@ class Advice:
 
 
 def shortages(job: PlannedJob, memory: list[RankMemory], room: float = 1.0) -> list[Shortage]:
-    """Every phase in which a rank needs more than its GPU has, and a cache that holds no sequence.
+    """List every phase in which a rank needs more memory than its GPU has, and a KV cache too small for one sequence.
 
     Args:
-        room: share of the memory that may be used.
+        room: fraction of each GPU's memory that may be used.
     """
     found, available = [], room * job.machine.memory
     for phase in phases_of(memory):
@@ -82,15 +92,16 @@ def shortages(job: PlannedJob, memory: list[RankMemory], room: float = 1.0) -> l
 
 
 def advise(job: PlannedJob) -> Advice:
-    """Try settings in the order of their distance: one change, then two, then three; the first that fits.
+    """Try combinations of settings, the nearest first, and return the first one that fits.
 
-    Looked at: sleep, offload of the reference and of the optimizer, vLLM's share of the memory, micro-batch tokens,
-    chunked logits, activation checkpointing, pp, tp, cp, the engine's tp, and more nodes. Precision and the algorithm
-    are left alone.
+    One change is tried before two, and two before three. Candidates are sleep, offload of the reference and of the
+    optimizer, vLLM's share of the memory, micro-batch tokens, chunked logits, activation checkpointing, pp, tp, cp, the
+    engine's tp, and more nodes. Precision and the algorithm are left alone.
     """
     singles = list(_candidates(job))
     tried = 0
     for together in range(1, MOST_TOGETHER + 1):
+        # Two values of one key exclude each other, so a combination names each key once.
         choices = [c for c in combinations(singles, together) if len({_subject(s) for _, s in c}) == together]
         for choice in sorted(choices, key=lambda c: sum(cost for cost, _ in c)):
             if tried == MOST_TRIED:
@@ -101,14 +112,15 @@ def advise(job: PlannedJob) -> Advice:
                 other = with_settings(job, settings)
                 memory = MemoryModel(other).ranks(other.stage_ranks())
             except (ConfigError, RolloutError):
-                continue  # a grid that does not divide the world or the model, or an engine that vLLM does not build
+                # The grid does not divide the world or the model, or vLLM cannot build this engine.
+                continue
             if not shortages(other, memory):
                 return Advice(settings, tried, max(rank.peak for rank in memory))
     return Advice((), tried)
 
 
 def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
-    """(cost, setting): how far each is from what was asked for, and how much it slows the run."""
+    """Yield (cost, setting). The cost is the distance from the configuration plus the slowdown of the run."""
     config, actor = job.config, job.config.actor
     if not config.rollout.sleep:
         yield 1.0, ("rollout.sleep", True)
@@ -127,6 +139,7 @@ def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
     if not actor.chunked_logits:
         yield 2.0, ("actor.chunked_logits", True)
     if not actor.offload.optimizer:
+        # Offload costs a little more than chunked logits and recomputation, since it moves bytes in every update.
         yield 2.6, ("actor.offload", {"optimizer": True, "gradients": True})
     for size in divisors(job.spec.num_layers):
         if actor.pp < size <= 8 * actor.pp:
@@ -148,10 +161,10 @@ def _subject(setting: Setting) -> str:
 
 
 def with_settings(job: PlannedJob, settings: tuple[Setting, ...]) -> PlannedJob:
-    """The job with these settings; critic and reference follow the actor where they were like it.
+    """Return the job with these settings applied; critic and reference follow the actor where they had the same value.
 
     Raises:
-        ConfigError: a grid that does not fit.
+        ConfigError: the new grid does not fit the model or the number of ranks.
     """
     values, world = job.config.to_dict(), job.world
     for key, value in settings:
@@ -176,7 +189,7 @@ def _set(mapping: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def yaml_text(value: Any) -> str:
-    """A value of a `key=value`."""
+    """Format a value as it is written after `key=` on the command line."""
     if isinstance(value, dict):
         return "'{" + ", ".join(f"{k}: {yaml_text(v)}" for k, v in value.items()) + "}'"
     if value is None:

@@ -1,4 +1,7 @@
-"""Megatron-core's gradient and parameter buffers and the distributed optimizer's share of them, to the byte.
+"""Sizes of Megatron-core's parameter and gradient buffers, and of each rank's share of the optimizer, to the byte.
+
+A plan must not import torch or Megatron-core, so their rules are repeated here; tests compare the results with the real
+buffers.
 
 Source: megatron-core 0.16, `distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer`),
 `distributed/distributed_data_parallel.py` and `optimizer/distrib_optimizer.py`.
@@ -28,7 +31,7 @@ BUSBW_ALIGNMENT = 2**16
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained local tensor: elements, and what decides its place in the buffers."""
+    """A trained local tensor: its number of elements, and the properties that decide its place in the buffers."""
 
     name: str
     numel: int
@@ -43,14 +46,17 @@ _SCALES = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}  # bytes of scales for an e
 def eight_bit_copies(
     chunks: Sequence[Sequence[Parameter]], fields: Mapping[str, Any], *, backward: bool, first: bool, last: bool
 ) -> int:
-    """Bytes of the 8-bit copies of its linear layers' weights that Transformer Engine keeps under `megatron.fp8`.
+    """Return the bytes of 8-bit weight copies that Transformer Engine keeps for linear layers under `megatron.fp8`.
 
-    They are made by a first micro-batch, and stay until another takes their place, also while an engine generates: by
-    rows, and on Hopper by columns too, where gradients flow back (Transformer Engine 2.9 to 2.20, pytorch/module/
-    linear.py and base.py, `_fp8_workspaces`; megatron-core 0.16, extensions/transformer_engine.py).
+    The first micro-batch makes these copies. They stay until the next update replaces them, also during generation.
+    There
+    is one copy by rows and, on Hopper, one by columns where gradients flow back (Transformer Engine 2.9 to 2.20,
+    pytorch/module/linear.py and base.py, `_fp8_workspaces`; megatron-core 0.16, extensions/transformer_engine.py).
 
     Args:
-        fields: `megatron`. backward: the model is trained, itself or by adapters. first, last: stages of the pipeline.
+        fields: the role's `megatron` section.
+        backward: whether the model is trained, in full or through adapters.
+        first, last: whether this is the first or the last pipeline stage.
     """
     if not fields.get("fp8") or fields.get("disable_parameter_transpose_cache"):
         return 0
@@ -59,6 +65,8 @@ def eight_bit_copies(
         names = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         ends = [int(fields.get(name, 1)) * here for name, here in zip(names, (first, last), strict=True)]
     numel = 0
+    # Layers that stay in bf16 at the model's ends have no 8-bit copy. With virtual stages, the first layers are in the
+    # first chunk and the last layers in the last one.
     for number, chunk in enumerate(chunks):
         found = [(int(match[1]), each.numel) for each in chunk if (match := _LINEAR.search(each.name))]
         count = 1 + max((layer for layer, _ in found), default=0)
@@ -69,11 +77,11 @@ def eight_bit_copies(
 
 @dataclass(frozen=True)
 class Buffer:
-    """One contiguous buffer.
+    """One contiguous buffer of parameters or gradients.
 
     Attributes:
-        ranges: [start, end) of each parameter in it.
-        bucket_ends: where buckets end, padding included; every bucket is cut evenly over the replicas.
+        ranges: [start, end) of each parameter, in elements.
+        bucket_ends: end of each bucket, padding included. Every bucket is split evenly over the replicas.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -81,16 +89,21 @@ class Buffer:
 
     @property
     def numel(self) -> int:
-        """Elements with padding."""
+        """Number of elements, padding included."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
     def owned(self, replica: int, num_replicas: int, ranges: Sequence[tuple[int, int]] | None = None) -> int:
-        """Elements of parameters (no padding) that a replica's optimizer keeps; of these `ranges` alone, if given."""
+        """Count the parameter elements (without padding) that one replica's optimizer keeps.
+
+        Args:
+            ranges: count only elements in these ranges; None: in all ranges.
+        """
         total, ranges = 0, self.ranges if ranges is None else ranges
         begins = [begin for begin, _ in ranges]  # ascending
         for low, high in pairwise((0, *self.bucket_ends)):
             part = (high - low) // num_replicas
             start, end = low + replica * part, low + (replica + 1) * part
+            # Buffers hold thousands of parameters, so find the few that this replica's part overlaps by bisection.
             met = ranges[max(bisect_right(begins, start) - 1, 0) : bisect_left(begins, end)]
             total += sum(max(0, min(end, b) - max(start, a)) for a, b in met)
         return total
@@ -98,7 +111,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class BufferOptions:
-    """The fields of DistributedDataParallelConfig and OptimizerConfig that decide sizes."""
+    """The fields of DistributedDataParallelConfig and OptimizerConfig that decide buffer sizes."""
 
     distributed: bool
     grads_in_fp32: bool
@@ -115,7 +128,7 @@ class BufferOptions:
     def read(
         cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int, *, on_gpus: bool = True
     ) -> BufferOptions:
-        """Return the options of a role, with what is left out filled in as the run and megatron-core do.
+        """Return a role's options, with the defaults that megaverl and megatron-core fill in.
 
         Args:
             num_replicas: data-parallel ranks times context-parallel ranks.
@@ -127,6 +140,7 @@ class BufferOptions:
         def itemsize(field: str) -> int:
             return ITEMSIZE[str(optimizer.get(field, "float32")).removeprefix("torch.")] if aware else 4
 
+        # megatron-core's default: large enough to use the network well, and larger with more replicas.
         bucket = ddp.get("bucket_size") or max(40_000_000, 1_000_000 * num_replicas)
         sgd = optimizer.get("optimizer", "adam") == "sgd"
         return cls(
@@ -147,16 +161,17 @@ class BufferOptions:
 
 @dataclass(frozen=True)
 class TrainedBytes:
-    """Bytes of one rank.
+    """Bytes that one rank holds of a trained role, on its device and in a checkpoint.
 
     Attributes:
         weights: the parameters, with the padding of their buffer under the distributed optimizer.
         gradients: the gradient buffers.
         optimizer: float32 master weights and Adam's two moments of this replica's share.
         step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
-        saved_weights, saved_optimizer: what it writes of a checkpoint (`megaverl.checkpoint.parts`): a replica's share
-            of the weights, and the states that it holds, in float32. Norms, of which one tensor-parallel rank writes
-            all, count as everyone's.
+        saved_weights, saved_optimizer: bytes that the rank writes to a checkpoint (`megaverl.checkpoint.parts`): one
+            replica's share of the weights, and its optimizer state in float32. Norms count for every tensor-parallel
+            rank,
+            though only one of them writes them.
     """
 
     weights: int
@@ -169,16 +184,17 @@ class TrainedBytes:
 
 @lru_cache(maxsize=4096)
 def parameters_of(layout: Layout, *, expert_parallel: bool, tied: bool) -> tuple[tuple[Parameter, ...], ...]:
-    """The trained tensors of each model chunk, in the order in which GPTModel registers them.
+    """Return the trained tensors of each model chunk, in the order in which GPTModel registers them.
 
     Args:
-        expert_parallel: ep > 1: experts then have buffers of their own, over the expert-data ranks.
-        tied: one table serves the first and the last of several stages; it gets a bucket of its own.
+        expert_parallel: ep > 1, so experts have separate buffers over the expert-data ranks.
+        tied: the first and the last of several stages share one embedding table, which gets a separate bucket.
     """
     chunks: dict[str, list[Parameter]] = {}
     for name, shape in layout.local_shapes.items():
         if name.endswith("router.expert_bias"):
-            continue  # a buffer that no gradient reaches
+            # A router's bias is a module buffer without a gradient, so it is in no gradient buffer.
+            continue
         chunk, _, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
         shared = tied and rest in ("embedding.word_embeddings.weight", "output_layer.weight")
         expert = expert_parallel and ".mlp.experts." in rest
@@ -189,11 +205,11 @@ def parameters_of(layout: Layout, *, expert_parallel: bool, tied: bool) -> tuple
 def adapters_of(
     layout: Layout, adapters: Mapping[str, LowRank], trained: Collection[str] = ()
 ) -> tuple[tuple[Parameter, ...], ...]:
-    """What `lora` trains in each model chunk, in the order in which GPTModel registers it.
+    """Return the tensors that LoRA trains in each model chunk, in the order in which GPTModel registers them.
 
     Args:
-        layout: of the weights.
-        trained: weights that are trained whole besides.
+        layout: layout of the base weights on the rank.
+        trained: names of base weights that are trained in full beside the adapters.
     """
     factors = factor_layout(layout, adapters, adapter_names).local_shapes
     whole_ones = {piece.local: layout.local_shapes[piece.local] for piece in layout.pieces if piece.tensor in trained}
@@ -213,7 +229,7 @@ def adapters_of(
 
 
 def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Attention registers its output projection before those of query, key and value."""
+    """Reorder parameters as megatron-core registers them: an attention's output projection before QKV."""
     ordered: list[Parameter] = []
     for parameter in parameters:
         if parameter.name.endswith("self_attention.linear_proj.weight"):
@@ -229,7 +245,7 @@ def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:
 def make_buffer(
     parameters: Sequence[Parameter], num_replicas: int, bucket_size: int | None, options: BufferOptions
 ) -> Buffer:
-    """Lay parameters out as `_ParamAndGradBuffer` does: in reverse, padded where the optimizer is distributed."""
+    """Lay out parameters as `_ParamAndGradBuffer` does: in reverse order, padded under the distributed optimizer."""
     align = PARAM_ALIGNMENT if options.distributed else 1
     end_align = math.lcm(num_replicas, BUCKET_ALIGNMENT, BUSBW_ALIGNMENT if options.high_busbw else 1)
     end_align = end_align if options.distributed else 1
@@ -246,6 +262,7 @@ def make_buffer(
 
     for parameter in reversed(parameters):
         place = _up(place, align)
+        # megatron-core gives a shared embedding a bucket of its own, so that its gradients can be summed across stages.
         alone = parameter.is_shared_embedding and options.distributed
         if alone and is_open:
             place = close(place)
@@ -268,16 +285,16 @@ def trained_bytes(
     expert: tuple[int, int],
     first_stage: bool,
 ) -> TrainedBytes:
-    """What DistributedDataParallel and the optimizer hold on one rank.
+    """Return the bytes that DistributedDataParallel and the optimizer hold on one rank.
 
     Args:
         itemsize: bytes of a weight.
-        dense, expert: (number, count) of this rank among the replicas of dense weights (dp x cp) and of experts.
-        first_stage: buckets are cut on the first pipeline stage and in the first chunk alone.
+        dense, expert: (index, count) of this rank among the replicas of dense weights (dp x cp) and of experts.
+        first_stage: whether this is the first pipeline stage. Only its first chunk is cut into buckets.
     """
     grad_itemsize = 4 if options.grads_in_fp32 else itemsize
     weights = gradients = optimizer = step = saved_weights = saved_optimizer = 0
-    # megatron-core stores float32 weights once, with the model, where they are no distributed optimizer's
+    # Without a distributed optimizer, megatron-core saves float32 weights once, with the model.
     saved_states = options.num_moments + (options.distributed or itemsize < 4)
     for index, chunk in enumerate(chunks):
         bucket_size = options.bucket_size if first_stage and index == 0 else None
@@ -293,7 +310,7 @@ def trained_bytes(
             optimizer += owned * state_bytes(options, itemsize)
             if itemsize < 4 and grad_itemsize < 4 and not options.precision_aware:
                 step += 4 * owned
-            # the first stage writes the table that it shares with the last
+            # Only the first stage writes the embedding table that it shares with the last stage.
             saved = [p.numel if first_stage or not p.is_shared_embedding else 0 for p in members]
             ranges = [each for each, numel in zip(buffer.ranges, reversed(saved), strict=True) if numel]
             saved_weights += itemsize * sum(saved) // count
@@ -304,7 +321,7 @@ def trained_bytes(
 
 
 def state_bytes(options: BufferOptions, itemsize: int) -> int:
-    """Optimizer's bytes for one element: the master weight (none where weights are float32) and the moments."""
+    """Return the optimizer's bytes per element: both moments, and a master weight unless the weights are float32."""
     moments = options.exp_avg_itemsize + (options.exp_avg_sq_itemsize if options.num_moments == 2 else 0)
     return moments + (options.main_itemsize if itemsize < 4 else 0)
 

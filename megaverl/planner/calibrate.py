@@ -1,8 +1,8 @@
-"""This machine's rates: products, attention, memory and messages, measured by all of its ranks at once, and what a step
-costs besides, from a few steps of tiny models through the real trainer. `megaverl plan --calibrate FILE`.
+"""Measure this machine for predictions: `megaverl plan --calibrate FILE`.
 
-What is measured here is what the steps of small models are made of; on GPUs it needs no model larger than these either,
-as the rates of large products are measured by themselves.
+All ranks measure the rates of matrix products, attention, memory and messages at once, as they compete for the machine
+in a run. A few steps of tiny models through the real trainer then give the overheads of a step that rates do not
+explain. Tiny models suffice on GPUs too, since the rates of large products are measured directly.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megaverl.planner.trial_steps import MeasuredOperator, real_steps
 
 ROUNDS = 8
 BISECTIONS = 40
-LEAST = 1e-3  # where a range begins at 0
-BETWEEN_MESSAGES = 8  # products, some tenths of a millisecond
-STEPS = 10  # of a probe
-QUIET = 0.1  # processors of other programs that a measurement bears
-TURNS = 200  # with a message
+LEAST = 1e-3  # lower bound of a bisection on a logarithmic scale, for ranges that begin at 0
+BETWEEN_MESSAGES = 8  # matrix products between two messages, together some tenths of a millisecond
+STEPS = 10  # steps of each probe run
+QUIET = 0.1  # processors that other programs may use before the result is marked as doubtful
+TURNS = 200  # repetitions of a measured message
 RESPONSE = 32  # tokens
 Clock = Callable[[], float]
-PROMPT = 12  # about as many have the task's prompts
+PROMPT = 12  # tokens, about the length of the task's prompts
 PROBE: dict[str, Any] = {
     "hidden_size": 192,
     "intermediate_size": 576,
@@ -55,14 +55,14 @@ PROBE_KEYS = (
 
 
 def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = lambda line: None) -> Hardware:
-    """Measure for about two minutes, with nothing else at work.
+    """Measure this machine for about two minutes. No other program should be running.
 
     Args:
-        engine: `rollout.engine` of the steps.
-        tell: called with a line on what is measured next.
+        engine: `rollout.engine` of the probe steps.
+        tell: called with a line that names the next measurement.
 
     Raises:
-        MegaverlError: a measurement failed; with its last words.
+        MegaverlError: a measurement failed; the message ends with its last output.
     """
     tell("products, attention, memory and messages")
     measured = measure_rates(ranks := max(2, min(8, available_cores())))
@@ -85,22 +85,23 @@ def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = 
 
 
 def _doubted(hardware: Hardware, said: str, tell: Callable[[str], object]) -> Hardware:
-    """With a word among its sources on why it may be wrong."""
+    """Return the description with a reason to distrust it added to its sources, and print that reason."""
     tell(said)
     return replace(hardware, sources=(*hardware.sources, said))
 
 
 def available_cores() -> int:
+    """Return the number of processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Steps of a tiny model, and the job that they were.
+    """Measured steps of a tiny model, with the job that predicts them.
 
     Attributes:
         measured: operator -> median over the steps.
-        others: processors that other programs had meanwhile.
+        others: processors that other programs used meanwhile.
     """
 
     job: PlannedJob
@@ -109,6 +110,11 @@ class Probe:
 
     @classmethod
     def run(cls, folder: Path, layers: int, ranks: int, engine: str, *more: str) -> Probe:
+        """Run the steps of a tiny model with `layers` layers on `ranks` ranks, and return what they took.
+
+        Args:
+            more: further `key=value` overrides of the configuration.
+        """
         from megaverl.config import load_config
 
         inputs = make_inputs(folder / f"model_{layers}", PROBE | {"num_hidden_layers": layers})
@@ -119,21 +125,24 @@ class Probe:
         return cls(make_job(config, find_spec(config), ranks, machine), found.operators, found.others)
 
     def beyond(self, name: str, hardware: Hardware) -> float:
-        """Seconds of an operator that its prediction lacks; negative where that is too much."""
+        """Return the measured seconds of an operator less its predicted seconds; negative if the prediction is too
+        long.
+        """
         found = operations(StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None))
         (operator,) = (each for each in found if each.name == name)
         measured = self.measured[name]
-        alone = hardware.cores is not None and len(operator.ranks) == 1  # it waits for nobody: its own work is its time
+        # A single rank waits for no other, so its processor time is its time without other programs' disturbance.
+        alone = hardware.cores is not None and len(operator.ranks) == 1
         return (measured.work if alone else measured.seconds) - operator.seconds
 
 
 def sampling(engine: str, tokens: int) -> list[str]:
-    """Keys for responses that are all so long."""
+    """Return the keys that make every response exactly `tokens` long."""
     return [f"rollout={{engine: {engine}, sampling: {{max_tokens: {tokens}, ignore_eos: true}}}}"]
 
 
 def make_inputs(folder: Path, model: dict[str, Any], kind: str = "Qwen3ForCausalLM") -> list[str]:
-    """A tiny model with its tokenizer, and prompts; the keys that name them."""
+    """Write a tiny model with its tokenizer and prompts, and return the keys that name them."""
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
     from megaverl.models.tiny import make_tiny_folder
@@ -149,7 +158,11 @@ def make_inputs(folder: Path, model: dict[str, Any], kind: str = "Qwen3ForCausal
 
 
 def measure_rates(ranks: int) -> dict[str, Any]:
-    """What `main` finds in so many processes at once."""
+    """Run `main` on that many ranks at once and return what it measured.
+
+    Raises:
+        MegaverlError: the ranks ended without an answer.
+    """
     from megaverl.monitoring.doctor.trials import Trial
 
     environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -163,7 +176,7 @@ def measure_rates(ranks: int) -> dict[str, Any]:
 
 
 def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
-    """A description by measured rates alone."""
+    """Return a hardware description with the measured rates and no overheads."""
     import psutil
 
     peak = max(flops / seconds for flops, seconds in measured["products"])
@@ -196,9 +209,13 @@ def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
 
 
 def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
-    """What measured steps take beyond the rates: elementwise work by passes over samples, kernels by the difference
-    between a few layers and more when tokens are decoded, what is left as overheads of a token, an update and a step,
-    and a message by the tensor-parallel steps."""
+    """Fit the overheads of a description to the steps of three probes: few layers, many layers, tensor-parallel.
+
+    Elementwise work is fitted to scoring passes. The cost of a kernel is fitted to the difference between few and many
+    layers in decoding. What remains becomes overheads of a sample, a token, an update and a step. The latency of a
+    message
+    is fitted to the tensor-parallel steps.
+    """
     few, many, tensor_parallel = probes
     layers = many.job.spec.num_layers - few.job.spec.num_layers
     updates = few.job.config.algorithm.num_mini_batches
@@ -206,7 +223,8 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     def mean(name: str, found: Hardware) -> float:
         return statistics.mean(probe.beyond(name, found) for probe in (few, many))
 
-    for _ in range(ROUNDS):  # each of the two is fitted with the other as it is
+    # Elementwise work and kernel time affect both measurements, so fit them in turn until they settle.
+    for _ in range(ROUNDS):
         hardware = _settled(hardware, "elementwise_efficiency", lambda found: mean("ref_log_probs", found), -1)
         slope = many.beyond("rollout", hardware) - few.beyond("rollout", hardware)
         more = slope / (layers * FORWARD_KERNELS * RESPONSE) * 1e6
@@ -220,11 +238,11 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
 
 
 def _settled(hardware: Hardware, field: str, lacking: Callable[[Hardware], float], sign: int = 1) -> Hardware:
-    """With the value of a field at which the prediction lacks nothing, by bisection.
+    """Return the description with `field` set so that the prediction matches the measurement, found by bisection.
 
     Args:
-        lacking: seconds, negative where a prediction is too long.
-        sign: 1 where a larger value is slower, otherwise -1.
+        lacking: seconds that the prediction lacks; negative if it is too long.
+        sign: 1 if a larger value makes the prediction slower, otherwise -1.
     """
     low, high = (math.log(max(limit, LEAST)) for limit in RANGES[field])
     for _ in range(BISECTIONS):
@@ -235,12 +253,12 @@ def _settled(hardware: Hardware, field: str, lacking: Callable[[Hardware], float
 
 
 def _with(hardware: Hardware, **fields: float) -> Hardware:
-    """With these, where they can be meant."""
+    """Return the description with these fields, clipped to the ranges that are allowed."""
     return replace(hardware, **{n: min(RANGES[n][1], max(RANGES[n][0], value)) for n, value in fields.items()})  # type: ignore[arg-type]
 
 
 def main() -> None:
-    """One of the ranks that measure at once."""
+    """Measure this rank's rates together with all other ranks; rank 0 prints the answer as JSON."""
     import torch
 
     from megaverl.monitoring.doctor.trials import answer, join
@@ -274,7 +292,7 @@ def main() -> None:
 
 
 def _products(device: Any, dtype: Any, *, large: bool = False) -> list[tuple[float, float]]:
-    """(operations, seconds) of products of rows with a layer's weights; the fastest shape of each size."""
+    """Return (operations, seconds) of products of token rows with a layer's weights; the fastest shape of each size."""
     import torch
 
     best: dict[float, float] = {}
@@ -294,9 +312,10 @@ def _products(device: Any, dtype: Any, *, large: bool = False) -> list[tuple[flo
 
 
 def _weights_rate() -> float:
-    """GB/s at which a product of one row reads its weights: others than those of the product before."""
+    """Return the rate, in GB/s, at which products of one row read weights that are not in the processor's cache."""
     import torch
 
+    # 56 MB in all: by the time a matrix is used again, the others have pushed it out of the cache.
     weights = [torch.randn(1152, 384) for _ in range(32)]
     row = torch.randn(1, 384)
 
@@ -308,10 +327,11 @@ def _weights_rate() -> float:
 
 
 def _messages(device: Any) -> dict[str, float]:
-    """Latency and bandwidth of messages, and which part of their time a processor works on them.
+    """Return latency and bandwidth of messages, and the share of their time in which a processor works on them.
 
-    Where ranks share processors a message comes after work, as in a step: who waited has to be woken, which takes
-    longer than a message takes that follows another.
+    Where ranks share processors, each message follows some work, as in a step. The waiting rank must then be woken,
+    which
+    takes longer than a message that directly follows another one.
     """
     import torch
 
@@ -334,7 +354,9 @@ def _messages(device: Any) -> dict[str, float]:
         reduce(small)
 
     def taken(turn: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-        """Of its message: the lower quartile of single turns, as other programs hold some of them up."""
+        """Return the seconds of one message: the lower quartile of single turns, since other programs delay some of
+        them.
+        """
         if device.type == "cuda":
             return _seconds(turn, device, clock)
         both = []
@@ -352,15 +374,17 @@ def _messages(device: Any) -> dict[str, float]:
     share = taken(together, time.process_time) / reduced if device.type == "cpu" else 0.0
     rate = 2 * large.nbytes * (world - 1) / world / _seconds(lambda: reduce(large), device, time.perf_counter) / 1e9
     found = {"all_reduce_us": reduced * 1e6, "message_work": min(1.0, share), "all_reduce_gb_s": rate}
-    # where ranks share processors, either takes as long as it takes to wake who waits
+    # Where ranks share processors, waking the receiver dominates, so sends have the same latency as collectives.
     return found | ({"send_us": taken(there_and_back) / 2 * 1e6} if device.type == "cuda" else {})
 
 
 def _seconds(work: Callable[[], object], device: Any, clock: Clock = time.process_time) -> float:
-    """The fastest of some rounds of enough turns, with all ranks at it at once: other programs only make it slower.
+    """Return the seconds of one call, from the fastest of several rounds with all ranks at work.
+
+    Other programs can only make a round slower, so the fastest round is closest to the truth.
 
     Args:
-        clock: on a CPU; of this process's own work alone, or that on the wall where ranks wait for each other.
+        clock: clock on a CPU: processor time of this process, or wall time where ranks wait for each other.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Settings that a search looks at: what the rules of the model, of the ranks and of a run let through."""
+"""Candidate settings for a layout search, limited to those that the model, the ranks and the run's rules allow."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ OFFLOAD, SHARE, ROLLOUT = "actor.offload", "rollout.vllm.gpu_memory_utilization"
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 LEVELS = ("none", "selective", "full")
-SHARES = range(90, 15, -5)  # of a GPU's memory for the engine, percent
-SPLITS = (0.25, 0.5, 0.75)  # of the ranks, for engines on ranks of their own
-LONGEST_ROW = 65536  # tokens of a micro-batch that is proposed
-SHORTEST_CUT = 4096  # tokens of a sample's part on a context-parallel rank
+SHARES = range(90, 15, -5)  # percent of a GPU's memory for the engine
+SPLITS = (0.25, 0.5, 0.75)  # fractions of the ranks for engines that do not share the actor's ranks
+LONGEST_ROW = 65536  # upper limit of proposed micro-batch tokens
+SHORTEST_CUT = 4096  # least tokens of the longest sample on each context-parallel rank
 Settings = dict[str, Any]
 Key = tuple[tuple[str, str], ...]
 
 
 class Candidates:
-    """Grids, micro-batches, recomputation, engines and placements for a recipe, as settings laid over it.
+    """Grids, micro-batches, recomputation, engines and placements to try, as settings laid over a recipe.
 
     Args:
-        keys: those that are chosen; all others stay as the recipe has them.
+        keys: keys that are chosen; all others keep the recipe's value.
         node: ranks of a node.
         away: ranks of the recipe's own placement that the actor does not have.
-        staleness: steps that engines on ranks of their own may be ahead; 0 proposes no such engines.
-        counts_memory: whether memory is counted: where it is not, nothing is computed again or offloaded for it.
+        staleness: steps that engines on separate ranks may be ahead; 0 proposes no separate engines.
+        counts_memory: whether memory is counted. If not, neither recomputation nor offload is proposed.
         further: whether offload and the engine's share of the memory are chosen too.
     """
 
@@ -57,7 +57,7 @@ class Candidates:
         self.away, self.staleness, self.counts_memory, self.further = away, staleness, counts_memory, further
 
     def groups(self) -> list[tuple[list[Settings], list[Settings]]]:
-        """(a training layout from its fastest settings to those that need least memory, its engines), ordered."""
+        """List (training settings from the fastest to those with the least memory, engine settings), in fixed order."""
         found = []
         for placed in self._placements():
             ranks, engines = self.world - self._engine_ranks(placed), list(self._engines(placed))
@@ -67,7 +67,7 @@ class Candidates:
         return sorted(found, key=lambda group: key_of(group[0][0]))
 
     def apart(self, name: str, ranks: int) -> Iterator[Settings]:
-        """Without experts of their own ranks: those stay as the actor has them."""
+        """Yield grids for a role that does not share the actor's grid. Experts keep the actor's ep and etp."""
         for tp in divisors(self.node):
             for pp in divisors(ranks):
                 uneven = uneven_split(self.spec.num_layers, pp, None) if pp <= self.spec.num_layers else None
@@ -90,16 +90,16 @@ class Candidates:
                     }
 
     def _engine_ranks(self, placed: Settings) -> int:
-        """Ranks that the actor does not have."""
+        """Return the number of ranks for engines that the actor does not have."""
         return int(placed[ROLLOUT]["num_ranks"]) if ROLLOUT in placed else self.away
 
     def _sizes(self, key: str, sizes: Sequence[Any]) -> Sequence[Any]:
-        """What is looked at for a key: what the recipe has, where it is not to be chosen."""
+        """Return the values to try for a key: `sizes`, or only the recipe's value if the key is not to be chosen."""
         section, name = key.split(".")
         return sizes if key in self.keys else [getattr(getattr(self.config, section), name)]
 
     def _grids(self, ranks: int) -> Iterator[Settings]:
-        """Grids that the rules of the model and of the ranks let through."""
+        """Yield the grids that the model and the number of ranks allow."""
         spec, config, node = self.spec, self.config, self.node
         moe, samples = spec.moe, config.rows_per_step // config.algorithm.num_mini_batches
         cuts = [cp for cp in (1, 2, 4, 8) if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT]
@@ -114,11 +114,12 @@ class Candidates:
                             if grid_problem(Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), ranks, ""):
                                 continue
                             if ranks // (tp * cp * pp) > samples and "actor.pp" in self.keys:
-                                continue  # replicas without a sample
+                                # Some replicas would have no sample of a mini-batch.
+                                continue
                             yield from self._staged({"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp})
 
     def _staged(self, sizes: dict[str, int | None]) -> Iterator[Settings]:
-        """A grid with its virtual stages, and its layers dealt unevenly where they do not divide."""
+        """Yield a grid with each number of virtual stages; layers that do not divide evenly get an uneven split."""
         pp = sizes["pp"] or 1
         for vpp in self._sizes("actor.vpp", [None, 2, 4] if pp > 2 else [None]):
             every = {f"actor.{name}": size for name, size in (sizes | {"vpp": vpp}).items()}
@@ -131,9 +132,9 @@ class Candidates:
                 yield grid | self._dealt("actor", uneven)
 
     def _dealt(self, role: str, uneven: Mapping[str, int]) -> Settings:
-        """How a role's layers are dealt; null takes away what the recipe, or the actor's choice, says otherwise."""
+        """Return the keys for an uneven split of a role's layers. null removes a value that the role would inherit."""
         said = getattr(self.config, role).megatron
-        # a model whose layers some grid does not divide: the actor's fields would be a role's own without its own
+        # Other roles inherit the actor's fields. If some grid needs an uneven split, each role must set or clear them.
         inherited = role != "actor" and self.spec.num_layers % 8 != 0
         names = [name for name in UNEVEN if name in uneven or said.get(name) is not None or inherited]
         return {f"{role}.megatron.{name}": uneven.get(name) for name in names}
@@ -149,7 +150,7 @@ class Candidates:
                 yield {name: tokens}
 
     def _rungs(self, grid: Settings) -> Iterator[Settings]:
-        """The same with more and more computed again, then offloaded."""
+        """Yield the grid with more and more recomputation, then with offload: slower each time, with less memory."""
         levels: tuple[str | None, ...] = (None,)
         if "actor.activation_checkpointing" in self.keys:
             levels = LEVELS if self.counts_memory else LEVELS[:1]
@@ -161,7 +162,11 @@ class Candidates:
             yield rung | {OFFLOAD: {"optimizer": True, "gradients": True}}
 
     def _recomputed(self, level: str) -> Settings:
-        """In the fields of `actor.megatron` where the recipe has these, since they go before the role's own key."""
+        """Return the settings of one level of recomputation.
+
+        A recipe that sets `actor.megatron.recompute_*` gets the same level in these fields, since they override
+        `actor.activation_checkpointing`.
+        """
         given = self.config.actor.megatron
         if not any(given.get(name) is not None for name in RECOMPUTE):
             return {"actor.activation_checkpointing": level}
@@ -183,12 +188,16 @@ class Candidates:
 
 
 def key_of(settings: Mapping[str, Any]) -> Key:
-    """Orders settings that take as long as each other, whatever order they were looked at in."""
+    """Return a sort key of settings, so that ties between equally fast layouts do not depend on the order of the
+    search.
+    """
     return tuple(sorted((key, repr(value)) for key, value in settings.items()))
 
 
 def uneven_split(num_layers: int, pp: int, vpp: int | None) -> dict[str, int] | None:
-    """Fields for layers that the stages do not divide: fewer on the first and the last; None where that fails too."""
+    """Return the fields that give the first and the last stage fewer layers; {} if layers divide, None if this fails
+    too.
+    """
     if num_layers % (pp * (vpp or 1)) == 0:
         return {}
     if vpp is not None or pp < 3:
@@ -199,15 +208,18 @@ def uneven_split(num_layers: int, pp: int, vpp: int | None) -> dict[str, int] | 
 
 
 def shown(settings: Settings) -> Settings:
-    """Settings without those that are the default of their key."""
+    """Drop the settings that equal the default of their key."""
     plain = {"actor.vpp": None, "actor.etp": None, "actor.cp": 1, "actor.ep": 1}
     return {key: value for key, value in settings.items() if not (key in plain and plain[key] == value)}
 
 
 def read_choice(config: Config, world: int) -> dict[str, Any]:
-    """What `chosen.json` says for so many ranks; empty where it says nothing, is torn, or is of a run that does not go
-    on."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # goes on from what it has saved itself
+    """Return the contents of `chosen.json` for this number of ranks.
+
+    Empty if the file is missing, damaged or for another number of ranks, or if the run does not resume.
+    """
+    # A run that torchrun restarts resumes from its own checkpoint, even with `resume: never`.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.checkpoint.resume == "never" and not restarted:
         return {}
     try:
@@ -218,10 +230,12 @@ def read_choice(config: Config, world: int) -> dict[str, Any]:
 
 
 def write_choice(config: Config, world: int, settings: Settings, measured: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """So that a run that goes on on as many ranks takes these settings; whole or not at all.
+    """Write the settings to `chosen.json`, so that a resumed run on as many ranks uses them again.
+
+    The file is replaced atomically.
 
     Args:
-        measured: settings and factors of layouts that the run was on.
+        measured: settings and time factors of layouts that the run has used.
     """
     said = {"ranks": world, "settings": settings, "measured": list(measured)}
     part = config.chosen_file.with_name(f"{config.chosen_file.name}.part")

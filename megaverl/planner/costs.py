@@ -1,8 +1,8 @@
-"""Seconds of each piece of a step: matrix products, attention, memory traffic, messages. Pure arithmetic.
+"""Seconds of each piece of a step: matrix products, attention, memory traffic and messages. Pure arithmetic.
 
-A piece takes the longer of its operations at the rate that products of its size reach and its bytes at the memory's
-bandwidth (Williams et al. 2009, "Roofline"); a collective of n ranks moves (n - 1) / n of its bytes over the slowest
-link that it crosses, as rings do (Thakur et al. 2005), after the latency of its rounds.
+A piece takes the longer of two times: its operations at the rate that products of its size reach, and its bytes at the
+memory's bandwidth (Williams et al. 2009, "Roofline"). A collective of n ranks moves (n - 1) / n of its bytes over the
+slowest link on its path, as rings do (Thakur et al. 2005), after the latency of its rounds.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from megaverl.planner.hardware import Hardware
 from megaverl.planner.stages import Recompute, padded_vocab_size
 from megaverl.sharding.model_spec import ModelSpec
 
-FORWARD_KERNELS = 14  # of a layer: norms, products, rotation, attention, activation, residuals
-EXPERT_KERNELS = 20  # of a router, and of tokens sorted by expert and back; on a CPU (their calls beside a layer's)
-CONTEXT_KERNELS = 14  # of attention in a second part, and of keys and values put in order
-FLASH_BACKWARD = 2.5  # operations of attention's backward pass by those of its forward pass (arXiv 2307.08691, 3.1)
-OPTIMIZER_BYTES = 34  # of a parameter and step: float32 weight and moments read and written, gradient, 16-bit weight
+# Kernel launches of a layer's forward pass: norms, products, rotation, attention, activation, residuals.
+FORWARD_KERNELS = 14
+# Further launches on a CPU for the router, and for sorting tokens by expert and back.
+EXPERT_KERNELS = 20
+# Further launches on a CPU for attention's second part, and for putting keys and values in order.
+CONTEXT_KERNELS = 14
+# Operations of attention's backward pass divided by those of its forward pass (arXiv 2307.08691, section 3.1).
+FLASH_BACKWARD = 2.5
+# Bytes per parameter and step: float32 weight and both moments read and written, gradient read, 16-bit weight written.
+OPTIMIZER_BYTES = 34
 
 
 @dataclass(frozen=True)
 class Duration:
-    """What a rank does in some part of a step.
+    """Time that a rank spends in some part of a step.
 
     Attributes:
         compute: seconds that its processor works.
@@ -37,10 +42,11 @@ class Duration:
 
     @property
     def seconds(self) -> float:
+        """Total seconds."""
         return self.compute + self.wait
 
     def work(self, hardware: Hardware) -> float:
-        """Seconds of its processor: where ranks share cores, messages are a part of their work."""
+        """Return the seconds of processor time. Where ranks share cores, messages cost processor time too."""
         return self.compute + (0.0 if hardware.cores is None else hardware.message_work * self.wait)
 
     def __add__(self, other: Duration) -> Duration:
@@ -52,7 +58,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class LayerPasses:
-    """A layer's, a head's or a stage's passes over one micro-batch on a rank."""
+    """Forward and backward passes of a layer, a head or a stage over one micro-batch on one rank."""
 
     forward: Duration = Duration()
     backward: Duration = Duration()
@@ -66,46 +72,49 @@ class LayerPasses:
 
 @dataclass(frozen=True)
 class MicroBatchLoad:
-    """A micro-batch: its tokens, and pairs of them that attention looks at, over all ranks of tp and cp."""
+    """Size of a micro-batch over all ranks of tp and cp: its tokens, and the token pairs that attention visits."""
 
     tokens: float
     pairs: float
 
 
 class Links:
-    """Messages between ranks of a grid on a machine."""
+    """Times of messages between ranks of a grid. `stride` is the distance between neighbouring ranks of the group."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
 
     def _link(self, size: int, stride: int) -> tuple[float, float]:
-        """(bytes a second of each rank, seconds of latency) of a group of `size` ranks, `stride` apart."""
+        """Return (bytes per second of each rank, seconds of latency) for `size` ranks that are `stride` apart."""
         hardware = self.hardware
         node = hardware.node_gb_s * 1e9 * hardware.link_efficiency
         here = max(1, min(size, hardware.ranks_per_node // stride))
         latency = hardware.node_latency_us * 1e-6 * math.ceil(math.log2(here))
         if (size - 1) * stride < hardware.ranks_per_node:
             return node, latency
-        # a ring crosses the network once for each of the group's ranks on a node, each of which has an adapter
+        # Every GPU has a network adapter, so as many rings cross the network as the group has ranks on a node.
         network = here * hardware.network_gb_s * 1e9 * hardware.link_efficiency
         rounds = math.ceil(math.log2(-(-size // here)))
         return min(node, network), latency + hardware.network_latency_us * 1e-6 * rounds
 
     def gather(self, nbytes: float, size: int, stride: int = 1) -> float:
-        """Of an all-gather or a reduce-scatter whose whole is so many bytes."""
+        """Return the seconds of an all-gather or reduce-scatter with `nbytes` bytes in total."""
         if size == 1:
             return 0.0
         rate, latency = self._link(size, stride)
         return latency + nbytes * (size - 1) / size / rate
 
     def all_reduce(self, nbytes: float, size: int, stride: int = 1) -> float:
+        """Return the seconds of an all-reduce of `nbytes` bytes on each rank."""
         if size == 1:
             return 0.0
         rate, latency = self._link(size, stride)
         return latency + 2 * nbytes * (size - 1) / size / rate
 
     def all_to_all(self, nbytes: float, size: int, stride: int = 1) -> float:
-        """Each rank has so many bytes, of which it sends an equal part to each of the group."""
+        """Return the seconds of an all-to-all in which each rank sends an equal part of its `nbytes` bytes to every
+        rank.
+        """
         if size == 1:
             return 0.0
         hardware = self.hardware
@@ -116,7 +125,7 @@ class Links:
         return latency * 1e-6 + max(node, away)
 
     def send(self, nbytes: float, stride: int) -> float:
-        """From one rank to that `stride` further on."""
+        """Return the seconds of a message from one rank to the rank `stride` further on."""
         rate, latency = self._link(2, stride)
         if self.hardware.send_latency_us is not None:
             latency = self.hardware.send_latency_us * 1e-6
@@ -124,10 +133,10 @@ class Links:
 
 
 class ModelCosts:
-    """Seconds of a model's layers and heads on a kind of hardware.
+    """Seconds of a model's layers and heads on given hardware.
 
     Args:
-        dtype: of weights and activations, such as bfloat16.
+        dtype: dtype of weights and activations, such as bfloat16.
     """
 
     def __init__(self, spec: ModelSpec, hardware: Hardware, dtype: str) -> None:
@@ -139,40 +148,42 @@ class ModelCosts:
         self.kernel = hardware.kernel_us * 1e-6
 
     def product(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
-        """`count` products of [rows, inner] with [inner, columns]."""
+        """Return the seconds of `count` products of [rows, inner] with [inner, columns]."""
         if rows <= 0 or count <= 0:
             return 0.0
         flops = 2 * rows * inner * columns
         computed = flops / (self.peak * self.hardware.matmul_share(flops))
+        # A CPU packs weights into blocks before it multiplies, so reading them adds to the time instead of overlapping
+        # it.
         if self.hardware.weights_gb_s is not None:
             return count * (computed + self.read(self.itemsize * inner * columns))
         moved = self.itemsize * (rows * inner + inner * columns + rows * columns)
         return count * max(computed, moved / self.memory)
 
     def read(self, weights: float) -> float:
-        """Of reading so many bytes of weights for products."""
+        """Return the seconds of reading `weights` bytes of weights for products."""
         rate = self.hardware.weights_gb_s
         return weights / (self.memory if rate is None else rate * 1e9)
 
     def moved(self, nbytes: float) -> float:
-        """Of elementwise work on so many bytes."""
+        """Return the seconds of elementwise work that moves `nbytes` bytes."""
         return nbytes / self.memory * self.slower
 
     def elementwise(self, tokens: float, tp: int, *, sequence_parallel: bool = False) -> float:
-        """Of a layer's norms, residuals and rotations; not of its MLP."""
+        """Return the seconds of a layer's norms, residuals and rotations. The MLP's activation is separate."""
         spec = self.spec
         width = 10 * spec.hidden_size / (tp if sequence_parallel else 1) + 4 * spec.num_heads * spec.head_dim / tp
         return self.moved(self.itemsize * tokens * width)
 
     def layer(self, batch: MicroBatchLoad, grid: GridShape, *, is_moe: bool, sequence_parallel: bool) -> LayerPasses:
-        """One decoder layer's passes over a micro-batch on a rank, without recomputation."""
+        """Return one decoder layer's passes over a micro-batch on a rank, without recomputation."""
         spec, tp, size = self.spec, grid.tp, self.itemsize
         tokens = batch.tokens / grid.cp
         products = self._attention_products(tokens, tp)
         attention = self._attention(batch.pairs / (grid.cp * tp))
         beside = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
         hidden = size * tokens * spec.hidden_size
-        # two all-gathers and two reduce-scatters, or as many bytes in two all-reduces
+        # Two all-gathers and two reduce-scatters, or two all-reduces, which move as many bytes.
         wait = 4 * self.links.gather(hidden, tp) if sequence_parallel else 2 * self.links.all_reduce(hidden, tp)
         kernels: float = FORWARD_KERNELS
         if is_moe and spec.moe is not None:
@@ -180,7 +191,8 @@ class ModelCosts:
             products += expert
             beside += moved
             wait += away
-            kernels += EXPERT_KERNELS if self.hardware.cores else 8  # one product for all experts
+            # A GPU computes all experts in one grouped product.
+            kernels += EXPERT_KERNELS if self.hardware.cores else 8
         else:
             products += self._mlp(tokens, spec.ffn_hidden_size / tp)
             beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
@@ -190,7 +202,8 @@ class ModelCosts:
         )
         nbytes = self._context_bytes(tokens, grid)
         ring = self.links.gather(nbytes, grid.cp, tp)
-        if self.hardware.cores is not None and grid.cp > 1:  # gathered first; then attention comes in two parts
+        # On a CPU, keys and values are gathered first, and attention then runs in two parts.
+        if self.hardware.cores is not None and grid.cp > 1:
             again, factor = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes), self.hardware.backward_factor
             return LayerPasses(Duration(forward + again, wait + ring), Duration(backward + factor * again, wait + ring))
         return LayerPasses(
@@ -199,14 +212,15 @@ class ModelCosts:
         )
 
     def head(self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False) -> LayerPasses:
-        """Logits and log-probs; of a critic its values."""
+        """Return the passes of the output layer with its log-probs, or of a critic's value head."""
         spec, tokens = self.spec, batch.tokens / grid.cp
         if value_head:
             return LayerPasses(Duration(self.moved(8 * tokens * spec.hidden_size)), Duration(self.moved(16 * tokens)))
         columns = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp
         product = self.product(tokens, spec.hidden_size, columns)
         logits = self.moved(3 * 4 * tokens * columns)
-        reduced = 3 * self.links.all_reduce(4 * tokens, grid.tp)  # largest, sum, the chosen one's
+        # A vocabulary-parallel softmax reduces the largest logit, the sum, and the chosen token's logit.
+        reduced = 3 * self.links.all_reduce(4 * tokens, grid.tp)
         return LayerPasses(
             Duration(product + logits + 8 * self.kernel, reduced), Duration(2 * product + logits + 8 * self.kernel)
         )
@@ -214,18 +228,19 @@ class ModelCosts:
     def recomputed(
         self, passes: LayerPasses, batch: MicroBatchLoad, grid: GridShape, recompute: Recompute
     ) -> LayerPasses:
-        """The same where its backward pass computes some of the forward pass again."""
+        """Return the passes with the part of the forward pass that the backward pass repeats under recomputation."""
         again = Duration()
         if recompute.granularity == "full":
             again = passes.forward
         elif "core_attn" in recompute.modules:
             again = Duration(self._attention(batch.pairs / (grid.cp * grid.tp)))
         if {"mlp", "moe"} & set(recompute.modules):
+            # An MLP, or its experts, is about 60 % of a layer's forward pass.
             again = again + passes.forward * 0.6
         return LayerPasses(passes.forward, passes.backward + again)
 
     def flops(self, tokens: float, pairs: float) -> float:
-        """Operations of a forward pass over all ranks, as model FLOP utilisation counts them: no recomputation."""
+        """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""
         spec = self.spec
         each = self._attention_flops() + 0.0
         dense, moe = spec.num_layers, 0
@@ -240,7 +255,7 @@ class ModelCosts:
         return tokens * (layers + head) + pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
 
     def _attention_shapes(self, tp: int) -> list[tuple[float, float]]:
-        """(inner, columns) of attention's products on a rank."""
+        """List (inner, columns) of attention's products on one rank."""
         spec = self.spec
         if spec.mla is not None:
             mla, heads = spec.mla, spec.num_heads / tp
@@ -269,11 +284,12 @@ class ModelCosts:
         return self.product(tokens, hidden, 2 * width) + self.product(tokens, width, hidden)
 
     def _experts(self, tokens: float, grid: GridShape) -> tuple[float, float, float]:
-        """(products, elementwise, messages) of a layer's experts, perfectly even."""
+        """Return the seconds of (products, elementwise work, messages) of a layer's experts under even routing."""
         spec, moe, size = self.spec, self.spec.moe, self.itemsize
         assert moe is not None
         etp = grid.expert_tp
-        own = tokens / grid.tp  # of the tokens of the attention grid's ranks
+        # Tensor-parallel ranks hold the same tokens, and each routes an equal part of them.
+        own = tokens / grid.tp
         arriving = own * moe.experts_per_token * etp
         local = moe.num_experts / grid.ep
         busy = min(local, arriving)
@@ -291,19 +307,19 @@ class ModelCosts:
         return products, moved, wait
 
     def _context_bytes(self, tokens: float, grid: GridShape) -> float:
-        """Of keys and values of all context-parallel ranks; on this many there is nothing to gather: 1."""
+        """Return the bytes of keys and values of all context-parallel ranks."""
         width = 2 * max(self.spec.num_kv_heads / grid.tp, 1) * self.spec.head_dim
         return self.itemsize * tokens * grid.cp * width
 
 
 def layers_of(spec: ModelSpec) -> dict[bool, int]:
-    """Whether it has experts -> layers of the kind."""
+    """Return the number of dense (False) and of mixture-of-experts (True) layers."""
     dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
     return {False: dense, True: spec.num_layers - dense}
 
 
 def attention_parameters(spec: ModelSpec) -> float:
-    """Of one layer, over all ranks."""
+    """Return the number of parameters in one layer's attention, over all ranks."""
     hidden = spec.hidden_size
     if spec.mla is None:
         return hidden * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)

@@ -1,6 +1,8 @@
-"""What a role under FSDP2 holds and sends: shards, gathered blocks, gradients. Rules of `models.hf_model.shard_module`:
-each decoder block is gathered at a time, the next one while it computes; norms and heads stay from the forward to the
-backward pass."""
+"""Memory and messages of a role under FSDP2: shards, gathered blocks, gradients.
+
+The rules are those of `models.hf_model.shard_module`. Each decoder block is gathered on its own, and the next one while
+it computes. Norms and heads stay gathered from the forward to the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ if TYPE_CHECKING:
 
     from megaverl.models.hf_shards import ShardedWeights
 
-MASTER = 4  # bytes of what is trained: float32, and so are gradients and both moments of Adam
+MASTER = 4  # bytes per element of trained weights, of gradients and of each of Adam's moments: all are float32
 
 
 @lru_cache(maxsize=16)
 def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
-    """All weights of a model: of its table, or of the module that transformers builds of its config.json.
+    """List all weights of a model, from its table or from the module that transformers builds.
 
     Raises:
-        ModelError: transformers builds no such model.
+        ModelError: transformers cannot build the model from its config.json.
     """
     if spec.is_tabled:
         return weights_of(spec, value_head=value_head)
@@ -40,11 +42,11 @@ def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
 
 @lru_cache(maxsize=16)
 def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
-    """The weights with the shapes that one of `tp` tensor-parallel ranks has of them.
+    """List the weights with the shapes that one of `tp` tensor-parallel ranks holds.
 
     Raises:
-        ModelError: transformers builds no such model.
-        ConfigError: nor has it a plan for so many ranks.
+        ModelError: transformers cannot build the model from its config.json.
+        ConfigError: transformers has no tensor-parallel plan for the model on `tp` ranks.
     """
     weights = described(spec, value_head)
     if tp == 1:
@@ -88,7 +90,7 @@ def _module(config: str, trusts_code: bool) -> PreTrainedModel:
 
 
 class Shards(NamedTuple):
-    """Over how many ranks weights are cut, and how many ranks hold the same part."""
+    """Number of ranks that weights are sharded over, and number of ranks that hold the same shard."""
 
     size: int
     replicas: int
@@ -102,14 +104,14 @@ class Passes(NamedTuple):
 
 
 def shards_of(fsdp: FsdpConfig, world: int, gpus_per_node: int) -> Shards:
-    """Of a role on so many data-parallel ranks, so many of which a node has."""
+    """Return how a role on `world` data-parallel ranks is sharded under `fsdp.sharding_strategy`."""
     sizes = {"no_shard": 1, "hybrid_shard": fsdp.shard_size or min(gpus_per_node, world)}
     count = sizes.get(fsdp.sharding_strategy, world)
     return Shards(count, world // count)
 
 
 def fsdp_layouts(spec: ModelSpec, value_head: bool, count: int, tp: int = 1) -> Callable[[int], Layout]:
-    """Rank of the role -> what it holds, where shard groups are neighbours."""
+    """Return a function from a rank of the role to its layout. Ranks of a shard group are neighbours."""
     if tp > 1:
         return _of_module(spec, value_head, tp=tp, count=count).layout_of
     weights = described(spec, value_head)
@@ -122,14 +124,15 @@ def fsdp_layouts(spec: ModelSpec, value_head: bool, count: int, tp: int = 1) -> 
 
 
 def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes:
-    """What a rank's shards take while they are trained."""
+    """Return the bytes of a rank's shards in training."""
     numel = sum(whole(shape).numel for shape in layout.local_shapes.values())
     here = 0 if fsdp.cpu_offload else numel
     return TrainedBytes(
         weights=MASTER * here,
         gradients=MASTER * here,
         optimizer=2 * MASTER * here,
-        step=MASTER * here,  # the square root of the second moment, of all shards at once
+        # Adam's foreach implementation takes the square root of all second moments at once.
+        step=MASTER * here,
         saved_weights=MASTER * numel // replicas,
         saved_optimizer=2 * MASTER * numel // replicas,
     )
@@ -138,11 +141,11 @@ def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes
 def gathered_bytes(
     weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, *, train: bool, micro_batches: int
 ) -> float:
-    """Beside its shards, at the peak of a forward and a backward pass.
+    """Return the peak bytes that a forward and backward pass needs beside the shards.
 
     Args:
-        itemsize: bytes of an element that is computed with.
-        micro_batches: of one update; between several, gradients that are not cut yet stay whole.
+        itemsize: bytes of an element in the computation.
+        micro_batches: number of micro-batches of an update. With several, unsharded gradients stay between them.
     """
     groups, root = _gathered_together(weights)
     total, largest = sum(groups) + root, max(groups, default=0)
@@ -157,7 +160,7 @@ def gathered_bytes(
 
 
 def passes_of(weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, shards: Shards) -> Passes:
-    """Of a forward and a backward pass: all-gathers of weights, and the reduce-scatter of their gradients."""
+    """Return the bytes of a forward and backward pass: all-gathers of weights, reduce-scatter of gradients."""
     groups, root = _gathered_together(weights)
     keeps = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
     share = (shards.size - 1) / shards.size
@@ -166,7 +169,10 @@ def passes_of(weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, shards
 
 
 def _gathered_together(weights: Sequence[Weight]) -> tuple[list[int], int]:
-    """Elements of each decoder block and of embeddings that are not tied; and of what stays gathered."""
+    """Return the elements of each group that is gathered on its own, and of the group that stays gathered.
+
+    The groups are the decoder blocks, and the embedding unless it is tied to the output layer.
+    """
     blocks: dict[int, int] = {}
     first = last = 0
     has_head = False

@@ -1,4 +1,4 @@
-"""Seconds of generation: prompts at once, then token by token of a batch that thins out as responses end."""
+"""Seconds of generation: prompts first, then one token at a time for a batch that shrinks as responses end."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megaverl.planner.costs import (
 from megaverl.planner.job import PlannedJob
 from megaverl.planner.memory import UTILIZATION, kv_bytes_per_token
 
-BUCKETS = 64  # of equal probability, of a distribution of lengths
+BUCKETS = 64  # lengths of equal probability that stand for a distribution
 NUM_SEQS = 256  # vLLM's default of max_num_seqs
-PREFILL_TOKENS = 8192.0  # of a pass of the engine over prompts
-CACHE_PASSES = 3  # of transformers' cache, which a token is appended to by copying it whole
-DECODE_KERNELS = 6  # of a decoding layer, after fusion; a captured graph launches them all at once
-DECODE_EXPERT_KERNELS = 6  # of a router and of tokens sorted by expert, as transformers decodes on a CPU
+PREFILL_TOKENS = 8192.0  # tokens of one engine pass over prompts
+CACHE_PASSES = 3  # transformers copies its whole cache to append a token: one read, one write, and attention's read
+DECODE_KERNELS = 6  # kernels of a decoding layer after fusion, launched together by a captured CUDA graph
+DECODE_EXPERT_KERNELS = 6  # further kernels for routing and sorting tokens, as transformers decodes on a CPU
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Tokens of prompts and responses.
+    """Distribution of the lengths of prompts and responses, in tokens.
 
     Attributes:
         prompt: mean tokens of a prompt.
@@ -42,20 +42,21 @@ class LengthDistribution:
 
     @classmethod
     def fixed(cls, prompt: float, response: float) -> LengthDistribution:
-        """All alike."""
+        """Return a distribution in which all samples have the same lengths."""
         return cls(prompt, (float(response),))
 
     @classmethod
     def lognormal(cls, prompt: float, mean: float, longest: float, *, spread: float = 0.6) -> LengthDistribution:
-        """Responses of a mean length, cut off at the longest: what samples of reasoning models look like.
+        """Return log-normal response lengths, cut off at `longest`, as samples of reasoning models are distributed.
 
         Args:
-            mean: of the lengths after they are cut off; above 0.95 of the longest nearly all are cut off.
+            mean: mean length after the cut; above 0.95 of `longest`, nearly all responses are cut.
             spread: standard deviation of the logarithm.
         """
         mean = min(mean, longest)
         normal = NormalDist()
         steps = [math.exp(spread * normal.inv_cdf((number + 0.5) / BUCKETS)) for number in range(BUCKETS)]
+        # The cut lowers the mean, so find the median of the uncut distribution that gives the wanted mean by bisection.
         low, high = 0.0, max(longest / steps[0], mean)
         for _ in range(50):
             middle = (low + high) / 2
@@ -67,7 +68,7 @@ class LengthDistribution:
 
     @classmethod
     def measured(cls, prompts: Sequence[float], responses: Sequence[float]) -> LengthDistribution:
-        """Of a run's own samples."""
+        """Return the distribution of a run's own samples."""
         ordered = sorted(responses)
         count = min(BUCKETS, len(ordered))
         places = [int((number + 0.5) * len(ordered) / count) for number in range(count)]
@@ -85,16 +86,17 @@ class LengthDistribution:
 
     @cached_property
     def pairs(self) -> float:
-        """Mean of half the square of a sample's length: pairs of tokens that causal attention looks at."""
+        """Mean number of token pairs that causal attention visits in a sample: half its squared length."""
         return sum((self.prompt + response) ** 2 for response in self.responses) / len(self.responses) / 2
 
 
 class EngineCosts:
-    """Seconds of an engine of `tp` ranks that generates.
+    """Seconds of generation on an engine of `tp` ranks.
 
     Args:
-        weights: bytes of a rank's weights, of which experts are `expert_weights`.
-        most: sequences that it works on at once: `max_num_seqs`, and what its cache holds.
+        weights: bytes of a rank's weights, experts included.
+        expert_weights: bytes of the experts among them.
+        most: sequences that it decodes at once, limited by `max_num_seqs` and by its cache.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class EngineCosts:
         self.cache_bytes = kv_bytes_per_token(model.spec, tp, cache_itemsize or model.itemsize)
 
     def prefill(self, tokens: float, pairs: float) -> Duration:
-        """Of so many tokens of prompts."""
+        """Return the time to process `tokens` prompt tokens with `pairs` attention pairs."""
         if tokens <= 0:
             return Duration()
         spec, chunk = self.model.spec, min(tokens, PREFILL_TOKENS)
@@ -128,14 +130,15 @@ class EngineCosts:
         return total * (tokens / chunk)
 
     def step(self, batch: float, context: float) -> Duration:
-        """One token of each of `batch` sequences with `context` tokens so far."""
+        """Return the time of one decoding step: one token for each of `batch` sequences with `context` tokens."""
         model, spec, hardware = self.model, self.model.spec, self.model.hardware
         read = self.weights - self.expert_weights
         if spec.moe is not None and self.expert_weights:
+            # A small batch does not reach every expert, and only reached experts are read.
             missed = (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** batch
             read += self.expert_weights * (1 - missed)
         cache = batch * context * self.cache_bytes
-        # layers one after the other: each is bound by memory or by its products
+        # Small products reach less of a CPU's peak. On GPUs decoding is bound by memory, so the peak hardly matters.
         flops = self._token_flops * max(batch, 1.0) / self.tp
         share = hardware.matmul_share(flops / (4 * spec.num_layers)) if hardware.cores else hardware.matmul_share(1e15)
         computed = flops / (model.peak * share)
@@ -148,9 +151,8 @@ class EngineCosts:
         if hardware.cores is not None:
             compute += layers_of(spec)[True] * DECODE_EXPERT_KERNELS * model.kernel
         moved = model.elementwise(batch, self.tp) + self._activation(batch)
-        if (
-            hardware.cores is not None
-        ):  # a token's activations stay in the processor's cache: its kernels' times are all
+        if hardware.cores is not None:
+            # A token's activations stay in the processor's cache, so elementwise work runs at the memory's full rate.
             moved /= model.slower
         compute += spec.num_layers * moved
         compute += hardware.decode_step_ms * 1e-3 + batch * hardware.decode_sequence_us * 1e-6
@@ -158,7 +160,7 @@ class EngineCosts:
         return Duration(compute, 2 * spec.num_layers * model.links.all_reduce(message, self.tp))
 
     def _activation(self, batch: float) -> float:
-        """Of a layer's MLP, elementwise."""
+        """Return the seconds of elementwise work in a layer's MLP."""
         spec, width = self.model.spec, self.model.spec.ffn_hidden_size
         if spec.moe is not None:
             width = spec.moe.experts_per_token * spec.moe.ffn_hidden_size
@@ -169,9 +171,11 @@ class EngineCosts:
         return self.model.flops(1.0, 0.0)
 
     def decode(self, sequences: float, lengths: LengthDistribution) -> Duration:
-        """Until the last of so many sequences has ended, each waiting for a place among those worked on.
+        """Return the time until the last of `sequences` responses has ended, when the engine decodes at most `most` at
+        once.
 
-        While some wait, as many as can be are worked on, of any age; then none follows, and the batch thins out.
+        The engine first runs a full batch of sequences of all ages, as long as some are waiting. Then the batch
+        shrinks.
         """
         steps = _thinning(lengths.responses)
         if sequences <= self.most:
@@ -179,7 +183,7 @@ class EngineCosts:
         mean = lengths.response
         age = sum(length**2 for length in lengths.responses) / len(lengths.responses) / mean / 2
         full = (sequences - self.most) * mean / self.most  # steps until the last begins
-        # of those under way then, how many are left after u steps: the mean over their ages (renewal theory)
+        # Running sequences then have all ages. The share still running after u steps is a mean over these ages.
         left = _residual(lengths.responses)
         return self.step(self.most, lengths.prompt + age) * full + self._thin(self.most, left, lengths.prompt, age)
 
@@ -194,7 +198,7 @@ class EngineCosts:
 
 
 def _thinning(responses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """(steps, the step in their middle, share of sequences that still run)."""
+    """List (steps, middle step, share of sequences still running) for a batch that starts together."""
     found, before, count = [], 0.0, len(responses)
     for number, length in enumerate(responses):
         if length > before:
@@ -204,7 +208,9 @@ def _thinning(responses: Sequence[float]) -> list[tuple[float, float, float]]:
 
 
 def _residual(responses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """The same of sequences of any age: P(left > u) is the integral of P(length > x) from u on, over the mean."""
+    """List the same for sequences of all ages: P(left > u) is the integral of P(length > x) from u, over the mean
+    length.
+    """
     mean, longest = sum(responses) / len(responses), responses[-1]
     found, number = [], 16
     for part in range(number):
@@ -215,7 +221,7 @@ def _residual(responses: Sequence[float]) -> list[tuple[float, float, float]]:
 
 
 def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution) -> EngineCosts:
-    """Of one of the job's engines."""
+    """Return the costs of one of the job's engines."""
     spec, tp, hardware = job.spec, job.rollout.tp, model.hardware
     fields = job.config.rollout.vllm
     itemsize = 1 if fields.get("quantization") else model.itemsize
@@ -229,7 +235,8 @@ def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution
     engine = EngineCosts(
         model,
         tp,
-        weights=itemsize * (plain + experts) / tp,  # without the embedding, of which a token reads one row
+        # Without the input embedding: a token reads only one row of it.
+        weights=itemsize * (plain + experts) / tp,
         expert_weights=itemsize * experts / tp,
         cache_itemsize=1 if eight else None,
         expert_parallel=job.rollout.expert_parallel,
@@ -247,10 +254,11 @@ def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution
 
 
 def rollout_duration(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution) -> Duration:
-    """Of generating an engine's equal share of a step's samples."""
+    """Return the time to generate one engine's equal share of a step's samples."""
     engine, config = engine_costs(job, model, lengths), job.config
     sequences, episodes = (each / job.rollout.num_engines for each in (config.rows_per_step, config.samples_per_step))
     shared = config.rollout.engine != "hf" and config.rollout.vllm.get("enable_prefix_caching", True)
+    # With prefix caching, samples of a group share one prefill of their prompt.
     begun_alike = episodes / (min(config.algorithm.group_size, episodes) if shared else 1)
     prompts = begun_alike + sequences - episodes
     prefill = engine.prefill(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)

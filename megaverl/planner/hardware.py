@@ -1,7 +1,7 @@
-"""What a machine can do, in numbers that a prediction reads: of data sheets, or of `megaverl plan --calibrate`.
+"""Descriptions of hardware that a prediction reads, from data sheets or from `megaverl plan --calibrate`.
 
-A description is a YAML or JSON file with the fields of `Hardware`, whose names end in their units; or the name of one
-that comes with megaverl (`machines/`).
+A description is a YAML or JSON file with the fields of `Hardware`, whose names end in their units, or the name of a
+description that comes with megaverl (`machines/`).
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ FOLDER = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of node, and what joins nodes. Rates are per rank (a GPU, or a process on CPU cores) and one direction.
+    """A kind of node and the network between nodes.
+
+    Rates are per rank (a GPU, or a process on CPU cores) and in one direction.
 
     Attributes:
-        sources: where each number is from.
+        sources: source of each number.
         ranks_per_node: neighbouring ranks that share a node.
-        memory_gb: of a rank.
+        memory_gb: memory of a rank.
         tflops: dtype -> peak of matrix products, 1e12 floating-point operations a second, without sparsity.
-        matmul_efficiency: (floating-point operations of one product, share of the peak that is reached), ascending;
-            between two of them straight over the logarithm.
-        attention_efficiency: share of the peak that attention's kernel reaches.
-        memory_gb_s, memory_efficiency: bandwidth of memory, and the share of it that is reached.
-        elementwise_efficiency: the same of norms, activations and the like; None: memory_efficiency.
-        weights_gb_s: at which a product reads its weights, in addition to its operations, as processors copy them into
-            blocks first; None: with the memory's bandwidth, beside them.
-        node_gb_s, node_latency_us: to ranks of the same node, and the time of a message before its first byte.
-        network_gb_s, network_latency_us: to ranks of other nodes.
-        send_latency_us: the latency of a message from one rank to one other; None: that of collectives.
-        message_work: share of a message's time in which its rank's processor works on it, where ranks share cores.
-        link_efficiency: share of a link that collectives reach.
-        host_gb_s: to host memory, for what is offloaded.
-        kernel_us: what each kernel of a layer costs beside its work. backward_factor: elementwise work and kernels
-            of a backward pass by those of a forward pass.
-        cores: processor cores that all ranks of a node share; None: each rank has a processor of its own.
-        decode_step_ms: of an engine's own work at every token, for the whole batch.
-        decode_sequence_us: the same, for each sequence of the batch.
-        sample_ms: of a step's own work for each sample that a rank has: rewards, packing, advantages, records.
-        step_ms: of a step's own work, whatever it is of, on each rank: `operator_ms` of each operator apart.
-        operator_ms: of each operator on each rank.
-        micro_batch_ms: of each forward or backward pass beside its kernels.
-        update_ms: of each optimizer step beside its memory traffic: the ranks' agreements.
+        matmul_efficiency: (floating-point operations of one product, fraction of the peak that it reaches), ascending;
+            interpolated linearly over the logarithm of the operations.
+        attention_efficiency: fraction of the peak that attention's kernel reaches.
+        memory_gb_s, memory_efficiency: memory bandwidth, and the fraction of it that is reached.
+        elementwise_efficiency: the same fraction for norms, activations and similar work; None: memory_efficiency.
+        weights_gb_s: rate at which a CPU's products read their weights. This time adds to that of the operations, since
+            the
+            CPU first copies weights into blocks. None: weights are read at memory bandwidth while operations run.
+        node_gb_s, node_latency_us: bandwidth and latency of messages to ranks of the same node.
+        network_gb_s, network_latency_us: bandwidth and latency of messages to ranks of other nodes.
+        send_latency_us: latency of a message from one rank to another; None: the latency of collectives.
+        message_work: where ranks share cores, the fraction of a message's time in which its rank's processor works.
+        link_efficiency: fraction of a link's bandwidth that collectives reach.
+        host_gb_s: bandwidth to host memory, for offload.
+        kernel_us: fixed cost of each kernel.
+        backward_factor: elementwise work and kernels of a backward pass divided by those of a forward pass.
+        cores: processor cores that all ranks of a node share; None: every rank has its own processor.
+        decode_step_ms: the engine's overhead per decoding step, for the whole batch.
+        decode_sequence_us: the engine's overhead per decoding step and sequence.
+        sample_ms: overhead per sample of a rank: rewards, packing, advantages, records.
+        step_ms: overhead per step on each rank, without that of the operators (`operator_ms`).
+        operator_ms: overhead of each operator on each rank.
+        micro_batch_ms: overhead of each forward or backward pass, without its kernels.
+        update_ms: overhead of each optimizer step, without its memory traffic: the ranks synchronise.
     """
 
     name: str
@@ -93,10 +96,10 @@ class Hardware:
 
     @classmethod
     def read(cls, name: str | Path) -> Hardware:
-        """Of a file, or of a name such as h100.
+        """Read a description from a file, or by a name such as h100.
 
         Raises:
-            ConfigError: there is none; it is not YAML or JSON; keys are unknown or missing, or values out of range.
+            ConfigError: the file or name does not exist, the file is not YAML or JSON, or keys or values are wrong.
         """
         path = Path(name)
         if path.suffix not in (".yaml", ".yml", ".json"):
@@ -115,10 +118,11 @@ class Hardware:
 
     @classmethod
     def of(cls, fields: Any, source: str) -> Hardware:
-        """Of a file's contents.
+        """Build a description from the contents of a file.
 
         Raises:
-            ConfigError: all that is wrong with it.
+            ConfigError: keys are unknown or missing, or values have a wrong type or are out of range; all problems at
+                once.
         """
         if not isinstance(fields, dict):
             raise ConfigError(f"{source}: expected keys and values, found {type(fields).__name__}.")
@@ -134,7 +138,7 @@ class Hardware:
         return cls(**fields | {"sources": tuple(fields["sources"]), "matmul_efficiency": curve})
 
     def write(self, path: str | Path) -> Path:
-        """As JSON, which `read` reads."""
+        """Write the description as JSON, which `read` accepts."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -142,14 +146,14 @@ class Hardware:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether a rank is a GPU, and not a process on cores that all ranks of a node share."""
+        """True if a rank is a GPU, False if it is a process on cores that all ranks of a node share."""
         return self.cores is None
 
     def machine(self, **given: Any) -> Machine:
-        """The same for the planner of memory and bytes.
+        """Return the `Machine` with which the planner counts memory and bytes.
 
         Args:
-            given: what a person has set otherwise.
+            given: fields that the user has set, which override the description.
         """
         own = {
             "gpus_per_node": self.ranks_per_node,
@@ -162,24 +166,25 @@ class Hardware:
         return Machine(**own | given)
 
     def peak(self, dtype: str) -> float:
-        """Floating-point operations a second.
+        """Return the peak of matrix products in floating-point operations a second.
 
         Raises:
-            ConfigError: of this dtype nothing is known.
+            ConfigError: the description has no peak for this dtype.
         """
         if dtype not in self.tflops:
             raise ConfigError(f"{self.name}: tflops has no {dtype}; it has {', '.join(self.tflops)}.")
         return self.tflops[dtype] * 1e12
 
     def matmul_share(self, flops: float) -> float:
-        """Of the peak, what one product of so many operations reaches."""
+        """Return the fraction of the peak that one product of `flops` operations reaches."""
         sizes, shares = self._curve
         if flops <= 0 or not sizes:
             return shares[0] if shares else 1.0
         at = math.log(flops)
         place = bisect_left(sizes, at)
         if place == 0:
-            return shares[0] * math.exp(at - sizes[0])  # below the smallest one measured, its time stays
+            # A smaller product than the smallest measured one takes the same time: launch overhead dominates.
+            return shares[0] * math.exp(at - sizes[0])
         if place == len(sizes):
             return shares[-1]
         low, high = sizes[place - 1], sizes[place]
@@ -191,11 +196,11 @@ class Hardware:
 
 
 def known() -> list[str]:
-    """Names of the descriptions that come with megaverl."""
+    """List the names of the descriptions that come with megaverl."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-# Field -> (least, most) that can be meant, in the unit of its name.
+# Field -> plausible (minimum, maximum) in the unit of its name. Values outside are most likely in another unit.
 RANGES: dict[str, tuple[float, float]] = {
     "ranks_per_node": (1, 1024),
     "memory_gb": (0.1, 10_000),
@@ -242,14 +247,15 @@ def _wrong_types(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _is_number(value: Any) -> bool:
     try:
-        float(value)  # YAML reads 1e9 as a text
+        # YAML 1.1 reads 1e9 as a string, so accept strings that are numbers.
+        float(value)
     except (TypeError, ValueError):
         return False
     return not isinstance(value, bool)
 
 
 def _problems(hardware: Hardware) -> Iterator[str]:
-    """Values that cannot be meant in their units."""
+    """Yield a message for every value that is implausible in its unit."""
     for name, (least, most) in RANGES.items():
         value = getattr(hardware, name)
         if value is not None and not least <= value <= most:

@@ -1,4 +1,4 @@
-"""A configuration as roles on ranks: each with a grid, a model and the layout of every one of its ranks."""
+"""A configuration laid out on ranks: every role with its grid, its model and the layout of each of its ranks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from megaverl.sharding.weight import shapes_of
 
 @dataclass(frozen=True)
 class Role:
-    """A Megatron model on its ranks.
+    """A model on its ranks.
 
     Attributes:
-        ranks: of the world, ascending; with islands of all of them.
-        islands: into how many worlds, each with a grid of its own, these ranks are split.
+        ranks: global ranks, ascending, of all islands.
+        islands: number of replica groups that the ranks are split into. Each group has a grid of its own.
         split: decoder layers of every (virtual) stage in model order.
-        layout_of: rank in the grid -> what it holds.
-        shards: with engine: fsdp.
+        layout_of: rank in the grid -> layout of its weights.
+        shards: how weights are sharded with engine: fsdp; otherwise None.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Role:
     shards: Shards | None = None
 
     def place(self, rank: int) -> int | None:
-        """The number of a rank in its grid; None where it has no part in the role."""
+        """Return the rank's index in its grid, or None if it has no part in the role."""
         return self._places.get(rank)
 
     @cached_property
@@ -65,15 +65,15 @@ class Role:
 
     @property
     def trained(self) -> TrainedConfig | None:
-        """Its settings as a role with an optimizer, or None."""
+        """The role's settings if it has an optimizer, else None."""
         return self.config if isinstance(self.config, TrainedConfig) else None
 
     @property
     def adapters(self) -> dict[str, LowRank]:
-        """Its adapters by the name of the weight; none where all weights are trained, or none is.
+        """The role's LoRA adapters by the name of the weight; empty if all weights are trained, or none.
 
         Raises:
-            ModelError: targets that the model does not have.
+            ModelError: `lora.targets` names a weight that the model does not have.
         """
         lora = self.trained.lora if self.trained is not None else None
         if lora is None:
@@ -83,11 +83,12 @@ class Role:
 
     @property
     def recompute(self) -> dict[str, Any]:
-        """megatron-core's fields, those of `activation_checkpointing` below the role's own."""
+        """megatron-core's fields: those that `activation_checkpointing` stands for, overridden by the role's own."""
         if self.trained is None:
             return self.config.megatron
         kind = self.trained.activation_checkpointing
-        if self.shards is not None and kind == "selective":  # `hf_model.checkpoint_block`: all products are kept
+        # `hf_model.checkpoint_block` keeps the results of all products and repeats only the work between them.
+        if self.shards is not None and kind == "selective":
             return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
         dense = self.spec.moe is None or bool(self.spec.moe.num_dense_layers)
         fields = recompute_fields(
@@ -99,7 +100,7 @@ class Role:
         return fields | self.config.megatron
 
     def layers(self, stage: int) -> tuple[int, int]:
-        """(dense, mixture-of-experts) decoder layers that a rank of this pipeline stage holds."""
+        """Return the numbers of (dense, mixture-of-experts) decoder layers on a rank of this pipeline stage."""
         num_dense = self.spec.moe.num_dense_layers if self.spec.moe else self.spec.num_layers
         dense = moe = first = 0
         for number, count in enumerate(self.split):
@@ -112,7 +113,7 @@ class Role:
 
 @dataclass(frozen=True)
 class RolloutRole:
-    """Engines of `tp` neighbouring ranks each."""
+    """Rollout engines, each on `tp` neighbouring ranks."""
 
     ranks: tuple[int, ...]
     tp: int
@@ -121,20 +122,21 @@ class RolloutRole:
 
     @property
     def num_engines(self) -> int:
+        """Number of engines."""
         return len(self.ranks) // self.tp
 
 
-# what advantages read that are given to a whole response, in comparison with others to its prompt
+# Inputs of advantage estimators that need only the rewards of a group, not every token of all samples.
 OF_GROUPS = {"rewards", "group_ids", "response_mask"}
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """All roles of a run, on their ranks.
+    """All roles of a run, laid out on its ranks.
 
     Attributes:
-        world: ranks of the job.
-        placement: who is where.
+        world: number of ranks of the job.
+        placement: ranks of each role.
     """
 
     config: Config
@@ -147,33 +149,38 @@ class PlannedJob:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight: `model.dtype`, and auto is what a GPU takes."""
+        """Bytes of a weight in `model.dtype`; `auto` counts as bfloat16, its meaning on GPUs."""
         return ITEMSIZE["bfloat16" if self.config.model.dtype == "auto" else self.config.model.dtype]
 
     @property
     def aliases(self) -> bool:
-        """Whether engine weights may be the actor's own storage."""
+        """True if engine weights may share the actor's storage."""
         away = self.config.actor.offload.parameters
         shared = self.placement.colocated("actor", "rollout")
-        alike = self.config.actor.engine == "megatron" or self.itemsize == ITEMSIZE["float32"]  # FSDP's are float32
+        # FSDP keeps float32 weights, so a 16-bit engine cannot read them in place.
+        alike = self.config.actor.engine == "megatron" or self.itemsize == ITEMSIZE["float32"]
         return shared and alike and self.config.reshard.alias == "auto" and not away
 
     @property
     def actor(self) -> Role:
+        """The actor, which is always the first role."""
         return self.roles[0]
 
     @cached_property
     def opponent_bytes(self) -> int:
-        """Of the reference that plain transformers holds a second time, beside the policy, on every engine's rank."""
+        """Bytes of the second copy of the reference that each engine's rank holds under `algorithm.opponent_beta`."""
         if self.config.algorithm.opponent_beta is None:
             return 0
         spec = _spec_of(self.config.reference.path, self.spec, self.config.reference.engine)
         return sum(prod(weight.shape) for weight in described(spec)) * self.itemsize
 
     def field_bytes(self, rank: int) -> float:
-        """At most, of what models say of a step's samples on this rank, and of what is made of that, until its updates
-        are over: log-probs, values, advantages and returns, 4 bytes for each token of the longest response. Critic and
-        reference also hold theirs of the steps that they are ahead of the actor (`trainer/schedule.py`)."""
+        """Return an upper bound of the bytes that a step's per-token fields take on a rank until the updates are over.
+
+        Fields are log-probs, values, advantages and returns, with 4 bytes for each token of the longest response.
+        Critic and
+        reference also hold the fields of the steps that they are ahead of the actor (`trainer/schedule.py`).
+        """
         config, roles = self.config, [role for role in self.roles if role.place(rank) is not None]
         names, samples = {role.name for role in roles}, config.rows_per_step
         of_actor = 2 + config.uses_ref_log_probs + 2 * config.uses_critic
@@ -185,25 +192,26 @@ class PlannedJob:
         made_together = config.environment.name is not None or config.rollout.function is not None
         in_rounds = config.algorithm.dynamic_sampling.metric is not None
         if self.placement.is_colocated and set(signature.inputs) <= OF_GROUPS and not (made_together or in_rounds):
-            # the samples of groups that it speaks for, and those that each role works on (`trainer/executor.py`)
+            # A rank then holds only its equal part of the samples, and those that each role works on
+            # (`trainer/executor.py`).
             samples = min(samples, -(-samples // self.world) + sum(-(-samples // role.grid.dp) for role in roles))
         return 4.0 * fields * samples * int(config.rollout.sampling["max_tokens"])
 
     def stage_ranks(self) -> list[int]:
-        """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""
+        """List the first rank of every pipeline stage of every role. Other ranks of a stage differ only by padding."""
         stages = {role.ranks[role.grid.rank(pp=s)] for role in self.roles for s in range(role.grid.pp)}
         return sorted({*stages, self.rollout.ranks[0]})
 
 
 def find_spec(config: Config, model_config: str | None = None, *, beside: str | None = None) -> ModelSpec:
-    """The model that a plan is for: of a config.json, of the model folder, or of the recipe's `model.config`.
+    """Read the model that a plan is for, from `--model-config`, the model folder, or the recipe's `model.config`.
 
     Args:
         model_config: `--model-config`.
-        beside: the recipe's file, which its `model.config` is relative to.
+        beside: path of the recipe, which its `model.config` is relative to.
 
     Raises:
-        ConfigError: there is none of them, or one that cannot be read.
+        ConfigError: none of them exists, or the file cannot be read.
     """
     read = ModelSpec.outline if config.actor.engine == "fsdp" else ModelSpec.from_folder
     if model_config is not None:
@@ -244,16 +252,16 @@ def make_job(
     deal_later: bool = False,
     builds_engine: bool = True,
 ) -> PlannedJob:
-    """Lay the configuration's roles over `world` ranks.
+    """Lay out the configuration's roles on `world` ranks.
 
     Args:
-        deal_later: weights are dealt to ranks when the first one is asked for: for a search, which drops most jobs.
+        deal_later: compute layouts only when one is asked for. A search drops most jobs before that.
         builds_engine: read the engine's layout of a model without rules from vLLM's own module, whose import takes half
             a minute. False: count equal parts of the weights, which is the least that an engine's rank can hold.
 
     Raises:
-        InvalidConfig: grids that the model or the world does not divide; all of them.
-        GridError: what only shows when layers and heads are dealt out.
+        InvalidConfig: grids that the model or the number of ranks does not divide; all of them at once.
+        GridError: layers or heads cannot be divided over the grid.
     """
     mistakes = list(grid_mistakes(config, "train", spec, world))
     if mistakes:
@@ -280,7 +288,7 @@ def make_job(
 
 
 def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:
-    """Who is where, on nodes that are called by their number, or as `placement` does."""
+    """Return the ranks of each role, on nodes that have the names of `placement`, or else their numbers."""
     sizes = [min(machine.gpus_per_node, world - first) for first in range(0, world, machine.gpus_per_node)]
     nodes = [Node(name, size) for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)]
     if is_placed(config):
@@ -294,7 +302,9 @@ def _everywhere(world: int, roles: tuple[str, ...], nodes: tuple[Node, ...]) -> 
 
 
 def _node_names(config: Config, count: int) -> list[str]:
-    """All nodes are alike to a plan: those that the configuration names are the first ones that it does not number."""
+    """Name the nodes. Names in `placement` go to the first nodes that it does not refer to by number: all nodes are
+    alike.
+    """
     wanted, _ = config.placement.wanted()
     said = [node for place in wanted.values() for node in place.nodes or ()]
     named = dict.fromkeys(node for node in said if isinstance(node, str))
@@ -304,7 +314,7 @@ def _node_names(config: Config, count: int) -> list[str]:
 
 
 def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement, machine: Machine) -> Iterator[Role]:
-    """Those on Megatron: the ones of `reward`, and PRIME's, which has no value head."""
+    """Yield reward models that run on Megatron: those in `reward`, and PRIME's, which has no value head."""
     section = config.reward_model
     scoring = GridConfig(**{name: getattr(section, name) for name in GridConfig.model_fields})
     is_implicit = config.estimator_reads("implicit_rewards")
@@ -319,7 +329,7 @@ def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement
 
 
 def _spec_of(path: str | None, spec: ModelSpec, engine: str) -> ModelSpec:
-    """Of a role's own folder; of one that is not here yet, the actor's stands for it."""
+    """Read the model of a role's own folder. If the folder does not exist yet, the actor's model stands for it."""
     folder = Path(path) if path else None
     if folder is None or not (folder / "config.json").is_file():
         return spec
@@ -341,9 +351,10 @@ def _role(
     on: str = "",
     value_head: bool = False,
 ) -> Role:
-    """
+    """Return a role on its ranks.
+
     Args:
-        on: the role whose ranks it has; its own where this is empty.
+        on: the role whose ranks it uses; empty: the ranks that the placement gives to `name`.
     """
     spec, ranks = _spec_of(getattr(config, "path", None), spec, config.engine), placement.ranks[on or name]
     islands = len(placement.islands) if placement.colocated(on or name, "actor") else 1
@@ -360,7 +371,10 @@ def _role(
 
 @dataclass(frozen=True)
 class _Dealt:
-    """What every rank holds, found out when the first one is asked for; those of one grid are equal."""
+    """Layouts of all ranks, computed when the first one is asked for.
+
+    Caches compare instances by value, so that equal grids share one entry.
+    """
 
     deal: Callable[..., Callable[[int], Layout]]
     of: tuple[Any, ...]
@@ -373,7 +387,7 @@ class _Dealt:
         return self._layouts(rank)
 
 
-# Kept, since a search for settings that fit asks for the same ones again and again.
+# A search for settings that fit asks for the same layouts again and again.
 @lru_cache(maxsize=64)
 def _model_layouts(
     spec: ModelSpec, grid: GridShape, split: tuple[int, ...], value_head: bool
@@ -390,7 +404,8 @@ def _engine_layouts(
     weights = described(spec)
     if spec.is_tabled:
         return vllm_layouts(weights, spec, tp, expert_parallel=expert_parallel, quantization=quantization)
-    from megaverl.rollout.vllm_layouts import planned_layouts  # imports vLLM: for a model without rules alone
+    # Only a model without rules needs vLLM, whose import takes half a minute.
+    from megaverl.rollout.vllm_layouts import planned_layouts
 
     options = {"enable_expert_parallel": expert_parallel, "trust_remote_code": spec.trusts_code}
     return planned_layouts(spec.source, tp, shapes_of(weights), **options)
@@ -407,14 +422,15 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in nodes. Bytes and bytes per second are decimal, one direction, per GPU.
+    """GPUs in nodes. Bytes and bytes per second are decimal, per GPU and in one direction.
 
     Attributes:
         gpus_per_node: neighbouring ranks share a node and its NVLink.
-        memory: of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
-        reserve: of it, what neither role nor engine may count on: CUDA's context, NCCL's buffers and the like; None:
-            what each rank needs, part by part (`megaverl.planner.reserve`).
-        on_gpus: False where ranks are processes on a processor's cores, which have other defaults.
+        memory: memory of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
+        reserve: memory that roles and engines cannot use: CUDA's context, NCCL's buffers and the like; None: counted
+            part
+            by part for each rank (`megaverl.planner.reserve`).
+        on_gpus: False where ranks are processes on CPU cores, which have other defaults.
         nvlink, network, hbm: bandwidths; NVLink 4 gives 450 GB/s each way, a 400 Gbit/s adapter 50 GB/s.
     """
 
@@ -427,4 +443,5 @@ class Machine:
     on_gpus: bool = True
 
     def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
         return rank // self.gpus_per_node

@@ -1,4 +1,4 @@
-"""Memory of every rank: what each role and its engine hold, and the busiest moment of each phase of a step."""
+"""GPU memory of every rank: what its roles and its engine hold, and the peak of each phase of a step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import held_bytes, matrices
 
-MB = 2**20  # of `reshard.bucket_mb`
-REST = "between"  # no model runs on the rank
+MB = 2**20  # unit of `reshard.bucket_mb`
+REST = "between"  # phase in which no model runs on the rank
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class RankMemory:
     """Bytes of one rank.
 
     Attributes:
-        parts: role -> component -> bytes; besides roles there are "samples", "reshard" and "reserve".
-        moments: phase of a step -> what is in use at its busiest -> bytes; the reserve among them.
-        engine: how the rollout engine divides its share.
-        saved: what it writes of a checkpoint. `checkpoint.async_save` may hold as much in host memory, where an update
-            begins before it is written.
-        host: part -> bytes of host memory: what is offloaded there, and a checkpoint's copy.
+        parts: role -> component -> bytes. "samples", "reshard" and "reserve" stand beside the roles.
+        moments: phase of a step -> component in use at its peak -> bytes, the reserve included.
+        engine: how the rollout engine divides its share of the memory.
+        saved: bytes that the rank writes to a checkpoint. With `checkpoint.async_save`, host memory may hold as much
+            again
+            if an update begins before it is written.
+        host: component -> bytes of host memory: offloaded state, and a checkpoint's copy.
     """
 
     rank: int
@@ -62,16 +63,17 @@ class RankMemory:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Phase of a step -> bytes in use at its busiest."""
+        """Phase of a step -> bytes in use at its peak."""
         return {phase: sum(used.values()) for phase, used in self.moments.items()}
 
     @property
     def peak(self) -> float:
+        """Bytes in use at the peak of the step."""
         return max(self.phases.values(), default=0.0)
 
 
 class MemoryModel:
-    """Computes `RankMemory`; ranks that hold as much share the work."""
+    """Computes `RankMemory`. Ranks with equal shares of a role share one cached computation."""
 
     def __init__(self, job: PlannedJob) -> None:
         self.job = job
@@ -94,11 +96,11 @@ class MemoryModel:
         )
 
     def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
-        """Of these ranks; of all where none are given."""
+        """Return the memory of these ranks, or of all."""
         return [self.rank(rank) for rank in (range(self.job.world) if ranks is None else ranks)]
 
     def rank(self, rank: int) -> RankMemory:
-        """Of one rank."""
+        """Return the memory of one rank."""
         job = self.job
         parts: dict[str, dict[str, float]] = {}
         reserve = self._reserve(rank)
@@ -149,11 +151,11 @@ class MemoryModel:
         return RankMemory(rank, parts, moments, engine, saved, self._host(rank, parts, saved))
 
     def _host(self, rank: int, parts: dict[str, dict[str, float]], saved: float) -> dict[str, float]:
-        """Return part -> bytes of host memory. Gradients are not kept where they are offloaded.
+        """Return component -> bytes of host memory. Offloaded gradients are discarded, so they take none.
 
         Args:
-            parts: of the rank's device.
-            saved: what it writes of a checkpoint.
+            parts: parts of the rank's device memory.
+            saved: bytes that the rank writes to a checkpoint.
         """
         found: dict[str, float] = {}
         for role in self.job.roles:
@@ -171,13 +173,14 @@ class MemoryModel:
         return {part: nbytes for part, nbytes in found.items() if nbytes}
 
     def _reserve(self, rank: int) -> dict[str, float]:
-        """Part -> bytes: what a person gave, or what the rank needs."""
+        """Return part -> bytes of reserve: the user's figure if there is one, else the sum that this rank needs."""
         job = self.job
         if job.machine.reserve is not None:
             return {"as given": job.machine.reserve}
         plan, node_of = self._plans()[rank], job.machine.node_of
         peers = {*plan.sends, *plan.receives}
-        if job.config.reshard.ipc == "auto":  # within a node weights are read in place (`weights.transports.cuda_ipc`)
+        # Within a node, weights are read in place over CUDA IPC (`weights.transports.cuda_ipc`), without NCCL buffers.
+        if job.config.reshard.ipc == "auto":
             peers = {peer for peer in peers if node_of(peer) != node_of(rank)}
         return reserve_parts(job, rank, peers)
 
@@ -189,10 +192,12 @@ class MemoryModel:
         held: dict[str, float],
         loads: dict[str, dict[str, float]],
     ) -> dict[str, float]:
-        """The parts of a role with an optimizer; `held` and `loads` are added to.
+        """Return the parts of a role with an optimizer, and add to `held` and `loads`.
 
         Args:
-            activations: (while training, while scoring).
+            activations: bytes (while training, while scoring).
+            held: component -> bytes in use in every phase; updated in place.
+            loads: phase -> component -> bytes in use in this phase only; updated in place.
         """
         assert role.trained is not None
         (train, score), trained, offload = activations, self.trained(role, rank), role.trained.offload
@@ -201,13 +206,13 @@ class MemoryModel:
             weights += self.weights(role, rank, without="output_layer.weight" if role.value_head else "")
         away = {
             "parameters": weights if offload.parameters else 0.0,
-            # under FSDP they are given back after each step
+            # FSDP frees gradients after each optimizer step.
             "gradients": float(trained.gradients) if offload.gradients or role.shards is not None else 0.0,
             "optimizer": float(trained.optimizer) if offload.optimizer else 0.0,
         }
         held["training"] += weights + trained.gradients + trained.optimizer - sum(away.values())
         loads[f"{role.name} forward"] = {"activations": score, "training": away["parameters"]}
-        # the optimizer's state comes for the first step of an update and stays until its last
+        # Offloaded optimizer state is loaded for the first optimizer step of an update and stays until the last one.
         algorithm = self.job.config.algorithm
         stays = away["optimizer"] if algorithm.num_epochs * algorithm.num_mini_batches > 1 else 0.0
         loads[f"{role.name} update"] = {
@@ -224,14 +229,19 @@ class MemoryModel:
     def _moments(
         self, held: dict[str, float], loads: dict[str, dict[str, float]], aliased: float, buckets: float
     ) -> dict[str, dict[str, float]]:
-        """What is in use in each phase; `held` always is, each of `loads` in the phase that it is of."""
+        """Return what is in use in each phase on a rank with an engine.
+
+        Args:
+            held: component -> bytes in use in every phase.
+            loads: phase -> component -> bytes in use in this phase only.
+        """
         engine, config = self._engine, self.job.config
         own = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
         resting = {} if config.rollout.sleep else own
         generate = held | own | {"activations": engine.workspace}
-        # vLLM allocates all weights before the actor's take the place of some, and its cache after that
+        # At start, vLLM allocates all its weights. Only then are some replaced by the actor's, and the cache allocated.
         loading = held | {"engine weights": engine.weights}
-        # `workers.weight_sync`: between sleeping and waking, the weights alone
+        # During a reshard a sleeping engine has its weights mapped but no cache (`workers.weight_sync`).
         written = own
         if config.rollout.sleep and self.job.placement.is_colocated:
             written = {"engine weights": own["engine weights"]}
@@ -243,16 +253,16 @@ class MemoryModel:
         } | {phase: _sum(held | resting, load) for phase, load in loads.items() if phase != "reshard"}
 
     def weights(self, role: Role, rank: int, without: str = "") -> int:
-        """The role's parameters as its layout gives them, without any buffer's padding.
+        """Return the bytes of the role's parameters on a rank, without buffer padding.
 
         Args:
-            without: the name of one that is left out, a critic's head that is trained beside adapters.
+            without: name of a parameter to leave out: a critic's head, which is counted as trained beside adapters.
         """
         chunks = self._stage_parameters(role.name, role.grid.coords(role.place(rank) or 0).pp)
         return sum(p.numel for chunk in chunks for p in chunk if p.name != without) * self.job.itemsize
 
     def _copies(self, role: Role, place: int) -> dict[str, int]:
-        """Bytes of 8-bit copies of the role's weights, which stay on the device whatever is offloaded."""
+        """Return the bytes of 8-bit weight copies, which stay on the device under every kind of offload."""
         stage, grid = role.grid.coords(place).pp, role.grid
         ends = {"first": stage == 0, "last": stage == grid.pp - 1}
         chunks, backward = self._stage_parameters(role.name, stage), role.trained is not None
@@ -260,12 +270,15 @@ class MemoryModel:
         return {"8-bit copies": found} if found else {}
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
-        """What training adds to a role on this rank."""
+        """Return what training adds to a role on this rank."""
         coords = role.grid.coords(role.place(rank) or 0)
         return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
 
     def _landing_bytes(self) -> float:
-        """Of the buffer in which matrices land before they are quantised: a bucket, or the largest if that is more."""
+        """Return the bytes of the buffer that receives matrices before they are quantised.
+
+        It holds a bucket, or the largest matrix if that is larger.
+        """
         job = self.job
         sizes = [numel * job.itemsize for numel in matrices(job.rollout.layout_of(0)).values()]
         return max(min(job.config.reshard.bucket_mb * MB, sum(sizes)), *sizes) if sizes else 0.0
@@ -284,7 +297,8 @@ class MemoryModel:
 
     def _make_stage_parameters(self, name: str, stage: int) -> tuple[tuple[Parameter, ...], ...]:
         role = self._role(name)
-        layout = role.layout_of(role.grid.rank(pp=stage))  # the same sizes on every rank of a stage
+        # Every rank of a stage has tensors of the same sizes.
+        layout = role.layout_of(role.grid.rank(pp=stage))
         tied = role.spec.tie_embeddings and not role.value_head and role.grid.pp > 1
         return parameters_of(layout, expert_parallel=role.grid.ep > 1, tied=tied)
 
@@ -310,7 +324,7 @@ class MemoryModel:
         )
 
     def _make_activations(self, name: str, stage: int) -> tuple[float, float]:
-        """(while training, while scoring) at the peak."""
+        """Return the peak bytes of activations (while training, while scoring)."""
         role, config = self._role(name), self.job.config
         grid, fields = role.grid, role.recompute
         tokens = -(-self._tokens(role) // grid.cp)
@@ -342,7 +356,8 @@ class MemoryModel:
 
     @staticmethod
     def _head_bytes(role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool) -> float:
-        if role.shards is not None:  # every tensor-parallel rank makes all logits
+        # Under FSDP the output layer is replicated, so every tensor-parallel rank computes all logits.
+        if role.shards is not None:
             shape = replace(shape, tp=1)
         if not role.config.chunked_logits:
             return head_bytes(shape, vocab, tokens, train=train)
@@ -352,17 +367,18 @@ class MemoryModel:
     def _repeats(self, role: Role, tokens: int) -> float:
         config = self.job.config
         if not role.config.pack_samples or role.grid.cp > 1:
-            return 1.0  # Transformer Engine's context parallelism takes each sample with its own prompt
+            # Transformer Engine's context parallelism does not share prompts between packed samples.
+            return 1.0
         shared = config.data.max_prompt_tokens - 1
         return keys_per_token(tokens, shared, config.max_tokens - shared, config.algorithm.group_size)
 
     def _samples(self, role: Role) -> int:
-        """Of one update on a data-parallel rank."""
+        """Return the number of samples in one update on a data-parallel rank."""
         config = self.job.config
         return -(-config.rows_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
 
     def _tokens(self, role: Role) -> int:
-        """Of the largest micro-batch, where every sample is as long as it may be."""
+        """Return the tokens of the largest micro-batch if every sample has its full length."""
         most = role.config.micro_batch_tokens
         if role.trained is None or role.trained.gradient_accumulation == 1:
             return most
@@ -370,21 +386,21 @@ class MemoryModel:
         return min(most, samples * self.job.config.max_tokens)
 
     def _micro_batches(self, role: Role) -> int:
-        """Of one update on a data-parallel rank, if every sample is as long as it may be."""
+        """Return the number of micro-batches of one update on a data-parallel rank if every sample has full length."""
         samples = self._samples(role)
         least = min(samples, role.trained.gradient_accumulation) if role.trained is not None else 1
         return max(least, -(-samples // max(1, role.config.micro_batch_tokens // self.job.config.max_tokens)))
 
 
 def phases_of(memory: Iterable[RankMemory]) -> list[str]:
-    """The phases of all ranks, each once."""
+    """List the phases of all ranks, each once."""
     return list(dict.fromkeys(phase for rank in memory for phase in rank.moments))
 
 
 def _training(
     held: dict[str, float], loads: dict[str, dict[str, float]], buckets: float
 ) -> dict[str, dict[str, float]]:
-    """What is in use in each phase on a rank without an engine."""
+    """Return what is in use in each phase on a rank without an engine."""
     moves = {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))} if buckets else {}
     return moves | {REST: held} | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
 
@@ -398,15 +414,15 @@ UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
 
 @dataclass(frozen=True)
 class EngineBytes:
-    """One rank of an engine.
+    """Memory of one rank of an engine.
 
     Attributes:
-        budget: all that the engine takes.
-        weights: of its own, before any is aliased.
-        workspace: activations of the largest batch, an estimate of what vLLM profiles.
-        cache: the KV cache; negative where its own weights and workspace alone exceed the budget.
-        bytes_per_token: of the cache.
-        sequences: responses asked of the engine at once.
+        budget: bytes of everything that the engine takes.
+        weights: bytes of its weights, before any is aliased.
+        workspace: bytes of activations of the largest batch; an estimate of vLLM's profiling.
+        cache: bytes of the KV cache; negative if weights and workspace alone exceed the budget.
+        bytes_per_token: bytes of a token in the cache.
+        sequences: responses that a step asks of the engine.
         longest: tokens of the longest sequence.
     """
 
@@ -420,6 +436,7 @@ class EngineBytes:
 
     @property
     def tokens(self) -> int:
+        """Tokens that the cache holds."""
         return max(0, int(self.cache // self.bytes_per_token))
 
     @property
@@ -429,7 +446,10 @@ class EngineBytes:
 
 
 def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
-    """Over all layers, on one rank: keys and values of its heads; under MLA the latent, on every rank."""
+    """Return the cache bytes of one token on one rank, over all layers.
+
+    With tensor parallelism a rank holds keys and values of its heads; under MLA, every rank holds the whole latent.
+    """
     if spec.mla is not None:
         return spec.num_layers * (spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim) * itemsize
     heads = max(1, spec.num_kv_heads // tp)
@@ -449,25 +469,28 @@ def engine_bytes(
     longest: int,
     graphs: float = 0.0,
 ) -> EngineBytes:
-    """What an engine of `tp` ranks holds on each.
+    """Return what each rank of an engine with `tp` ranks holds.
 
     Args:
-        layout: of one of its ranks.
+        layout: layout of one of its ranks.
         fields: `rollout.vllm`.
-        aliased: bytes of weights that are an actor's, on the rank that has the fewest: vLLM measures what it holds
-            itself, and gives its cache the rest of its share, on all ranks what is left on the fullest (0.32 and later:
+        itemsize: bytes of a weight.
+        aliased: bytes of weights that share an actor's storage, on the rank with the fewest. vLLM measures what it
+            holds
+            itself and gives its cache the rest of its share; all ranks take the smallest cache (0.32 and later:
             utils/mem_utils.py, v1/executor/uniproc_executor.py).
-        memory: of the GPU, bytes.
+        memory: bytes of the GPU.
         sequences, longest: responses per engine and step, and the context they may need.
         graphs: bytes of CUDA graphs, which vLLM takes off its share before the cache (0.32: v1/worker/gpu_worker.py,
-            `determine_available_memory`). Its communicators are made before it measures, and lie outside.
+            `determine_available_memory`). Its communicators are created before it measures, and lie outside.
     """
     weights = held_bytes(layout, itemsize)
     budget = memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
     cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
     workspace = engine_workspace(spec, tp, fields, itemsize)
     cache = budget - (weights - aliased) - workspace - graphs
-    if fields.get("kv_cache_memory_bytes"):  # then vLLM asks for that much, whatever the utilization
+    # An explicit cache size overrides gpu_memory_utilization.
+    if fields.get("kv_cache_memory_bytes"):
         cache = float(fields["kv_cache_memory_bytes"])
         budget = cache + weights - aliased + workspace + graphs
     per_token = kv_bytes_per_token(spec, tp, cache_itemsize)

@@ -1,4 +1,4 @@
-"""The operators of a job's step with their seconds: how much each rank has to do of each."""
+"""Operators of a job's step with their seconds on each rank. `simulator` plays them as events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from megaverl.planner.traffic import ReshardTraffic
 from megaverl.sharding.model_spec import ModelSpec
 
 Lane = tuple[str, int, float, float]
-EXCHANGED = 3  # messages that bring a rank another's samples: sizes, header, rows (`data.held_rows.move_ragged`)
+# Messages of one exchange of samples between two ranks: sizes, header, rows (`data.held_rows.move_ragged`).
+EXCHANGED = 3
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Operation:
     """An operator of a step.
 
     Attributes:
-        needs: operators of the same step whose results it takes.
-        worlds: names of the worlds that it runs on.
-        seconds: with a processor for each rank.
-        work: seconds of processors, over all ranks.
-        ahead: how many steps it may be ahead of training.
+        needs: operators of the same step whose results it reads.
+        worlds: names of the role groups that it runs on.
+        seconds: duration if every rank has a processor of its own.
+        work: seconds of processor time, over all ranks.
+        lanes: (part, rank, begin, end) for drawing its parts.
+        ahead: number of steps that it may be ahead of training.
     """
 
     name: str
@@ -52,11 +54,11 @@ class Operation:
 
     @property
     def cores(self) -> float:
-        """Processors that it keeps at work, on the mean."""
+        """Mean number of processors that it keeps busy."""
         return self.work / self.seconds if self.seconds else 0.0
 
     def times(self, factor: float) -> Operation:
-        """The same, so many times as long."""
+        """Return the operator with all its times multiplied by `factor`."""
         if factor == 1.0:
             return self
         lanes = tuple((what, rank, begin * factor, end * factor) for what, rank, begin, end in self.lanes)
@@ -64,10 +66,10 @@ class Operation:
 
 
 class StepLoad:
-    """What a step of a job has to do.
+    """The work of one step of a job: its samples and the costs of its models.
 
     Attributes:
-        samples: of a step, over all ranks.
+        samples: samples of a step, over all ranks.
     """
 
     def __init__(
@@ -80,34 +82,38 @@ class StepLoad:
 
     @property
     def peak(self) -> float:
-        """Floating-point operations a second of a rank."""
+        """Peak floating-point operations a second of a rank."""
         return self.hardware.peak(self.dtype)
 
     @cached_property
     def actor(self) -> ModelCosts:
+        """Costs of the actor's model."""
         return self.model(self.job.spec)
 
     def model(self, spec: ModelSpec) -> ModelCosts:
+        """Return the costs of a model."""
         return ModelCosts(spec, self.hardware, self.dtype)
 
     def passes_over(self) -> int:
-        """How often an update goes over a sample."""
+        """Return how often an update visits each sample."""
         return self.job.config.algorithm.num_epochs
 
     def model_flops(self) -> dict[str, float]:
-        """Operator -> operations that the model needs for it, over all ranks."""
+        """Return operator -> operations that the model needs for it, over all ranks."""
         found = {}
         tokens, pairs = self.samples * self.lengths.tokens, self.samples * self.lengths.pairs
         for name, role, kind in scored(self.job):
+            # A backward pass has twice the operations of a forward pass.
             times = 3 * self.passes_over() if kind == "update" else 1
             found[name] = times * self.model(role.spec).flops(tokens, pairs)
         return found | {"rollout": self.actor.flops(tokens, pairs)}
 
 
 def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
-    """(operator, its role, "score" or "update") of those that run a model over a step's samples."""
+    """Yield (operator, its role, "score" or "update") for operators that run a model over a step's samples."""
     config, roles = job.config, {role.name: role for role in job.roles}
     algorithm = config.algorithm
+    # A single update per step starts from the weights that scored, so it needs no separate pass for old_log_probs.
     if algorithm.num_epochs * algorithm.num_mini_batches > 1 or algorithm.kl.place == "reward":
         yield "old_log_probs", job.actor, "score"
     if config.uses_ref_log_probs:
@@ -119,7 +125,7 @@ def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
 
 
 def operations(load: StepLoad) -> list[Operation]:
-    """In the order in which ranks that have several run them."""
+    """List the operators of a step, in the order in which a rank with several of them runs them."""
     job, hardware = load.job, load.hardware
     models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
@@ -155,10 +161,13 @@ def operations(load: StepLoad) -> list[Operation]:
 
 
 def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]:
-    """Say of every operator how many steps it may be ahead of training.
+    """Set how many steps each operator may be ahead of training.
 
-    An operator is as far ahead as its worlds are, but no further than those that it needs and those before it in the
-    same world: a critic beside the engines values samples ahead of training, but waits for the actor's advantages.
+    An operator is as far ahead as its role groups are, but no further than the operators that it needs and those before
+    it
+    in the same group. For example, a critic on the engines' ranks computes values ahead of training, but its update
+    waits
+    for the actor's advantages.
     """
     rollout, sampling = job.config.rollout, job.config.algorithm.dynamic_sampling
     staleness = rollout.max_staleness if rollout.async_rollout else 0
@@ -174,7 +183,7 @@ def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]
 
 
 def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool) -> tuple[Lane, ...]:
-    """What an engine does one after the other, on its first rank; nothing is said of one that does not sleep."""
+    """Return the lanes of what an engine does in sequence, on its first rank; empty if the engine never sleeps."""
     found, at = [], 0.0
     for what, seconds in parts if sleeps else ():
         found.append((what, job.rollout.ranks[0], at, at + seconds))
@@ -183,9 +192,12 @@ def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool
 
 
 def slept_seconds(load: StepLoad) -> float | None:
-    """Of copying an engine's weights to the host when it sleeps, and as long back when its weights wake for a reshard
-    (`workers.weight_sync`: none where actor and engines share their ranks, as the reshard writes all of them anew);
-    None: it does not sleep. Memory is mapped and unmapped in no time."""
+    """Return the seconds of copying an engine's weights to the host when it sleeps; None if it does not sleep.
+
+    Waking for a reshard takes as long again. Where actor and engines share ranks nothing is copied, as the reshard
+    writes
+    all weights anew (`workers.weight_sync`). Mapping and unmapping memory takes no time.
+    """
     job, config = load.job, load.job.config
     if not config.rollout.sleep or config.rollout.engine != "vllm" or load.hardware.cores is not None:
         return None
@@ -206,7 +218,7 @@ def _operation(
     work: float,
     lanes: tuple[Lane, ...] = (),
 ) -> Operation:
-    """With what every operator costs besides; on shared cores it takes as long as these need for the work."""
+    """Return an operator with the overhead that every operator has; on shared cores, with the time that they need."""
     job, hardware = load.job, load.hardware
     beside = hardware.operator_ms * 1e-3
     seconds, work = seconds + beside, work + beside * len(ranks)
@@ -220,8 +232,10 @@ def _operation(
 
 
 def _exchanged(load: StepLoad, role: Role) -> Duration:
-    """What data-parallel ranks tell each other of their samples (`data.held_rows.HeldRows.spread`), by doublings of the
-    ranks."""
+    """Return the time in which data-parallel ranks exchange their samples, by recursive doubling.
+
+    See `data.held_rows.HeldRows.spread`.
+    """
     if role.grid.dp * role.islands == 1:
         return Duration()
     number = len(role.ranks)
@@ -229,7 +243,7 @@ def _exchanged(load: StepLoad, role: Role) -> Duration:
 
 
 def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, tuple[Lane, ...]]:
-    """(seconds, seconds of processors, lanes) of scoring a step's samples or of updating on them."""
+    """Return (seconds, processor seconds, lanes) of scoring a step's samples, or of updating on them."""
     update = kind == "update"
     algorithm = load.job.config.algorithm
     parts = algorithm.num_mini_batches if update else 1
@@ -266,7 +280,9 @@ def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
 
 
 def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:
-    """(one micro-batch, how many of them) of a data-parallel rank, for one of `parts` of a step's samples."""
+    """Return (one micro-batch, their number) on a data-parallel rank, for one of `parts` equal parts of a step's
+    samples.
+    """
     config, lengths = load.job.config, load.lengths
     samples = load.samples / (parts * role.grid.dp * role.islands)
     together = min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
@@ -274,18 +290,20 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     once = together if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)
     pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
-    if not role.config.pack_samples:  # rows are filled up to the longest
+    # Without packing, rows are padded to the longest sample.
+    if not role.config.pack_samples:
         longest = lengths.prompt + lengths.responses[-1]
         tokens, pairs = samples * longest, samples * longest**2 / 2
     least = role.trained.gradient_accumulation if role.trained is not None and parts > 1 else 1
     number = max(1, least, ceil(tokens / role.config.micro_batch_tokens))
-    if load.hardware.cores is not None:  # a mask over all pairs of the row
+    # On a CPU attention computes all pairs of a packed row and masks those between samples.
+    if load.hardware.cores is not None:
         pairs = number * (tokens / number) ** 2
     return MicroBatchLoad(tokens / number, pairs / number), number
 
 
 def stage_passes(load: StepLoad, role: Role, batch: MicroBatchLoad) -> list[LayerPasses]:
-    """Of every pipeline stage over one micro-batch."""
+    """Return the passes of every pipeline stage over one micro-batch."""
     costs, grid = load.model(role.spec), role.grid
     fields = role.recompute
     parallel = bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
@@ -309,7 +327,12 @@ def stage_passes(load: StepLoad, role: Role, batch: MicroBatchLoad) -> list[Laye
 
 
 def _gathered(load: StepLoad, role: Role, passes: LayerPasses) -> LayerPasses:
-    """Under FSDP weights come before each pass, beside the layer before; gradients leave after the backward pass."""
+    """Add the gathers of FSDP to a stage's passes.
+
+    Weights arrive while the layer before computes, and gradients leave during the backward pass, so only time beyond
+    the
+    computation counts.
+    """
     assert role.shards is not None
     costs = load.model(role.spec)
     nbytes = costs.itemsize * sum(parameters_of_stage(role, 0))
@@ -322,7 +345,7 @@ def _gathered(load: StepLoad, role: Role, passes: LayerPasses) -> LayerPasses:
 
 
 def _hop(load: StepLoad, role: Role, batch: MicroBatchLoad) -> float:
-    """A micro-batch from a pipeline stage to the next."""
+    """Return the seconds of sending a micro-batch from one pipeline stage to the next."""
     grid, costs = role.grid, load.actor
     if grid.pp == 1:
         return 0.0
@@ -332,7 +355,7 @@ def _hop(load: StepLoad, role: Role, batch: MicroBatchLoad) -> float:
 
 
 def _ranked(role: Role, lanes: Sequence[tuple[str, int, float, float]]) -> tuple[Lane, ...]:
-    """Of each stage's first rank; passes that follow one another without a pause are one."""
+    """Map lanes of stages to each stage's first rank, and merge passes that follow each other without a pause."""
     found: list[Lane] = []
     open_lanes: dict[int, int] = {}
     for what, stage, begin, end in lanes:
@@ -346,7 +369,7 @@ def _ranked(role: Role, lanes: Sequence[tuple[str, int, float, float]]) -> tuple
 
 
 def parameters_of_stage(role: Role, stage: int) -> tuple[float, float]:
-    """(parameters outside experts, of experts) of a rank of a pipeline stage."""
+    """Return the parameters (outside experts, in experts) that a rank of a pipeline stage holds."""
     spec, grid = role.spec, role.grid
     dense, moe = role.layers(stage)
     attention = attention_parameters(spec) / grid.tp
@@ -365,8 +388,10 @@ def parameters_of_stage(role: Role, stage: int) -> tuple[float, float]:
 
 
 def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Duration:
-    """What follows the last backward pass: gradients summed, the optimizer's step, weights gathered; the slowest
-    stage's."""
+    """Return the time of the slowest stage after its last backward pass.
+
+    This is the gradient reduction, the optimizer's step, and the gathering of weights.
+    """
     costs, grid = load.model(role.spec), role.grid
     trained, optimizer = role.trained, getattr(role.config, "optimizer", {})
     assert trained is not None
@@ -379,6 +404,7 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     for stage in range(grid.pp):
         plain, expert = parameters_of_stage(role, stage)
         if trained.lora is not None:
+            # Adapters have about a hundredth of the parameters.
             plain, expert = plain * 0.01, expert * 0.01
         replicas, stride = grid.dp * grid.cp, grid.tp
         groups = ((plain, replicas, stride), (expert, grid.expert_dp, grid.expert_tp * grid.ep))
@@ -386,7 +412,8 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
             groups = ((0.0, 1, 1), (0.0, 1, 1))
         reduced = sum(costs.links.gather(gradient * n, size, step) for n, size, step in groups)
         gathered = sum(costs.links.gather(costs.itemsize * n, size, step) for n, size, step in groups)
-        if overlaps:  # with the last micro-batch's backward pass; the first layers' bucket has nothing to hide behind
+        # The reduction overlaps with the last backward pass, but the last bucket has nothing left to overlap with.
+        if overlaps:
             reduced = max(reduced / 8, reduced - stages[stage].backward.seconds)
         if gathers_early:
             gathered = max(gathered / 8, gathered - stages[stage].forward.seconds)
@@ -404,7 +431,7 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
 
 
 def _offloaded(load: StepLoad, role: Role) -> float:
-    """Seconds of what an update brings from host memory and puts back."""
+    """Return the seconds of copying offloaded state from host memory for an update, and back."""
     if role.trained is None:
         return 0.0
     offload, host = role.trained.offload, load.hardware.host_gb_s * 1e9
@@ -419,7 +446,10 @@ def _offloaded(load: StepLoad, role: Role) -> float:
 
 
 def reshard_seconds(load: StepLoad) -> float:
-    """By the ranks' own plans, or an estimate of their bytes: what an engine's rank lacks, from the nearest holders."""
+    """Return the seconds of a reshard, from the ranks' own plans if `load.traffic` has them, else from an estimate.
+
+    The estimate counts the bytes that an engine's rank does not hold yet, from the nearest ranks that hold them.
+    """
     job, hardware = load.job, load.hardware
     machine = hardware.machine()
     if load.traffic is not None:
@@ -427,7 +457,7 @@ def reshard_seconds(load: StepLoad) -> float:
     grid, tp = job.actor.grid, job.rollout.tp
     itemsize = load.actor.itemsize
     stages = [sum(parameters_of_stage(job.actor, stage)) for stage in range(grid.pp)]
-    # over all ranks of a replica, then what one engine's rank needs of it
+    # Bytes of the whole model over a replica's ranks, of which an engine's rank needs 1 / tp.
     whole = sum(
         plain * grid.tp + expert * grid.expert_tp * grid.ep
         for plain, expert in (parameters_of_stage(job.actor, stage) for stage in range(grid.pp))

@@ -1,4 +1,4 @@
-"""A picture of a plan: where the roles stand, who sends to whom, how much, and what fills a GPU."""
+"""Draw a plan: placement of the roles, traffic of a reshard, memory of a GPU, and the predicted step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megaverl.planner.stages import MORE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_RANKS = 64  # up to this many, ranks are drawn one by one; above, nodes
+MOST_RANKS = 64  # larger jobs are drawn by nodes instead of ranks
 NEW_LINE = "\n"
-MOST_NAMED = 16  # up to this many cells a side, each cell says its number
-# Okabe and Ito's colours, which differ for colour-blind eyes too
+MOST_NAMED = 16  # larger matrices have no numbers in their cells
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {
     "training": "#0072B2",
     "frozen": "#56B4E9",
@@ -32,11 +32,14 @@ COLOURS = {
 }
 STEP_COLOURS = ("#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#E69F00", "#009E73", "#F0E442", "#999999", "#7A4A1E")
 MOST_LANES, PALE = 24, "#d9d9d9"
-GREYS = (0.85, 0.35)  # of the reserve's parts, from first to last
+GREYS = (0.85, 0.35)  # grey levels of the reserve's first and last part
 
 
 def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
-    """Write the picture; its suffix, .svg or .png, says in which format."""
+    """Write the picture as SVG or PNG, according to the suffix of `path`.
+
+    The file is replaced atomically.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,8 +72,13 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
 
 
 def _step(axes: Axes, capacity: Capacity) -> list[int]:
-    """The predicted step as the report of a run draws one: a row for each role, and for each of its pipeline's stages,
-    bars of what runs when; a line where an engine sleeps or wakes. The ranks whose rows these are."""
+    """Draw the predicted step like the report of a run: one row for each role and pipeline stage.
+
+    Bars show which operator runs when, and lines show when an engine sleeps or wakes.
+
+    Returns:
+        The ranks that have a row.
+    """
     found = capacity.prediction
     assert found is not None
     rows: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
@@ -100,7 +108,7 @@ def _step(axes: Axes, capacity: Capacity) -> list[int]:
 
 
 def _held(axes: Axes, capacity: Capacity, ranks: Sequence[int]) -> None:
-    """Memory of these ranks through the predicted step, each operator at its busiest."""
+    """Draw the memory of these ranks through the predicted step, at the peak of each operator."""
     assert capacity.prediction is not None
     for number, rank in enumerate(ranks):
         spans = memory_over_time(capacity.prediction, capacity.memory[rank])
@@ -117,7 +125,7 @@ def _held(axes: Axes, capacity: Capacity, ranks: Sequence[int]) -> None:
 
 
 def _placement(axes: Axes, capacity: Capacity) -> None:
-    """Nodes from top to bottom, their GPUs from left to right: the actor's pipeline stages, or whose each GPU is."""
+    """Draw nodes as rows and their GPUs as columns, coloured by the actor's pipeline stage or by role."""
     job = capacity.job
     width, nodes, grid = job.machine.gpus_per_node, num_nodes(job), job.actor.grid
     axes.set_xticks(range(width))
@@ -150,7 +158,7 @@ def _placement(axes: Axes, capacity: Capacity) -> None:
 
 
 def _cells(axes: Axes, kind_of: Sequence[int], num_kinds: int, shape: tuple[int, int]) -> None:
-    """A GPU each, coloured by its kind; those that the job does not use are blank."""
+    """Fill the cells of all GPUs with the colour of their kind. GPUs that the job does not use stay blank."""
     from matplotlib import colormaps
 
     cells = np.full(shape[0] * shape[1], np.nan)
@@ -161,7 +169,7 @@ def _cells(axes: Axes, kind_of: Sequence[int], num_kinds: int, shape: tuple[int,
 
 
 def _inside(job: PlannedJob, rank: int) -> list[str]:
-    """What a GPU is, in as many words as fit on it."""
+    """Return the words that describe a GPU in its cell."""
     words = []
     if (place := job.actor.place(rank)) is not None:
         at = job.actor.grid.coords(place)
@@ -179,7 +187,7 @@ def _ink(stage: int, pp: int) -> str:
 
 
 def _who_to_whom(figure: Any, axes: Axes, capacity: Capacity) -> None:
-    """Bytes of one reshard from each rank (or node) to each."""
+    """Draw the bytes of one reshard as a matrix of sending and receiving ranks, or nodes."""
     from matplotlib import colormaps
 
     job = capacity.job
@@ -193,7 +201,8 @@ def _who_to_whom(figure: Any, axes: Axes, capacity: Capacity) -> None:
     unit = "node" if by_node else "rank"
     shown = np.ma.masked_equal(matrix, 0.0)
     palette = colormaps["magma_r"].with_extremes(bad="#f2f2f2")
-    most = 1.15 * matrix.max() or 1.0  # the palette's last colour is black
+    # The palette ends in black, so leave its last part unused to keep numbers readable.
+    most = 1.15 * matrix.max() or 1.0
     image = axes.imshow(shown, cmap=palette, vmin=0.0, vmax=most, aspect="equal", interpolation="nearest")
     figure.colorbar(image, ax=axes, label=f"GB from {unit} to {unit}", shrink=0.9)
     axes.set_xlabel(f"to {unit}")
@@ -214,7 +223,7 @@ def _who_to_whom(figure: Any, axes: Axes, capacity: Capacity) -> None:
 
 
 def _edges(axes: Axes, columns: Iterable[int], rows: Iterable[int], colour: str) -> None:
-    """Lines before these columns and rows of cells."""
+    """Draw lines before these columns and rows of cells."""
     for column in columns:
         axes.axvline(column - 0.5, color=colour, linewidth=0.8)
     for row in rows:
@@ -222,7 +231,7 @@ def _edges(axes: Axes, columns: Iterable[int], rows: Iterable[int], colour: str)
 
 
 def _fill(axes: Axes, capacity: Capacity) -> None:
-    """What fills the fullest rank in each phase, against the memory of a GPU."""
+    """Draw the memory of the fullest rank in each phase against the memory of a GPU."""
     phases = phases_of(capacity.memory)
     fullest = {p: max(capacity.memory, key=lambda m: m.phases.get(p, 0.0)) for p in phases}
     labels = [f"{phase}\n(rank {fullest[phase].rank})" for phase in fullest]
@@ -251,7 +260,7 @@ def _fill(axes: Axes, capacity: Capacity) -> None:
 
 
 def _bytes_by_rank(axes: Axes, capacity: Capacity) -> None:
-    """How even the load is: what every rank sends and receives over each link, and what it need not move."""
+    """Draw the bytes that every rank sends and receives over each link, and those that it need not move."""
     ranks = capacity.traffic.ranks
     numbers = [rank.rank for rank in ranks]
     series = {
@@ -266,7 +275,8 @@ def _bytes_by_rank(axes: Axes, capacity: Capacity) -> None:
     for name, (values, colour, line) in series.items():
         if any(values):
             gigabytes = [value / GB for value in values]
-            wide = "received" in name  # so that it shows beneath an equal number sent
+            # A wide, pale line stays visible under the line of an equal number of bytes sent.
+            wide = "received" in name
             width, alpha = (4.0, 0.5) if wide else (1.5, 1.0)
             axes.plot(
                 numbers,

@@ -1,4 +1,4 @@
-"""A run on the ranks and GPUs that it has met: the engine's share of their memory, and whether all of it fits."""
+"""Plan a run on the GPUs it has been given: derive vLLM's share of their memory, and refuse a run that does not fit."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from megaverl.planner.memory import UTILIZATION, MemoryModel
 from megaverl.sharding.model_spec import ModelSpec
 
 SHARE = "gpu_memory_utilization"
-ROOM = 0.97  # of a GPU: what the plan counts is not all, and blocks of memory are cut in pieces
+ROOM = 0.97  # fraction of a GPU that a plan may fill, since it does not count everything and memory fragments
 STEP = 0.05
 LEAST, MOST = 0.1, 0.9
-UNKNOWN = 0.5  # where the planner has no table of the model
-# Phases of a step in which a sleeping engine's share is taken; the others do not depend on it.
+UNKNOWN = 0.5  # share for a model that the planner cannot count
+# Phases in which a sleeping engine's memory is in use. Its share does not affect the other phases.
 OF_ENGINE = ("engine start", "generate", "reshard")
 
 
 def derive_share(job: PlannedJob) -> float | None:
-    """Return the share of a GPU's memory that vLLM may take beside the other roles of its ranks.
+    """Return the share of a GPU's memory that vLLM may take beside the other roles on its ranks.
 
-    vLLM's own default, 0.92, is for a GPU that it has to itself. None where that holds, where the configuration names
-    a share or a size of the cache, and where there is no GPU. The share is the largest multiple of 0.05 with which
-    every phase of a step fits; if even the least does not, `shortages` reports what is missing.
+    vLLM's own default, 0.92, is for a GPU that it has to itself. The share is the largest multiple of 0.05 with which
+    every
+    phase of a step fits. If even the smallest share does not fit, it is returned, and `shortages` reports what is
+    missing.
+
+    Returns:
+        None if vLLM's default suits, if the configuration sets a share or a cache size, and if there is no GPU.
     """
     if not _is_open(job.config) or not job.machine.on_gpus:
         return None
@@ -44,7 +48,7 @@ def derive_share(job: PlannedJob) -> float | None:
         over = max((each.needed - each.available for each in depends), default=0.0)
         if over <= 0 or share <= LEAST:
             return share
-        # A little less than a whole number of steps must not become one step more.
+        # Without 1e-9, rounding errors just below a multiple of STEP would cost one more step.
         lower = math.floor((share - over / job.machine.memory) / STEP + 1e-9) * STEP
         share = round(max(LEAST, min(lower, share - STEP)), 2)
 
@@ -68,9 +72,9 @@ def explain(share: float) -> str:
 
 
 def with_engine_share(config: Config, placement: ResolvedPlacement) -> Config:
-    """Return the configuration of a run with the engine's share of its GPUs, where nobody named one.
+    """Return the configuration with the engine's derived share of its GPUs, unless the user has set one.
 
-    Every rank comes to the same, as all have heard of the nodes.
+    Every rank derives the same share, as all ranks know all nodes.
     """
     gpus = [node for node in placement.nodes if node.memory]
     if not gpus or not _is_open(config):
@@ -88,9 +92,9 @@ def _with_unknown_share(config: Config) -> Config:
 
 
 def placed_job(config: Config, placement: ResolvedPlacement, *, with_least_engine: bool = False) -> PlannedJob | None:
-    """Return the run as the planner counts it on these nodes; None for a model that it cannot count.
+    """Return the run's job on these nodes, or None for a model that the planner cannot count.
 
-    That is one whose folder is not here yet, or whose engine's layout would have to be read from vLLM.
+    That is a model whose folder does not exist yet, or whose engine layout would have to be read from vLLM.
 
     Args:
         with_least_engine: count such an engine with the least that it can hold (`make_job`, `builds_engine`).
@@ -109,11 +113,11 @@ def placed_job(config: Config, placement: ResolvedPlacement, *, with_least_engin
 def check_memory(config: Config, placement: ResolvedPlacement) -> None:
     """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
 
-    Every rank comes to the same, as all have heard of the nodes. Nodes without a GPU, a model that is not in a folder
-    yet, and engines other than vLLM are not counted. For a model without a table no other settings are looked for.
+    Every rank comes to the same result, as all ranks know all nodes. Nodes without a GPU, a model without a folder, and
+    engines other than vLLM are not counted. For a model without a table, no other settings are searched.
 
     Raises:
-        ConfigError: what does not fit, and the nearest settings that would.
+        ConfigError: names what does not fit, and the nearest settings that would.
     """
     left_out = config.rollout.engine != "vllm" or not config.placement.check_memory or config.trainer.rollout_only
     share = None if left_out else with_engine_share(config, placement)
@@ -130,7 +134,7 @@ def check_memory(config: Config, placement: ResolvedPlacement) -> None:
 
 
 def by_ranks(config: Config, placement: ResolvedPlacement) -> Config:
-    """The configuration with every role's ranks written out, whoever has said where they are."""
+    """Return the configuration with every role's ranks written out, including those that the placement has chosen."""
     if placement.is_colocated:
         return config
     places = {role: ranks_text(ranks) for role, ranks in placement.ranks.items()}

@@ -1,4 +1,4 @@
-"""What `megaverl plan` says: one dictionary for machines, and the same as text for people."""
+"""Report of `megaverl plan`: a dictionary for programs, and the same content as text for a terminal."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ BASIS = {
 
 @dataclass(frozen=True)
 class Capacity:
-    """All that is found out about a job.
+    """Everything that a plan has found about a job.
 
     Attributes:
-        derived: what a run will use that the configuration does not say, a line each.
-        prediction: of a step, where the hardware is described. lengths: of the samples that it is for.
+        derived: values that a run will choose because the configuration leaves them open, one line each.
+        prediction: predicted step; None if the hardware is not described.
+        lengths: sample lengths of the prediction.
     """
 
     job: PlannedJob
@@ -65,7 +66,12 @@ class Capacity:
 
 
 def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDistribution | None = None) -> Capacity:
-    """Memory and traffic of every rank, advice where something does not fit, and what a step takes on this hardware."""
+    """Count memory and traffic of every rank, look for settings that fit if these do not, and predict a step.
+
+    Args:
+        hardware: hardware of the prediction; None: no prediction.
+        lengths: lengths of the samples; None: `default_lengths`.
+    """
     share = derive_share(job)
     if share is not None:
         job = with_share(job, share)
@@ -81,10 +87,10 @@ def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDis
 
 
 def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
-    """Yield what a run will use that the configuration does not say.
+    """Yield the values that a run will choose because the configuration leaves them open.
 
     Args:
-        share: of a GPU for vLLM, if it is derived.
+        share: vLLM's share of a GPU, if it is derived.
     """
     if share is not None:
         yield explain(share)
@@ -103,7 +109,7 @@ def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
 
 
 def as_dict(capacity: Capacity) -> dict[str, Any]:
-    """Numbers in bytes and seconds under plain names; `[least, median, most]` over the ranks."""
+    """Return the plan in bytes and seconds under plain names, with `[least, median, most]` over the ranks."""
     job, traffic, machine = capacity.job, capacity.traffic, capacity.job.machine
     slowest, mean = traffic.seconds(machine)
     memory, engine, rollout = capacity.memory, capacity.memory[0].engine, job.rollout
@@ -155,7 +161,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
 
 
 def as_text(capacity: Capacity) -> str:
-    """The report for a terminal, at most 110 columns wide."""
+    """Format the plan for a terminal, at most 110 columns wide."""
     parts = (_head, _memory, _traffic, _step, _verdict)
     return "\n\n".join(
         "\n".join(lines) for lines in [*(list(part(capacity)) for part in parts), list(_basis())] if lines
@@ -163,7 +169,7 @@ def as_text(capacity: Capacity) -> str:
 
 
 def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
-    """Role -> its components, of all ranks."""
+    """Return role -> its memory components on any rank."""
     found: dict[str, dict[str, None]] = {}
     for rank in memory:
         for role, parts in rank.parts.items():
@@ -172,17 +178,17 @@ def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
 
 
 def of_part(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
-    """Bytes of a component on each rank that has it."""
+    """List the bytes of a component on each rank that has it."""
     return [rank.parts[role][part] for rank in memory if part in rank.parts.get(role, {})]
 
 
 def parameters(job: PlannedJob) -> int:
-    """Elements of all weights of the actor."""
+    """Return the number of the actor's parameters."""
     return sum(prod(weight.shape) for weight in described(job.spec))
 
 
 def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
-    """Roles that are trained under FSDP -> what a rank receives in a micro-batch."""
+    """Return role -> bytes that a rank receives in a micro-batch, for roles that are trained under FSDP."""
     found = {}
     for role in job.roles:
         if role.shards is not None and role.trained is not None:
@@ -197,12 +203,17 @@ Span = tuple[float, float, str, float]
 
 
 def memory_over_time(found: Prediction, memory: RankMemory) -> list[Span]:
-    """(begin, end, what, bytes in use at its busiest) of a rank through a step: what it works on, and what it holds
-    between these, engines asleep where they sleep. One after the other from 0 on, without gaps; what runs ahead of its
-    step is where it runs while this one does."""
+    """List (begin, end, activity, peak bytes) of a rank through a step, without gaps.
+
+    Between operators the rank holds what it keeps at rest, with engines asleep if they sleep. An operator that runs
+    ahead
+    of its own step appears at the time of this step at which it runs.
+    """
     step, pieces = found.step_seconds, []
     for phase in found.phases:
         if memory.rank in phase.ranks and phase.seconds > INSTANT:
+            # Steps repeat, so an operator that began before this step appears at its end, split in two if it crosses
+            # the boundary.
             begin = phase.begin % step
             begin = 0.0 if step - begin < INSTANT else begin
             end = begin + phase.seconds
@@ -221,28 +232,29 @@ def memory_over_time(found: Prediction, memory: RankMemory) -> list[Span]:
 
 
 def _moment(phase: PredictedPhase) -> str:
-    """The phase of `RankMemory` that an operator is."""
+    """Return the phase of `RankMemory` that an operator belongs to."""
     kinds = {"rollout": "generate", "reshard": "reshard", "reward": REST, "advantages": REST}
     return kinds.get(phase.name, f"{phase.role} {'update' if phase.name.endswith('_update') else 'forward'}")
 
 
 def sleep_and_wake(found: Prediction) -> list[tuple[str, float, float]]:
-    """(sleep or wake, begin, end) of the engines, in the order of their begin; in no time where nothing is copied."""
+    """List ("sleep" or "wake", begin, end) of the engines by begin; begin equals end if nothing is copied."""
     lanes = [lane for phase in found.phases for lane in phase.lanes if lane[0] in ("sleep", "wake")]
     return sorted(((what, begin, end) for what, _, begin, end in lanes), key=lambda each: each[1])
 
 
 def num_nodes(job: PlannedJob) -> int:
+    """Return the number of nodes that the job uses."""
     return -(-job.world // job.machine.gpus_per_node)
 
 
 def nodes_text(job: PlannedJob) -> str:
-    """ "1 node", "128 nodes"."""
+    """Format the number of nodes: "1 node", "128 nodes"."""
     return f"{num_nodes(job):,} node{'s' if num_nodes(job) > 1 else ''}"
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """[least, median, most]."""
+    """Return [least, median, most]."""
     return [min(values), statistics.median(values), max(values)]
 
 
@@ -299,7 +311,7 @@ def _memory(capacity: Capacity) -> Iterator[str]:
 
 
 def host_memory(capacity: Capacity) -> dict[str, float]:
-    """Return part -> bytes of host memory on the node that needs most: what is offloaded, and a checkpoint's copy."""
+    """Return component -> bytes of host memory on the fullest node: offloaded state, and a checkpoint's copy."""
     nodes: dict[int, dict[str, float]] = {}
     for rank in capacity.memory:
         node = nodes.setdefault(capacity.job.machine.node_of(rank.rank), {})
@@ -356,7 +368,7 @@ def _step_as_dict(capacity: Capacity) -> dict[str, Any] | None:
 
 
 def _memory_by_ranks(found: Prediction, memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
-    """Ranks that hold as much all through the step stand together."""
+    """Return memory over time, with ranks of equal memory in one entry."""
     alike: dict[tuple[Span, ...], list[int]] = {}
     for each in memory:
         alike.setdefault(tuple(memory_over_time(found, each)), []).append(each.rank)

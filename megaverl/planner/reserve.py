@@ -1,8 +1,9 @@
-"""Bytes of a rank that are neither weights, activations nor cache: what CUDA, NCCL, matrix products and graphs hold.
+"""GPU memory that is neither weights, activations nor cache: CUDA's context, NCCL, workspaces of matrix products,
+graphs.
 
 Sizes are those of Hopper GPUs with NVSwitch, and of the versions of `requirements/cuda-py312.lock`: NCCL 2.29.7,
-Transformer Engine 2.20 (read at 2.18), torch 2.13, vLLM 0.32. Each constant says where it was read; those marked
-"measured" are other people's measurements, the rest follows from source code.
+Transformer Engine 2.20 (read at 2.18), torch 2.13, vLLM 0.32. Each constant names its source. Those marked "measured"
+are published measurements; the others follow from source code.
 """
 
 from __future__ import annotations
@@ -19,32 +20,34 @@ from megaverl.sharding.model_spec import ModelSpec
 
 KIB, MIB = 2**10, 2**20
 
-# Measured: what a process on an H100 holds outside torch's allocator with NCCL initialised and nothing connected yet
-# (NVIDIA/nccl issue 1685). Kernels are loaded as they are first used, so it hardly depends on what is installed.
+# Measured: memory of a process on an H100 outside torch's allocator, with NCCL initialised and nothing connected yet
+# (NVIDIA/nccl issue 1685). CUDA loads kernels lazily, so this hardly depends on the installed libraries.
 CONTEXT = 1.06 * GB
 
 # NCCL 2.29.7, src/init.cc: buffers of a connection for the protocols Simple (NCCL_BUFFSIZE), LL and LL128.
 SIMPLE, LL, LL128 = 4 * MIB, 512 * KIB, 120 * 640 * 8 * 8
-PAGE = 2 * MIB  # what cuMem allocates at least
+PAGE = 2 * MIB  # granularity of cuMem allocations
 # src/transport/p2p.cc: inside a node the receiver has the three buffers and the sender a page of counters; issue 1685
 # counts allocations of 10,485,760 and 2,097,152 bytes.
 LINK = -(-(SIMPLE + LL + LL128) // PAGE) * PAGE + PAGE
 # src/transport/net.cc: between nodes both sides have Simple and LL128 on the GPU, LL on the host.
 NETWORK_LINK = 2 * -(-(SIMPLE + LL128) // PAGE) * PAGE
 CHANNELS = 24  # rings and trees inside a node: "24 coll channels, 16 nvls channels, 32 p2p channels" on 8 H100
-MOST_CHANNELS = 16  # between nodes, src/graph/connect.cc: two a search channel, four where that makes less than 16
+# Between nodes, src/graph/connect.cc: two channels per search channel, or four if two make fewer than 16.
+MOST_CHANNELS = 16
 P2P_CHANNELS = 32  # for each peer inside a node: src/graph/paths.cc, seen in issue 1685
 CHANNEL_BANDWIDTH = 14 * GB  # src/graph/paths.cc: NCCL_P2P_PER_CHANNEL_NET_BW
 PEERS_AT_ONCE = 8  # src/include/device.h: NCCL_MAX_DEV_WORK_P2P_PER_BATCH
-SHARED = 16 * 128 * KIB  # of a p2p channel between nodes, for all peers: src/transport/net.cc, NCCL_P2P_NET_CHUNKSIZE
+# Buffer of a p2p channel between nodes, shared by all peers: src/transport/net.cc, NCCL_P2P_NET_CHUNKSIZE.
+SHARED = 16 * 128 * KIB
 # src/transport/nvls.cc: 16 channels, two directions, 8 steps of 128 KiB, for each rank of the node
 NVLS = 16 * 2 * 8 * 128 * KIB
 
-# torch, ATen/cuda/CublasHandlePool.cpp: 32 MiB for each stream on Hopper (CUBLAS_WORKSPACE_CONFIG): the main one, and
-# the one on which a rank's engine captures graphs.
+# torch, ATen/cuda/CublasHandlePool.cpp: 32 MiB per stream on Hopper (CUBLAS_WORKSPACE_CONFIG), for the main stream and
+# for the stream on which the engine captures graphs.
 CUBLAS = 32 * MIB
-# Transformer Engine 2.18, pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes() on Hopper; experts' grouped
-# products have one for each of 4 streams besides.
+# Transformer Engine 2.18, pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes() on Hopper. The grouped
+# products of experts have one more workspace on each of 4 streams.
 TE_GEMM, TE_STREAMS = 32 * MIB + 1024, 4  # the second: common/util/multi_stream.cpp
 
 # Measured, on an engine of vLLM: 0.44 GiB for 51 sizes (vllm-project/vllm pull request 48214)
@@ -52,23 +55,23 @@ GRAPH = 0.44 * 2**30 / 51
 MOST_CAPTURED = 512  # vLLM 0.32, config/vllm.py: _set_cudagraph_sizes
 NUM_SEQS = 1024  # its default of max_num_seqs, offline, on GPUs of 70 GiB and more
 BATCHED_TOKENS = 16384  # its default of max_num_batched_tokens, offline, on GPUs of 70 GiB and more
-# vLLM 0.32, distributed/device_communicators: all_reduce_utils.py, tables for "9.0" (Hopper), in bytes by tp; two
-# buffers of the custom all-reduce and a table of 8 MiB of its own, and one in symmetric memory
+# vLLM 0.32, distributed/device_communicators: all_reduce_utils.py, tables for "9.0" (Hopper), bytes by tp. The custom
+# all-reduce has two buffers and a table of 8 MiB; a further buffer lies in symmetric memory.
 CUSTOM = {2: 8 * MIB, 4: 8 * MIB, 6: MIB // 2, 8: MIB // 4}
 SYMMETRIC = {2: 64 * MIB, 4: 32 * MIB, 6: 64 * MIB, 8: 64 * MIB}
 
-# torch 2.13, c10/core/AllocatorConfig.h: large blocks are cut from segments of 20 MiB (kLargeBuffer), and each stream's
-# last one is part-filled; streams: computing, offloading, graphs, exchanges. Fragments are not counted.
+# torch 2.13, c10/core/AllocatorConfig.h: large blocks are cut from segments of 20 MiB (kLargeBuffer), and the last
+# segment of each stream is partly empty. Streams: compute, offload, graphs, exchanges. Fragments are not counted.
 SEGMENT, STREAMS = 20 * MIB, 4
 
 Members = tuple[int, ...] | range  # ranks of a group
 
 
 def reserve_parts(job: PlannedJob, rank: int, peers: Collection[int]) -> dict[str, float]:
-    """Part -> bytes on a rank, all of a run long; nothing on a rank that has no role.
+    """Return part -> bytes that a rank holds throughout a run; empty for a rank without a role.
 
     Args:
-        peers: ranks that it exchanges weights with over NCCL in a reshard.
+        peers: ranks with which this rank exchanges weights over NCCL in a reshard.
     """
     roles = [role for role in job.roles if role.place(rank) is not None]
     generates = rank in job.rollout.ranks
@@ -87,7 +90,8 @@ def reserve_parts(job: PlannedJob, rank: int, peers: Collection[int]) -> dict[st
 
 
 def graph_bytes(fields: Mapping[str, Any]) -> float:
-    """Of an engine's CUDA graphs: one a size for any batch, and one more for those of decoding alone.
+    """Return the bytes of an engine's CUDA graphs: one per captured size for any batch, and one for pure decoding
+    batches.
 
     Args:
         fields: `rollout.vllm`.
@@ -97,8 +101,10 @@ def graph_bytes(fields: Mapping[str, Any]) -> float:
 
 
 def captured_sizes(fields: Mapping[str, Any]) -> list[int]:
-    """The batches that vLLM 0.32 captures (`VllmConfig._set_cudagraph_sizes`) without speculative decoding: 1, 2, 4, by
-    8 to 256, by 16 to twice `max_num_seqs` and at most 512, and `max_num_seqs` itself."""
+    """List the batch sizes that vLLM 0.32 captures without speculative decoding (`VllmConfig._set_cudagraph_sizes`).
+
+    These are 1, 2 and 4, every 8 up to 256, every 16 up to twice `max_num_seqs` but at most 512, and `max_num_seqs`.
+    """
     given = fields.get("compilation_config")
     given = {**(given if isinstance(given, Mapping) else {}), **fields}
     if fields.get("enforce_eager") or given.get("cudagraph_mode") in ("NONE", 0):
@@ -113,7 +119,10 @@ def captured_sizes(fields: Mapping[str, Any]) -> list[int]:
 
 
 def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
-    """Of the communicators that a rank uses: each group of its roles once, the engine's, and those of a reshard."""
+    """Return the bytes of the communicators that a rank uses.
+
+    These are each group of its roles once, the engine's groups, and the peers of a reshard.
+    """
     total = sum(collective_bytes(members, rank, job) for members in _collective_groups(job, rank))
     total += sum(p2p_bytes(members, others, rank, job) for members, others in _exchanges(job, rank).items())
     if rank in job.rollout.ranks:
@@ -127,26 +136,31 @@ def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
 
 
 def collective_bytes(members: Members, rank: int, job: PlannedJob) -> int:
-    """Of rings, trees and NVLink SHARP of a group. A rank has two neighbours; of two, both are the same."""
+    """Return the bytes of a group's rings, trees and NVLink SHARP buffers on a rank.
+
+    A rank has two neighbours in a ring; in a group of two, both are the same rank.
+    """
     if len(members) < 2:
         return 0
     here, nodes = _here(members, rank, job)
-    directions = 1 if len(members) == 2 else 2  # a tree sends both ways, a ring one
+    # A ring uses one direction of a link, a tree both.
+    directions = 1 if len(members) == 2 else 2
     nvls = NVLS * here if here > 1 else 0
     if nodes == 1:
         return directions * CHANNELS * LINK + nvls
-    # of each channel one rank of the node has the way out, and one the way in
+    # In each channel, one rank of a node sends to the next node and one receives from the node before.
     return directions * _channels(here) * ((here - 1) * LINK + NETWORK_LINK) // here + nvls
 
 
 def p2p_bytes(members: Members, peers: Collection[int], rank: int, job: PlannedJob) -> int:
-    """Of messages between a rank and its peers, over the communicator of `members`."""
+    """Return the bytes of point-to-point connections of a rank with its peers, over the communicator of `members`."""
     here, nodes = _here(members, rank, job)
     near = sum(job.machine.node_of(peer) == job.machine.node_of(rank) for peer in peers)
     if nodes == 1:
         return near * P2P_CHANNELS * LINK
     channels = _power_of_two(_channels(here))
     each = _power_of_two(-(-int(job.machine.network) // int(CHANNEL_BANDWIDTH)))
+    # NCCL halves the channels per peer until all peers that are served at once fit into the communicator's channels.
     while each > 1 and each * -(-len(members) // PEERS_AT_ONCE) > channels:
         each //= 2
     far = any(job.machine.node_of(peer) != job.machine.node_of(rank) for peer in peers)
@@ -154,7 +168,7 @@ def p2p_bytes(members: Members, peers: Collection[int], rank: int, job: PlannedJ
 
 
 def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
-    """Groups of this rank's roles in which all take part; one that two roles share is there once."""
+    """Return the groups of this rank's roles that run collectives. Roles with equal ranks share one communicator."""
     found: set[tuple[int, ...]] = set()
     for role in job.roles:
         place = role.place(rank)
@@ -163,8 +177,10 @@ def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
         groups = [group_of(role, rank, DIMS, (dim,)) for dim in ("tp", "cp")]
         if role.spec.moe is not None:
             groups.append(group_of(role, rank, EXPERT_DIMS, ("etp", "ep")))
-            groups.append(group_of(role, rank, DIMS, ("tp", "cp")))  # a router's balance
-        if role.trained is not None:  # gradients, and their norm over all
+            # A router's load-balancing loss is reduced over tp and cp.
+            groups.append(group_of(role, rank, DIMS, ("tp", "cp")))
+        # Gradients are reduced over cp and dp, and their norm over all ranks of the replica group.
+        if role.trained is not None:
             groups.append(group_of(role, rank, DIMS, ("cp", "dp")))
             groups.append(role.ranks[_island(role, rank) :][: role.grid.world_size])
             if role.spec.moe is not None:
@@ -177,14 +193,18 @@ def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
 
 
 def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
-    """Groups in which a rank sends to some, and these: experts' ranks to all, pipeline stages to their neighbours, and
-    context-parallel ranks to theirs in a ring."""
+    """Return group -> peers to which this rank sends point to point within it.
+
+    Experts' ranks send to all ranks of their group, pipeline stages to their neighbours, and context-parallel ranks to
+    their neighbours in a ring.
+    """
     found: dict[tuple[int, ...], set[int]] = {}
     for role in job.roles:
         if role.place(rank) is None:
             continue
         stages = group_of(role, rank, DIMS, ("pp",))
         place, last = stages.index(rank), len(stages) - 1
+        # With virtual stages the last stage sends to the first one again.
         beside = (place - 1, place + 1) if role.grid.vpp else (max(place - 1, 0), min(place + 1, last))
         found.setdefault(stages, set()).update(stages[number % len(stages)] for number in beside)
         context = group_of(role, rank, DIMS, ("cp",))
@@ -198,13 +218,13 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
 
 
 def group_of(role: Role, rank: int, dims: tuple[str, ...], spanned: tuple[str, ...]) -> tuple[int, ...]:
-    """Ranks of the world that differ from this one along these dimensions of its grid alone."""
+    """Return the global ranks whose grid coordinates differ from this rank's only along the dimensions `spanned`."""
     island = _island(role, rank)
     return tuple(role.ranks[island + other] for other in _along(role.grid, role.place(rank) or 0, dims, spanned))
 
 
 def _island(role: Role, rank: int) -> int:
-    """Where this rank's island begins among the ranks of its role."""
+    """Return the index, among the role's ranks, of the first rank in this rank's island."""
     return role.ranks.index(rank) - (role.place(rank) or 0)
 
 
@@ -219,7 +239,7 @@ def _along(grid: GridShape, place: int, dims: tuple[str, ...], spanned: tuple[st
 
 
 def _here(members: Members, rank: int, job: PlannedJob) -> tuple[int, int]:
-    """(members on this rank's node, nodes that members are on)."""
+    """Return (number of members on this rank's node, number of nodes with members)."""
     nodes = _by_node(members, job.machine)
     return nodes[job.machine.node_of(rank)], len(nodes)
 
@@ -230,7 +250,7 @@ def _by_node(members: Members, machine: Machine) -> Counter[int]:
 
 
 def _channels(here: int) -> int:
-    """Of a communicator between nodes, where each GPU has a network adapter: a search channel each."""
+    """Return the channels of a communicator between nodes, each of whose GPUs has a network adapter."""
     return min(MOST_CHANNELS, 2 * here if here >= MOST_CHANNELS // 2 else 4 * here)
 
 
@@ -244,12 +264,15 @@ def _all_reduce_bytes(tp: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The next one upwards."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
 def engine_workspace(spec: ModelSpec, tp: int, fields: Mapping[str, Any], itemsize: int) -> float:
-    """Activations of the widest point of a layer for a full batch, and the sampler's float32 logits three times."""
+    """Return the bytes of an engine's activations and sampler.
+
+    Activations are counted at a layer's widest point for a full batch. The sampler holds float32 logits three times.
+    """
     tokens = int(fields.get("max_num_batched_tokens") or BATCHED_TOKENS)
     seqs = int(fields.get("max_num_seqs") or NUM_SEQS)
     width = 3 * spec.ffn_hidden_size / tp

@@ -1,8 +1,8 @@
-"""Layouts chosen by the machine: grids, micro-batches, recomputation and engines that fit, by predicted time.
+"""Search for the fastest layout that fits: grid, micro-batches, recomputation and engines (`megaverl plan --auto`).
 
-A candidate is what a recipe becomes with some keys set. Bytes that a candidate needs at least drop most; the rest is
-looked at in the order of its predicted seconds, and counted rank by rank until enough fit. Within a grid, a setting
-that is slower and takes less memory is looked at only where the one before it does not fit.
+A candidate is the recipe with some keys set. A lower bound of its bytes drops most candidates. The others are visited
+by predicted seconds, and their memory is counted rank by rank until enough of them fit. Within a grid, a slower setting
+with less memory is visited only if the one before it does not fit.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megaverl.planner.operators import parameters_of_stage
 from megaverl.planner.simulator import Prediction, likely_lengths, simulate
 from megaverl.sharding.model_spec import ModelSpec
 
-ROOM = 0.97  # of a GPU's memory: fragments between blocks are not counted
-GAIN = 0.01  # of the step, for which a role gets a grid of its own
+ROOM = 0.97  # fraction of a GPU's memory that may be filled, as fragmentation is not counted
+GAIN = 0.01  # least fraction of the step that a separate grid for a role must save
 TIE = 1e-9
-MOST_COUNTED = 400  # candidates whose memory is counted rank by rank
+MOST_COUNTED = 400  # limit of candidates whose memory is counted rank by rank
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Choice:
 
     @property
     def grid(self) -> str:
-        """The actor's, the engines', and those of roles with one of their own."""
+        """The grids of the actor, of roles with a grid of their own, and of the engines."""
         job = self.job
         others = [f"{role.name} {role.grid}" for role in job.roles[1:] if role.grid != job.actor.grid]
         away = "" if job.placement.is_colocated else f" on {len(job.rollout.ranks)} ranks of their own"
         return ", ".join([str(job.actor.grid), *others, f"engines tp{job.rollout.tp}{away}"])
 
     def worse_than(self, best: Choice) -> str:
-        """Where the time goes that this layout takes more of, by operators of the step."""
+        """Name the operators that take longer than in the best layout, and the one that is faster."""
         names = dict.fromkeys(phase.name for phase in (*self.prediction.phases, *best.prediction.phases))
         more = {name: self.prediction.seconds_of(name) - best.prediction.seconds_of(name) for name in names}
         found = sorted(more.items(), key=lambda each: (-each[1], each[0]))
@@ -77,11 +77,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
-        choices: the best first, each of another grid.
-        looked_at: candidates whose step was predicted. counted: of them, those whose memory was counted rank by rank.
+        choices: the best layouts, fastest first, each with another grid.
+        looked_at: number of candidates whose step was predicted.
+        counted: number of candidates whose memory was counted rank by rank.
     """
 
     choices: tuple[Choice, ...]
@@ -94,8 +95,10 @@ class _Candidate:
     """A training layout with an engine.
 
     Attributes:
-        rungs: its settings, from the fastest to those that need least memory.
-        share: of the memory, at most for the engine beside these; None: the engine's own.
+        rungs: training settings, from the fastest to those with the least memory.
+        engine: settings of the engine.
+        rung: index of the current training settings.
+        share: upper limit of the engine's memory share beside these settings; None: the engine's own share.
     """
 
     rungs: Sequence[Settings]
@@ -108,19 +111,19 @@ class _Candidate:
         return self.rungs[self.rung] | self.engine | ({} if self.share is None else {SHARE: self.share})
 
 
-# (seconds of a step, ties by settings, ...); without a prediction the seconds are an estimate
+# Heap entry, ordered by seconds of a step and then by settings. Without a prediction the seconds are a lower bound.
 _Entry = tuple[float, Key, _Candidate, PlannedJob, Prediction | None]
 
 
 class LayoutSearch:
-    """All layouts of a recipe on a world of ranks.
+    """Search over all layouts of a recipe on `world` ranks.
 
     Args:
-        make: the recipe with settings laid over it, as its file would be read.
-        keys: those of `AUTO_KEYS` that are chosen; all others stay as the recipe has them.
-        staleness: steps that engines on ranks of their own may be ahead; 0 proposes no such engines.
-        further: whether offload and the engine's share of the memory are chosen too, where grids do not fit without.
-        factors: of settings, by which their operators take longer than the hardware's description says.
+        make: returns the recipe's configuration with settings laid over it.
+        keys: keys of `AUTO_KEYS` to choose; all others keep the recipe's value.
+        staleness: steps that engines on separate ranks may be ahead; 0 proposes no separate engines.
+        further: whether offload and the engine's share of the memory are chosen too, if nothing fits without.
+        factors: from settings to operator -> measured time divided by predicted time.
     """
 
     def __init__(
@@ -144,12 +147,13 @@ class LayoutSearch:
         self.config = make({})
         self.counts_memory = hardware.cores is None and self.config.rollout.engine == "vllm"
         self.looked_at = self.counted = 0
-        self._refusal = ""  # why the first candidate that a run would refuse is refused
-        self._rollout_seconds: dict[Key, float] = {}  # of engines with all the memory that they may have
+        self._refusal = ""  # reason of the first candidate that a run would refuse
+        self._rollout_seconds: dict[Key, float] = {}  # engine -> rollout with the largest memory share
         self.lengths = lengths or likely_lengths(self.config)
 
     def best(self, number: int = 5) -> Found:
-        """The fastest layouts that fit, each of another grid. The order of candidates does not matter.
+        """Return the `number` fastest layouts that fit, each with another grid. The order of candidates does not
+        matter.
 
         Raises:
             ConfigError: nothing fits.
@@ -158,7 +162,9 @@ class LayoutSearch:
         for group in self._candidates():
             self._push_group(waiting, group)
         found: dict[str, Choice] = {}
-        slowed: dict[Key, Choice] = {}  # fits with less for the engine than was predicted first: waits for its turn
+        # Layouts that fit only with a smaller engine share, and so are slower than their first prediction. They return
+        # to the heap with their new time, so that faster layouts are still taken first.
+        slowed: dict[Key, Choice] = {}
         while waiting and len(found) < number and self.counted < MOST_COUNTED:
             seconds, key, candidate, job, prediction = heapq.heappop(waiting)
             if prediction is None:
@@ -189,7 +195,7 @@ class LayoutSearch:
         return Found(tuple(choices), self.looked_at, self.counted)
 
     def _candidates(self) -> Iterator[list[_Candidate]]:
-        """Every training layout with each of its engines."""
+        """Yield, for every training layout, its combinations with each engine."""
         placed = self._job({}) if is_placed(self.config) else None
         candidates = Candidates(
             self.config,
@@ -207,8 +213,12 @@ class LayoutSearch:
             yield [_Candidate(rungs, engine) for engine in engines]
 
     def _push_group(self, waiting: list[_Entry], group: Sequence[_Candidate]) -> None:
-        """Predict a training layout with one engine. Roles that share all ranks take turns: with another engine a step
-        takes at least what that engine's rollout takes at best, and the rest, until the step itself is predicted."""
+        """Predict a training layout with its first engine, and push it with all its engines.
+
+        Roles that share ranks run in turn. So with another engine, a step takes at least that engine's best rollout and
+        the
+        rest of the step; this bound orders the heap until the step itself is predicted.
+        """
         first, *others = group
         base = self._push(waiting, first)
         if base is None:
@@ -224,14 +234,15 @@ class LayoutSearch:
             key = key_of(other.engine)
             if key in self._rollout_seconds:
                 heapq.heappush(waiting, (rest + self._rollout_seconds[key], key_of(other.settings), other, job, None))
-            elif self._push(waiting, other) is not None:  # else this training layout does not go with it
+            # The first training layout that works with an engine gives its rollout time for all others.
+            elif self._push(waiting, other) is not None:
                 at_best = other.rungs[other.rung] | other.engine
                 alone = self._job(at_best)
                 if alone is not None:
                     self._rollout_seconds[key] = self._predict(alone, at_best).seconds_of("rollout")
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
-        """Predict the fastest of its settings that may fit; None: none may."""
+        """Predict the candidate's fastest settings that may fit, and push them; return None if no settings may fit."""
         while candidate.rung < len(candidate.rungs):
             candidate.share = None
             job = self._job(candidate.settings)
@@ -250,7 +261,10 @@ class LayoutSearch:
         return None
 
     def _most_share(self, job: PlannedJob) -> float:
-        """Of a GPU's memory for an engine beside gradients and the optimizer that stay there; weights may be shared."""
+        """Return the largest memory share for an engine beside gradients and optimizer state that stay on the GPU.
+
+        Weights are not subtracted, since the engine may share them.
+        """
         role = job.actor
         if not self.counts_memory or role.shards is not None or not job.placement.colocated("actor", "rollout"):
             return 1.0
@@ -259,7 +273,7 @@ class LayoutSearch:
         return next((share for share in SHARES if share <= free), SHARES[-1]) / 100
 
     def _apart(self, choice: Choice) -> Choice:
-        """The same with a grid of its own for the reference or the critic, where the step gains by it."""
+        """Give the reference or the critic a separate grid if that shortens the step."""
         for name in ("reference", "critic"):
             role = next((role for role in choice.job.roles if role.name == name), None)
             if role is None or name in self.config.placement.changed() or role.shards is not None:
@@ -285,14 +299,19 @@ class LayoutSearch:
         return simulate(job, self.hardware, lengths=self.lengths, factors=self.factors(settings))
 
     def _job(self, settings: Settings) -> PlannedJob | None:
-        """None: the run would refuse the settings, or the model or the world does."""
+        """Return the job with these settings, or None if the run, the model or the number of ranks rules them out."""
         try:
             return make_job(self.make(settings), self.spec, self.world, self.machine, deal_later=True)
-        except (ConfigError, ValueError):  # pydantic's refusal of a value is a ValueError
+        except (ConfigError, ValueError):
+            # pydantic reports a bad value as ValueError.
             return None
 
     def _counted(self, candidate: _Candidate, job: PlannedJob, prediction: Prediction) -> tuple[Choice | None, bool]:
-        """(the choice if it fits, whether less training memory would not help)."""
+        """Count the memory of a candidate.
+
+        Returns:
+            (the choice if it fits, whether settings with less training memory would not help either).
+        """
         settings = candidate.settings
         if mistakes := list(cross_mistakes(job.config, "train", False, self.world)):
             self._refusal = self._refusal or f"{mistakes[0].key}: {mistakes[0].message}"
@@ -302,11 +321,14 @@ class LayoutSearch:
         self.counted += 1
         try:
             memory = MemoryModel(job).ranks(job.stage_ranks())
-        except (ConfigError, RolloutError) as error:  # what only shows when a layout is made, such as vLLM's refusal
+        except (ConfigError, RolloutError) as error:
+            # Some problems show only when a layout is built, such as a tp that vLLM does not support.
             self._refusal = self._refusal or str(error)
             return None, True
         missing = shortages(job, memory, ROOM)
         if missing and self.further and self._only_engine(missing):
+            # Only the engine's share is too large: reduce it by what is missing instead of giving up the training
+            # settings.
             over = max(each.needed - each.available for each in missing)
             share = float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92)) - over / self.machine.memory
             fitting = next((each for each in SHARES if each <= 100 * share), None)
@@ -326,12 +348,12 @@ class LayoutSearch:
 
 
 def _grid_name(job: PlannedJob) -> str:
-    """Layouts that a person would call the same: micro-batches and recomputation aside."""
+    """Return a name that layouts share if they differ only in micro-batches and recomputation."""
     return f"{job.actor.grid} {job.rollout.tp} {len(job.rollout.ranks)}"
 
 
 def least_bytes(job: PlannedJob) -> float:
-    """Bytes that the fullest rank needs at least in the actor's update: no padding, no reserve, no other role."""
+    """Return a lower bound of the fullest rank's bytes in the actor's update: no padding, no reserve, no other role."""
     role, model = job.actor, MemoryModel(job)
     if role.shards is not None:
         return 0.0
@@ -339,7 +361,11 @@ def least_bytes(job: PlannedJob) -> float:
 
 
 def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = False) -> float:
-    """Of weights, gradients and optimizer; while it generates, without weights and what is moved away."""
+    """Return the bytes of weights, gradients and optimizer state on a rank of a stage.
+
+    Args:
+        generating: leave out weights and what is offloaded during generation.
+    """
     trained, (plain, expert) = role.trained, parameters_of_stage(role, stage)
     assert trained is not None
     if trained.lora is not None or trained.offload.parameters:
@@ -358,7 +384,7 @@ def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = 
 
 
 def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
-    """The choices for a terminal."""
+    """Format the choices for a terminal."""
     lines = [
         f"{found.looked_at:,} layouts that may fit predicted, {found.counted} counted rank by rank, in {seconds:.0f} s "
         f"({hardware.name}); the best of each grid:"
@@ -384,10 +410,11 @@ def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
 def chosen_recipe(
     found: Found, recipe: str, path: str, overrides: Sequence[str], hardware: Hardware, world: int
 ) -> str:
-    """YAML that is laid over the recipe: what the command line said, and what was chosen.
+    """Return YAML that extends the recipe with the command line's overrides and the chosen settings.
 
     Args:
-        recipe: its file. path: where this is written, which `base` is relative to.
+        recipe: path of the recipe's file.
+        path: path that the result is written to; `base` is relative to it.
     """
     best, values = found.choices[0], dict[str, Any]()
     for override in overrides:
@@ -406,10 +433,13 @@ def chosen_recipe(
 
 
 def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str]:
-    """What keys that are `auto` are in a run on so many ranks, and why: the same on every rank, and after a resume.
+    """Choose the keys that are `auto` for a run on `world` ranks: equal on every rank, and after a resume.
+
+    Returns:
+        The settings, and a line for the log that gives the reason.
 
     Raises:
-        ConfigError: nothing fits, or the model or the machine is not known.
+        ConfigError: nothing fits, or the model or the machine is unknown.
     """
     config = make({})
     if (stored := _stored(config, keys, world)) is not None:
@@ -431,10 +461,10 @@ def _stored(config: Config, keys: tuple[str, ...], world: int) -> Settings | Non
 
 
 def hardware_of(config: Config, world: int) -> Hardware:
-    """`run.hardware`, or what this machine's GPU is called; processors where there is none.
+    """Return the description of `run.hardware`, else of this machine's GPU, else of its CPU.
 
     Raises:
-        ConfigError: a GPU of which nothing is known.
+        ConfigError: no description matches the GPU's name.
     """
     if config.run.hardware is not None:
         return Hardware.read(config.run.hardware)

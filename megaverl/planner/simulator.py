@@ -1,7 +1,7 @@
-"""One step of a job played as events: when each operator runs on which ranks, and what the step waits for.
+"""Predict one step of a job by playing its operators as events on their ranks.
 
-Operators (`operators`) run one after the other where they share ranks, side by side where each has its own, and ahead
-of training as far as `rollout.max_staleness` lets them.
+Operators (`operators`) that share ranks run in turn, those on separate ranks run in parallel, and asynchronous ones run
+ahead of training by up to `rollout.max_staleness` steps.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class PredictedPhase:
-    """An operator of the step on its ranks.
+    """A predicted operator of the step.
 
     Attributes:
-        begin, end: seconds since the step before has ended; below 0 for what ran ahead of it.
-        ranks: of the world.
-        lanes: (what, first rank, begin, end) of its parts, such as the passes of a pipeline's stages.
+        begin, end: seconds since the end of the step before; negative for work that ran ahead of it.
+        ranks: global ranks.
+        lanes: (part, first rank, begin, end) of its parts, such as the passes of a pipeline's stages.
     """
 
     name: str
@@ -39,22 +39,26 @@ class PredictedPhase:
 
     @property
     def seconds(self) -> float:
+        """Duration in seconds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in its steady state.
+    """A predicted step in its steady state.
 
     Attributes:
-        step_seconds: from the end of one to the end of the next.
-        phases: in the order of their begin.
-        critical_path: (operator, seconds) that one after the other make up the step.
-        tokens_per_second_per_gpu: of prompts and responses that the step trained on, over all ranks of the job.
-        mfu: model operations of the whole step (generation, scoring, update; none for recomputation) by the peak of all
-            ranks over the step. update_mfu: of updates alone, while they run, on their ranks.
-        samples: of the step. tokens: of it.
-        processor_seconds: of all ranks together, at work and, where ranks share cores, in messages; without waits.
+        step_seconds: seconds from the end of one step to the end of the next.
+        phases: operators, by begin.
+        critical_path: (operator, seconds) in sequence; together they make up the step.
+        tokens_per_second_per_gpu: prompt and response tokens that the step trained on, per second and rank of the job.
+        mfu: model operations of the whole step (generation, scoring, update; without recomputation) divided by the peak
+            of
+            all ranks over the step.
+        update_mfu: the same for updates alone, over their time and ranks.
+        samples: samples of the step.
+        tokens: tokens of the step.
+        processor_seconds: processor time over all ranks, with messages where ranks share cores, without waits.
     """
 
     step_seconds: float
@@ -68,17 +72,18 @@ class Prediction:
     processor_seconds: float
 
     def seconds_of(self, name: str) -> float:
-        """Of an operator; 0 where the step has none."""
+        """Return the seconds of an operator; 0 if the step does not have it."""
         return sum(phase.seconds for phase in self.phases if phase.name == name)
 
 
 def default_lengths(job: PlannedJob, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
-    """`likely_lengths` of a job's configuration."""
+    """Return `likely_lengths` of the job's configuration."""
     return likely_lengths(job.config, prompt, response)
 
 
 def likely_lengths(config: Config, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
-    """What is not known of a run: prompts of half their limit, responses of 40 % of theirs on the mean.
+    """Assume prompts of half their limit, and responses of 40 % of theirs on average, for a run that has not been
+    measured.
 
     Args:
         prompt, response: mean tokens, where they are known.
@@ -95,37 +100,39 @@ def simulate(
     traffic: ReshardTraffic | None = None,
     factors: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """Predict a step. Milliseconds of arithmetic, no processes, no torch.
+    """Predict a step, in milliseconds and without processes or torch.
 
     Args:
-        lengths: of prompts and responses; `default_lengths` where it is not given.
-        traffic: of a reshard as the ranks' own plans have it (`make_traffic`, seconds for 1,024 ranks); an estimate of
-            the same bytes where it is not given.
-        factors: operator -> what a run has measured of it by what is predicted.
+        lengths: lengths of prompts and responses; None: `default_lengths`.
+        traffic: bytes of a reshard from the ranks' own plans (`make_traffic`, which takes seconds for 1,024 ranks);
+            None:
+            an estimate of the same bytes.
+        factors: operator -> measured time divided by predicted time.
 
     Raises:
-        ConfigError: the hardware says nothing of the job's dtype.
+        ConfigError: the hardware's description has no peak for the job's dtype.
     """
     lengths = lengths or default_lengths(job)
     load = StepLoad(job, hardware, lengths, traffic)
     played = [op.times((factors or {}).get(op.name, 1.0)) for op in operations(load)]
     ahead = job.config.rollout.max_staleness if job.config.rollout.async_rollout else 0
+    # With operators ahead of training, several steps must pass before the pipeline between roles is full.
     steps = 1 if not ahead and job.placement.is_colocated else 2 * ahead + 3
     timed = _play(played, steps, hardware, job)
     return _predict(load, played, timed, steps - 1 - ahead)
 
 
-# One operator of one step: (begin, end, what it waited for last)
+# (step, operator) -> (begin, end, the last operator that it waited for).
 Timed = dict[tuple[int, str], tuple[float, float, tuple[int, str] | None]]
 
 
 def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: PlannedJob) -> Timed:
-    """Start every operator as soon as its inputs are there and its ranks are free.
+    """Start every operator as soon as its inputs are ready and its ranks are free.
 
-    Operators that run at the same time on ranks that share cores share the cores' rate.
+    Operators that run at the same time on ranks with shared cores divide the rate of the cores.
 
     Raises:
-        ConfigError: operators that wait for each other in a circle. This is a bug of `_before`.
+        ConfigError: operators wait for each other in a circle, which would be a bug in `_before`.
     """
     waits = {(step, op.name): _before(ops, step, op, steps) for step in range(steps) for op in ops}
     by_name = {op.name: op for op in ops}
@@ -154,7 +161,7 @@ def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: Planned
 
 
 def _circle(waits: Mapping[tuple[int, str], Sequence[tuple[int, str]]], timed: Timed) -> str:
-    """Describe operators that wait for each other, where none can begin."""
+    """Describe a circle of operators that wait for each other."""
     path = [next(key for key in waits if key not in timed)]
     while path[-1] not in path[:-1]:
         path.append(next(each for each in waits[path[-1]] if each not in timed))
@@ -168,10 +175,11 @@ def _circle(waits: Mapping[tuple[int, str], Sequence[tuple[int, str]]], timed: T
 
 
 def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> list[tuple[int, str]]:
-    """Return what must have ended before an operator of a step begins.
+    """Return the operators that must have ended before this operator of a step begins.
 
-    A world runs the operators of a step one after the other, and then those of the next step. Weights of step k reach
-    it behind what it does of step k + `ahead`, and before what it does of the step after that:
+    A role group runs the operators of a step in sequence, then those of the next step. The weights of step k arrive
+    after
+    the group's work for step k + `ahead`, and before its work for the step after that:
 
         ahead 0:   rollout 0  reshard 0  rollout 1  reshard 1  rollout 2 ...
         ahead 2:   rollout 0  rollout 1  rollout 2  reshard 0  rollout 3  reshard 1 ...
@@ -213,6 +221,7 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
         start = begin - origin
         lanes = tuple((what, rank, start + stretch * a, start + stretch * b) for what, rank, a, b in op.lanes)
         phases.append(PredictedPhase(op.name, op.role, op.ranks, start, end - origin, lanes))
+    # The critical path runs backwards from the last operator, each time to the operator that it waited for last.
     path: list[tuple[str, float]] = []
     key: tuple[int, str] | None = max(((last, op.name) for op in ops), key=lambda each: timed[each][1])
     while key is not None and timed[key][1] > origin + EPSILON:
@@ -239,14 +248,15 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
 
 
 class MeasuredRate:
-    """How much of what its ranks could compute a run does: of its own samples and seconds, by the formula of
-    `StepLoad.model_flops`.
+    """Measures a run's throughput and MFU from its own samples and seconds.
+
+    Operations are counted by `StepLoad.model_flops`, like those of a prediction.
 
     Args:
-        hardware: of which the peak is known; None: it is not, and there is no utilisation.
+        hardware: hardware with a known peak; None: the peak is unknown, and no MFU is reported.
 
     Raises:
-        ConfigError, ModelError: a model or a grid that cannot be counted.
+        ConfigError, ModelError: the model or a grid cannot be counted.
     """
 
     def __init__(self, config: Config, world: int, hardware: Hardware | None) -> None:
@@ -254,10 +264,12 @@ class MeasuredRate:
         self._hardware, self._counted_on = hardware, hardware or Hardware.read("cpu")
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """`train/tokens_per_gpu_per_sec`, `train/tflop_per_gpu_per_sec` and `train/mfu` of a step. A rank is a GPU.
+        """Return `train/tokens_per_gpu_per_sec`, `train/tflop_per_gpu_per_sec` and `train/mfu` of a step. A rank is a
+        GPU.
 
         Args:
             lengths: tokens of each sample, prompt and response.
+            seconds: duration of the step.
         """
         if not lengths or seconds <= 0:
             return {}

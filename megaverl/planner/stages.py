@@ -1,10 +1,9 @@
-"""How megatron-core divides a model over stages and sends micro-batches through them, and what a forward pass leaves
-there for its backward pass; counted without importing megatron-core.
+"""Pipeline stages of megatron-core: their layers, schedule and activations, counted without importing megatron-core.
 
-Activations after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-2205.05198), sections 4 and 5: a GPT layer with dropout, ungated MLP of 4h and unfused attention keeps sbh(34 + 5as/h)
-bytes, divided by t under tensor and sequence parallelism (table 2). The same count is made here for what the models of
-today are: grouped queries, gated MLPs, RMSNorm, no dropout, attention that keeps no [s, s] matrix, experts.
+Activations are counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198), sections 4 and 5. There, a GPT layer with dropout, ungated MLP of 4h and unfused attention keeps
+sbh(34 + 5as/h) bytes, divided by t under tensor and sequence parallelism (table 2). The same count is made here for
+current models: grouped queries, gated MLPs, RMSNorm, no dropout, attention without an [s, s] matrix, experts.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ MORE = "more micro-batches"
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding after padding (`megaverl.models.options.padded_vocab_size`, which needs torch)."""
+    """Return the rows of the padded embedding, as `megaverl.models.options.padded_vocab_size`, which needs torch."""
     multiple = math.lcm(64, tp)
     return -(-vocab_size // multiple) * multiple
 
 
 def layer_split(num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, Any], role: str) -> list[int]:
-    """Decoder layers of every stage in model order; with virtual stages chunk by chunk, stage by stage.
+    """List the decoder layers of every stage in model order; with virtual stages, chunk by chunk and stage by stage.
 
-    The rule of megatron-core 0.16 (`transformer_block.get_num_layers_to_build`).
+    Source: megatron-core 0.16, `transformer_block.get_num_layers_to_build`.
 
     Args:
-        fields: the role's `megatron`, whose fields may ask for an uneven split.
+        fields: the role's `megatron` section, which may ask for an uneven split.
 
     Raises:
-        GridError: layers that do not divide, or a split that is given as a layout string.
+        GridError: layers do not divide, or the split is given as a layout string.
     """
     if fields.get("pipeline_model_parallel_layout") is not None:
         raise GridError(
@@ -60,6 +59,7 @@ def layer_split(num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, 
     total = num_layers + with_embedding + with_loss
     _divide(total, pp * chunks, role, "layers")
     split = [total // (pp * chunks)] * (pp * chunks)
+    # The embedding and the loss count as a layer of the first and of the last stage.
     split[0] -= with_embedding
     split[-1] -= with_loss
     return split
@@ -74,18 +74,19 @@ def _divide(number: int, parts: int, role: str, what: str) -> None:
 def pipeline(
     stages: Sequence[tuple[float, float]], number: int, hop: float, *, forward_only: bool = False, chunks: int = 1
 ) -> tuple[float, list[tuple[str, int, float, float]]]:
-    """Play one forward, one backward (Narayanan et al. 2021, arXiv 2104.04473).
+    """Play the one-forward-one-backward schedule (Narayanan et al. 2021, arXiv 2104.04473).
 
-    After so many micro-batches that the schedule repeats, the rest is added in proportion, as one lane (`MORE`) of each
-    stage; virtual stages divide what the pipeline waits by their number.
+    After enough micro-batches the schedule repeats. The rest is then added in proportion, as one lane (`MORE`) for each
+    stage. Virtual stages divide the pipeline's idle time by their number.
 
     Args:
-        stages: (forward, backward) seconds of each over one micro-batch.
-        number: of micro-batches. hop: seconds of one between two stages.
-        chunks: virtual stages of each.
+        stages: (forward, backward) seconds of each stage over one micro-batch.
+        number: number of micro-batches.
+        hop: seconds of sending a micro-batch to the next stage.
+        chunks: virtual stages per stage.
 
     Returns:
-        (seconds, (pass, stage, begin, end)).
+        (seconds, list of (pass, stage, begin, end)).
     """
     size = len(stages)
     played = min(number, 3 * size)
@@ -93,7 +94,7 @@ def pipeline(
     if number > played:
         before, _ = _one_forward_one_backward(stages, 2 * size, hop, forward_only)
         busiest = max(forward + (0.0 if forward_only else backward) for forward, backward in stages)
-        # the last turns may have waited less than all that follow
+        # The period of the played part may be shorter than the busiest stage, which bounds the steady state.
         span += (number - played) * max(busiest, (span - before) / (played - 2 * size))
         ends = {stage: end for _, stage, _, end in sorted(lanes, key=lambda lane: lane[3])}
         lanes += [(MORE, stage, end, span) for stage, end in ends.items()]
@@ -111,6 +112,7 @@ def _one_forward_one_backward(
     size = len(stages)
     orders: list[list[tuple[bool, int]]] = []
     for stage in range(size):
+        # Warm-up: stage i runs size - i - 1 forward passes before its first backward pass, then alternates.
         warm = number if forward_only else min(number, size - stage - 1)
         order = [(True, n) for n in range(warm)]
         for n in range(number - warm):
@@ -139,12 +141,12 @@ def _one_forward_one_backward(
     return max(free), lanes
 
 
-CHUNK_BYTES = 32 * 2**20  # of logits at a time (`megaverl.models.vocab_parallel`, which needs torch)
+CHUNK_BYTES = 32 * 2**20  # size of a chunk of logits (`megaverl.models.vocab_parallel`, which needs torch)
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again in the backward pass: megatron-core's `recompute_*` fields."""
+    """Activation recomputation in the backward pass: megatron-core's `recompute_*` fields."""
 
     granularity: str | None = None
     method: str | None = None
@@ -153,6 +155,7 @@ class Recompute:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Recompute:
+        """Read the fields of a role; see `Role.recompute`."""
         granularity = fields.get("recompute_granularity")
         modules = fields.get("recompute_modules") or ["core_attn"]
         return cls(
@@ -165,15 +168,15 @@ class Recompute:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What decides a layer's activations.
+    """Properties that decide a layer's activations.
 
     Attributes:
         gated: the MLP has a gate, whose activation multiplies the other half.
-        dropout: masks of one byte an element, as in the paper's models.
+        dropout: dropout keeps masks of one byte an element, as in the paper's models.
         unfused: attention keeps its [s, s] scores; False: a fused kernel (FlashAttention, SDPA).
-        sequence_parallel: what is not tensor-parallel is cut along the sequence.
+        sequence_parallel: regions that are not tensor-parallel are split along the sequence.
         itemsize: bytes of an activation.
-        repeats: keys and values that attention reads, and keeps, of those that there are: `keys_per_token`.
+        repeats: keys and values that attention reads and keeps, per token (`keys_per_token`).
     """
 
     spec: ModelSpec
@@ -191,6 +194,7 @@ class LayerShape:
     def read(
         cls, spec: ModelSpec, shape: GridShape, fields: Mapping[str, Any], itemsize: int, *, repeats: float = 1.0
     ) -> LayerShape:
+        """Read the properties of a role's layers from its grid and its megatron-core fields."""
         return cls(
             spec,
             tp=shape.tp,
@@ -198,7 +202,7 @@ class LayerShape:
             etp=shape.expert_tp,
             dropout=bool(fields.get("hidden_dropout") or fields.get("attention_dropout")),
             unfused=str(fields.get("attention_backend", "auto")) in ("unfused", "local"),
-            # experts take their tokens from sequence-parallel ranks: megaverl then sets it
+            # Experts need sequence parallelism under tp, so megaverl turns it on for them.
             sequence_parallel=bool(fields.get("sequence_parallel", spec.moe is not None)) and shape.tp > 1,
             itemsize=itemsize,
             repeats=repeats,
@@ -206,20 +210,21 @@ class LayerShape:
 
     @property
     def replicated(self) -> int:
-        """Over how many ranks the regions outside attention and MLP are cut."""
+        """Number of ranks that split the regions outside attention and MLP."""
         return self.tp if self.sequence_parallel else 1
 
 
 def layer_bytes(shape: LayerShape, sequence: int, *, is_moe: bool = False, modules: tuple[str, ...] = ()) -> float:
-    """Bytes that one layer keeps per token on each rank.
+    """Return the bytes that one layer keeps per token on each rank.
 
     Args:
         sequence: length of a sequence, for attention that keeps its scores.
-        modules: what selective recomputation leaves out (`recompute_modules`).
+        modules: modules that selective recomputation does not keep (`recompute_modules`).
     """
     spec, size, cut = shape.spec, shape.itemsize, shape.replicated
     norms = 0 if "layernorm" in modules else size * spec.hidden_size / cut
-    total = 2 * size * spec.hidden_size / cut + 2 * norms  # inputs of the two norms, and of what follows them
+    # Inputs of the two norms, and outputs of the norms.
+    total = 2 * size * spec.hidden_size / cut + 2 * norms
     total += attention_bytes(
         shape, sequence, keep_core="core_attn" not in modules, keep_up="mla_up_proj" not in modules
     )
@@ -233,7 +238,7 @@ def layer_bytes(shape: LayerShape, sequence: int, *, is_moe: bool = False, modul
 
 
 def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True) -> float:
-    """Queries, keys, values and the output (input of the projection); per token."""
+    """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection."""
     spec, size = shape.spec, shape.itemsize
     if spec.mla is not None:
         mla = spec.mla
@@ -242,11 +247,15 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
         head = query + shape.repeats * (query + mla.v_head_dim)
         heads = size * spec.num_heads * (head if keep_up else 0) / shape.tp
         return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
-    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim  # no rank has no head
+    # With fewer KV heads than ranks, ranks hold copies, so every rank has at least one head.
+    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim
     held = size * (2 * q + 2 * kv * shape.repeats) / shape.tp
-    if spec.qk_norm:  # the norms' inputs, which a rotation follows (megatron-core 0.16, transformer/attention.py)
+    # The norms keep their inputs, and the rotation after them keeps another copy (megatron-core 0.16,
+    # transformer/attention.py).
+    if spec.qk_norm:
         held += size * (q + kv) / shape.tp
-    if keep_core and shape.unfused:  # softmax's output twice where dropout follows it, and its mask
+    # Unfused attention keeps softmax's output; with dropout, its output and mask too.
+    if keep_core and shape.unfused:
         held += spec.num_heads * sequence * (2 * size + 1 if shape.dropout else size) / shape.tp
     elif keep_core:
         held += 4 * spec.num_heads / shape.tp  # log-sum-exp of every row, float32
@@ -254,14 +263,16 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
 
 
 def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float:
-    """How many keys attention reads for each token of a packed row, which holds a shared prompt once.
+    """Return the keys that attention reads per token of a packed row that holds a shared prompt once.
 
-    Kernels of sequences of any lengths take the prompt's keys as such, and again before those of each sample's own part
+    Variable-length kernels need the prompt's keys once for the prompt, and again before the keys of each sample's own
+    part
     (`megaverl.models.packing.VarlenPacking`).
 
     Args:
-        tokens: of the row; as many of a group's samples are in it as fit.
-        shared, own: tokens of each sample that all of its group have, and others.
+        tokens: tokens of the row, which holds as many of a group's samples as fit.
+        shared: tokens that all samples of a group have in common.
+        own: further tokens of each sample.
     """
     samples = min(group_size, (tokens - shared) // own)
     if samples < 2:
@@ -270,15 +281,15 @@ def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float
 
 
 def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:
-    """Output of the first matrix (gate and up), and the activation that enters the second; per token."""
+    """Return the bytes per token of the first matrix's output (gate and up) and of the activation before the second."""
     return shape.itemsize * (3 if shape.gated else 2) * width / cut
 
 
 def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:
-    """Tokens that arrive at experts, for perfectly even routing; per token of the micro-batch.
+    """Return the bytes per token that experts keep under perfectly even routing.
 
-    What an expert gives is not kept on its way back: probabilities are applied inside the expert, to the input of its
-    second matrix (megatron-core 0.16, transformer/moe: experts.py, and `unpermute` without `probs`).
+    An expert's output is not kept: probabilities are applied inside the expert, to the input of its second matrix
+    (megatron-core 0.16, transformer/moe: experts.py, and `unpermute` without `probs`).
     """
     spec, moe, size = shape.spec, shape.spec.moe, shape.itemsize
     assert moe is not None
@@ -292,10 +303,11 @@ def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:
 
 
 def in_flight(stage: int, pp: int, vpp: int | None, num_micro_batches: int) -> float:
-    """Micro-batches, of a stage's every layer, whose activations it keeps at once (1F1B; section 4.2.3).
+    """Return the number of micro-batches whose activations a stage keeps at once (1F1B; section 4.2.3).
 
-    With virtual stages the schedule keeps pieces of a micro-batch: the first stage 1 + (p - 1) / (p m) times as
-    many as without.
+    With virtual stages the schedule keeps pieces of micro-batches: the first stage keeps 1 + (p - 1) / (p m) times as
+    many
+    as without.
     """
     if vpp is None or vpp == 1 or pp == 1:
         return float(min(pp - stage, num_micro_batches))
@@ -305,7 +317,7 @@ def in_flight(stage: int, pp: int, vpp: int | None, num_micro_batches: int) -> f
 
 @dataclass(frozen=True)
 class StageLoad:
-    """One pipeline stage at its busiest, for `stage_bytes`."""
+    """One pipeline stage at its peak, for `stage_bytes`."""
 
     num_dense: int
     num_moe: int
@@ -315,7 +327,7 @@ class StageLoad:
 
 
 def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> float:
-    """Bytes kept by a stage's layers, and by the layers that are computed again one group at a time."""
+    """Return the bytes that a stage's layers keep, with the layers that are recomputed one group at a time."""
     spec, size = shape.spec, shape.itemsize
     full = {moe: layer_bytes(shape, load.sequence, is_moe=moe) for moe in (False, True)}
     num_layers = load.num_dense + load.num_moe
@@ -339,7 +351,7 @@ def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> flo
 
 
 def gradient_bytes(shape: LayerShape) -> float:
-    """Gradients in flight within one layer's backward pass, per token: of its widest tensor and of its output."""
+    """Return the bytes per token of gradients in one layer's backward pass: of its widest tensor and of its output."""
     spec = shape.spec
     widest = 2 * spec.ffn_hidden_size / shape.tp
     if spec.moe is not None:
@@ -349,19 +361,22 @@ def gradient_bytes(shape: LayerShape) -> float:
 
 
 def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool) -> float:
-    """The last stage's logits and log-probs (`megaverl.models.vocab_parallel`), at their peak.
+    """Return the peak bytes of the last stage's logits and log-probs (`megaverl.models.vocab_parallel`).
 
-    The logits of all tokens and, backward, their gradient; a few rows of them at a time in float32 besides
-    (`tools/bench_logprobs.py`: a twentieth).
+    The logits of all tokens are kept and, in the backward pass, their gradient. A few rows at a time are also held in
+    float32 (`tools/bench_logprobs.py`: a twentieth).
     """
     logits = shape.itemsize * tokens * padded_vocab / shape.tp
     return logits * ((2 if train else 1) + 1 / 20)
 
 
 def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool, trains_weight: bool) -> float:
-    """The same where logits are made a chunk at a time (`megaverl.models.vocab_parallel`): hidden states, in training
-    their gradient and a float32 one of the output layer's weight; and a chunk with its
-    gradient, in float32 twice besides."""
+    """Return the peak bytes of log-probs if logits are computed in chunks (`megaverl.models.vocab_parallel`).
+
+    These are the hidden states, in training also their gradient and a float32 gradient of the output layer's weight;
+    and
+    one chunk with its gradient, each in the model's dtype and in float32.
+    """
     hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
     weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0
     chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)

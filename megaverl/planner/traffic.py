@@ -1,4 +1,4 @@
-"""Bytes that one reshard moves, rank by rank, from the plans that the ranks themselves will make."""
+"""Bytes that one reshard moves on every rank, from the same plans that the ranks make in a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KINDS = ("alias", "local", "nvlink", "network")
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """What one rank moves in one reshard, in bytes.
+    """Bytes that one rank moves in one reshard.
 
     Attributes:
-        received: by kind: aliased (nothing moves), copied within the rank, from the same node, from another.
-        sent: to the same node, to another.
-        from_rank: what comes from each peer.
-        to_rank: what goes to each peer.
+        received: kind -> bytes: aliased (nothing moves), copied within the rank, from the same node, from another node.
+        sent: kind -> bytes to the same node and to other nodes.
+        from_rank: peer -> bytes received from it.
+        to_rank: peer -> bytes sent to it.
     """
 
     rank: int
@@ -34,11 +34,13 @@ class RankTraffic:
     to_rank: dict[int, int] = field(repr=False)
 
     def seconds(self, machine: Machine) -> float:
-        """With all links at work at once, each at its bandwidth in both directions."""
+        """Return the seconds with all links busy at once, each at its bandwidth in both directions."""
         return max(self.seconds_by_link(machine).values())
 
     def seconds_by_link(self, machine: Machine) -> dict[str, float]:
-        """A local copy reads and writes memory; a link sends and receives at once."""
+        """Return link -> seconds. A local copy both reads and writes memory; a link sends and receives at the same
+        time.
+        """
         return {
             "local": 2 * self.received["local"] / machine.hbm,
             "nvlink": max(self.received["nvlink"], self.sent["nvlink"]) / machine.nvlink,
@@ -48,29 +50,33 @@ class RankTraffic:
 
 @dataclass(frozen=True)
 class ReshardTraffic:
-    """One reshard of a job, over all ranks."""
+    """Traffic of one reshard on all ranks."""
 
     ranks: tuple[RankTraffic, ...]
 
     def spread(self, direction: str, kind: str) -> tuple[int, float, int]:
-        """(least, median, most) over the ranks, of "received" or "sent"."""
+        """Return (least, median, most) bytes over the ranks.
+
+        Args:
+            direction: "received" or "sent".
+        """
         values = [getattr(rank, direction)[kind] for rank in self.ranks]
         return min(values), statistics.median(values), max(values)
 
     def busiest(self, kind: str, direction: str = "sent") -> float:
-        """The busiest rank over the mean; 1 is a perfect balance, and where nothing moves."""
+        """Return the busiest rank's bytes divided by the mean: 1 if balanced, or if nothing moves."""
         values = [getattr(rank, direction)[kind] for rank in self.ranks]
         mean = sum(values) / len(values)
         return max(values) / mean if mean else 1.0
 
     def seconds(self, machine: Machine) -> tuple[float, float]:
-        """(the slowest rank, the mean over the ranks)."""
+        """Return the seconds of (the slowest rank, the mean rank)."""
         values = [rank.seconds(machine) for rank in self.ranks]
         return max(values), sum(values) / len(values)
 
 
 def make_traffic(job: PlannedJob) -> ReshardTraffic:
-    """Make every rank's plan, as the ranks themselves will, and add up its bytes."""
+    """Make every rank's plan, as the ranks do in a run, and add up its bytes."""
     source, dest = _sides(job)
     plans, adapters = reshard_plans(job), job.actor.adapters
     ranks = []
@@ -81,11 +87,11 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
 
 
 def reshard_plans(job: PlannedJob) -> Sequence[Plan]:
-    """Every rank's plan of a reshard, each made when it is asked for."""
+    """Return a sequence of all ranks' plans of a reshard. Each plan is made when it is first read."""
     return _plans_between(*_sides(job), job.world, job.machine)
 
 
-# Kept, since a search for settings that fit changes the grids of few.
+# A search for settings that fit leaves most grids unchanged, so it asks for the same plans again.
 @lru_cache(maxsize=16)
 def _plans_between(
     source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine
@@ -94,7 +100,7 @@ def _plans_between(
 
 
 def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], Layout]]:
-    """What each rank of the world has of the actor, and what its engine needs."""
+    """Return functions from a global rank to the actor's layout and to its engine's layout."""
     source, dest = job.actor.layout_of, job.rollout.layout_of
     if not job.placement.is_colocated:
         source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
@@ -104,17 +110,17 @@ def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], La
 
 
 def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[int], Layout]:
-    """The layouts of a role by rank of the world, on others nothing."""
+    """Return a function from a global rank to a role's layout, empty on ranks outside the role."""
     places = {rank: number for number, rank in enumerate(ranks)}
     return lambda rank: layout_of(places[rank]) if rank in places else EMPTY
 
 
 def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> RankTraffic:
-    """Add up a plan.
+    """Add up the bytes of a plan.
 
     Args:
-        aliased: elements of its copies that need no copy.
-        itemsize: bytes of an element on the wire: of the smaller of the two dtypes.
+        aliased: elements that share storage and need no copy.
+        itemsize: bytes of an element on the wire, in the smaller of the two dtypes.
     """
     node = machine.node_of(plan.rank)
     copied = sum(transfer.box.numel for transfer in plan.copies)
@@ -136,13 +142,13 @@ def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> R
 
 @lru_cache(maxsize=4096)
 def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = frozenset()) -> int:
-    """Elements of `dest` that can be the source's own storage: nothing of them moves.
+    """Count the elements of `dest` that can share the source's storage, so that nothing moves.
 
-    As the alias transport decides it: all of a local tensor lies in one tensor of the source, in the same order, and
-    runs of rows apart from where it starts. The dtypes of both sides must agree besides.
+    The conditions are those of the alias transport: the whole local tensor lies in one tensor of the source in the same
+    order, and differs only by a range of rows. Both sides must also have the same dtype, which the caller checks.
 
     Args:
-        adapted: weights that adapters are merged into: their tensors are never the source's.
+        adapted: weights that adapters are merged into; they cannot share storage.
     """
     total = 0
     for local, pieces in _by_local(dest).items():

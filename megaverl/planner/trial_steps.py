@@ -1,4 +1,4 @@
-"""What steps of the real trainer take, operator by operator, on a machine on which other programs may be at work."""
+"""Measure real trainer steps, operator by operator, on a machine where other programs may be running."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ OPERATORS = (
     "actor_update",
     "reshard",
 )
+# Turns off work that does not occur in every step, so that all steps are alike.
 SETTLED = (
     "checkpoint={save_interval: 0, export_hf: false}",
     "trainer.validate_every=0",
@@ -41,10 +42,11 @@ SETTLED = (
 
 @dataclass(frozen=True)
 class MeasuredOperator:
-    """An operator, or "step": the median over the steps of a run in which nothing else was at work.
+    """Median times of an operator, or of the whole "step", over steps without disturbance.
 
     Attributes:
-        seconds: of the slowest rank. work: seconds of a processor, on a rank; without waits.
+        seconds: duration on the slowest rank.
+        work: processor seconds per rank, without waits.
     """
 
     seconds: float
@@ -53,11 +55,11 @@ class MeasuredOperator:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """What steps of the trainer took.
+    """Measurements of a run.
 
     Attributes:
-        operators: by name, and "step".
-        others: processors that other programs kept at work during the steps that count, at most.
+        operators: operator name, or "step" -> its median times.
+        others: largest number of processors that other programs used during the measured steps.
     """
 
     operators: dict[str, MeasuredOperator]
@@ -65,7 +67,7 @@ class MeasuredSteps:
 
 
 class Watch(threading.Thread):
-    """Looks how much of the machine's processors other programs use while a command runs."""
+    """Thread that records how much of the machine's processors other programs use while a command runs."""
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
@@ -73,6 +75,7 @@ class Watch(threading.Thread):
         self._looks: list[tuple[float, float]] = []  # (wall clock, seconds of processors that others have used)
 
     def run(self) -> None:
+        """Sample the processors' busy time until `end`, and subtract that of the command and its children."""
         import psutil
 
         before, busy, others = dict[int, float](), _busy_seconds(), 0.0
@@ -90,11 +93,12 @@ class Watch(threading.Thread):
             self._looks.append((time.time(), others))
 
     def end(self) -> None:
+        """Stop recording and wait for the thread."""
         self._done.set()
         self.join()
 
     def others(self, begin: float, end: float) -> float:
-        """Processors that others have used between two readings of the wall clock, on the mean."""
+        """Return the mean number of processors that other programs used between two wall-clock times."""
         before = [look for look in self._looks if look[0] <= begin][-1:] or self._looks[:1]
         after = [look for look in self._looks if look[0] >= end][:1] or self._looks[-1:]
         if not before or after[0][0] <= before[0][0]:
@@ -103,7 +107,7 @@ class Watch(threading.Thread):
 
 
 def _busy_seconds() -> float:
-    """Of all processors since the machine began."""
+    """Return the busy seconds of all processors since the machine started."""
     import psutil
 
     times = psutil.cpu_times()
@@ -111,9 +115,11 @@ def _busy_seconds() -> float:
 
 
 def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> MeasuredSteps:
-    """Run the trainer; what its operators took, from the trace of each world's first rank, without the first steps.
+    """Run the trainer and return the times of its operators, without the first steps.
 
-    Of the other steps the quieter half counts: those in which other programs had least of the processors.
+    They are read from the trace of the first rank of each role group. Only the quieter half of the steps counts: those
+    in
+    which other programs used the least.
 
     Raises:
         MegaverlError: the run failed.
@@ -136,10 +142,10 @@ def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> Mea
 
 
 def steps_of_trace(path: Path, others: Callable[[float, float], float]) -> MeasuredSteps:
-    """Medians over the quieter half of a trace's steps.
+    """Return medians over the quieter half of a trace's steps.
 
     Args:
-        others: (begin, end) on the wall clock -> processors that other programs had meanwhile.
+        others: from wall-clock times (begin, end) to the number of processors that other programs used.
     """
     events = read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]
     seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
