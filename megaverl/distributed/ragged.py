@@ -71,6 +71,9 @@ def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type])
         return {"list" if isinstance(value, list) else "tuple": [flattened(each, tensors, known) for each in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"dict": {key: flattened(each, tensors, known) for key, each in value.items()}}
+    if isinstance(value, Mapping) and all(type(key) is int for key in value):
+        # JSON has only text as keys.
+        return {"by number": [[key, flattened(each, tensors, known)] for key, each in value.items()]}
     name = type(value).__name__
     if known.get(name) is type(value) and is_dataclass(value):
         given = {each.name: getattr(value, each.name) for each in fields(value)}
@@ -89,6 +92,8 @@ def put_together(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, 
     if "list" in value or "tuple" in value:
         parts = [put_together(each, tensors, known) for each in value["list" if "list" in value else "tuple"]]
         return parts if "list" in value else tuple(parts)
+    if "by number" in value:
+        return {key: put_together(each, tensors, known) for key, each in value["by number"]}
     found = {key: put_together(each, tensors, known) for key, each in value["dict"].items()}
     return known[value["of"]](**found) if "of" in value else found
 

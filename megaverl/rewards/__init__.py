@@ -30,6 +30,7 @@ from megaverl.rewards.registry import (
     RewardOutput,
     RewardSample,
     find_reward,
+    finished,
     load_modules,
     register_reward,
     reward_names,
@@ -125,7 +126,7 @@ class Component:
         columns = tuple(sample.extra)
         arguments, keywords = self._arguments(sample, partial(self._value, sample), columns, where)
         with self._calling(where):
-            value = self.function.function(*arguments, **keywords, **self.options)
+            value = finished(self.function.function(*arguments, **keywords, **self.options))
         return self._number(value, where)
 
     def _score_batch(self, samples: Sequence[RewardSample], rows: Sequence[int]) -> list[float]:
@@ -141,7 +142,7 @@ class Component:
 
         arguments, keywords = self._arguments(list(samples), value_of, columns, where)
         with self._calling(where):
-            values = self.function.function(*arguments, **keywords, **self.options)
+            values = finished(self.function.function(*arguments, **keywords, **self.options))
             values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple):
             raise RewardError(

@@ -7,6 +7,7 @@ gets that column, `**kwargs` the columns that no parameter takes.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,13 @@ NAMES = {
 }
 # Parameters without a default whose names say nothing, by their number.
 BY_COUNT = {1: ("response",), 2: ("response", "reference"), 3: ("prompt", "response", "reference"), 4: VALUES}
-NOT_GIVEN = ("environments",)  # what TRL has besides, and a run here has not
+# TRL's trainer keeps its environments in the process that computes rewards. Here, when rewards are computed, an episode
+# is over, and its environment was on another rank.
+NOT_GIVEN = ("environments",)
+WHY_NOT_GIVEN = (
+    "is not given: environments are closed before rewards are computed. Return the reward from the environment's step, "
+    "as Outcome(reward=...), or give the parameter a default"
+)
 HOW = (
     "A parameter is bound by its name: "
     + "; ".join(f"{names[0]} (or {', '.join(names[1:])})" for names in NAMES.values())
@@ -141,6 +148,9 @@ def bind(
         ValueError: a parameter cannot be bound; says which, and why.
     """
     row = row or RowNames()
+    for name in NOT_GIVEN:
+        if row.value_of(name) is None and _needs_keyword(function, name):
+            raise ValueError(f"{name}, which the function reads from its keyword arguments, {WHY_NOT_GIVEN}")
     parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in options]
     named = [each for each in parameters if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     takes_rest = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
@@ -171,6 +181,21 @@ def bind(
     return Binding(tuple(chosen[name] for name in first), keywords, takes_rest, taken | keywords.keys())
 
 
+def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function reads `kwargs[name]`, and does nothing else with that name, such as to look for it."""
+    rest = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.VAR_KEYWORD]
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if not rest or code is None:
+        return False
+    instructions = list(dis.get_instructions(code))
+    uses = [place for place, each in enumerate(instructions) if each.argval == name and each.opname == "LOAD_CONST"]
+    if len(uses) != 1 or uses[0] == 0 or uses[0] + 1 == len(instructions):
+        return False
+    container, subscript = instructions[uses[0] - 1], instructions[uses[0] + 1]
+    is_subscript = subscript.opname == "BINARY_SUBSCR" or (subscript.opname, subscript.argrepr) == ("BINARY_OP", "[]")
+    return is_subscript and container.argval == rest[0]
+
+
 def value_of(name: str) -> str | None:
     """Return which of `VALUES` a parameter of this name is, in the singular or the plural."""
     return _VALUE_OF.get(name) or _VALUE_OF.get(name.removesuffix("s"))
@@ -189,7 +214,7 @@ def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> di
     _prefer_columns(found, row)
     unknown = [each for each in needed if each.name not in found]
     if refused := [each.name for each in unknown if each.name in NOT_GIVEN]:
-        raise ValueError(f"{', '.join(refused)} is not given here: give it a default, or leave it out")
+        raise ValueError(f"{', '.join(refused)} {WHY_NOT_GIVEN}")
     positional = [each for each in needed if each.kind is not Parameter.KEYWORD_ONLY]
     if positional and all(each in unknown for each in positional):
         found |= _by_count(positional, found)

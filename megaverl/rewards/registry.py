@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import importlib
@@ -9,6 +10,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +90,15 @@ def _mean(values: list[float]) -> float:
 
 
 FIRST = {False: "sample", True: "samples"}
+
+
+def finished(value: Any) -> Any:
+    """Return what a reward function returned, or the result of its coroutine if it is declared with `async def`."""
+    if not inspect.iscoroutine(value):
+        return value
+    # The calling thread may have an event loop of its own.
+    with ThreadPoolExecutor(1, thread_name_prefix="async reward") as threads:
+        return threads.submit(asyncio.run, value).result()
 
 
 @dataclass(frozen=True)

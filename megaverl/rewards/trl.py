@@ -11,6 +11,7 @@ Names and shapes are those of TRL's documentation of custom reward functions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,9 +76,14 @@ class CallContext:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that JSON can hold: numbers and text as they are, everything else as text."""
+    """Return a value that JSON can hold: numbers and text as they are, everything else as text.
+
+    Readers of JSON, this project's among them, refuse integers that no float can hold.
+    """
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a scalar of numpy or torch
         value = value.item()
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return show(value, limit=1000)
     if value is None or isinstance(value, bool | int | float):
         return value
     return clean(value) if isinstance(value, str) else show(value, limit=1000)

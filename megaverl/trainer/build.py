@@ -361,7 +361,10 @@ class Builder:
             model = self._reward_model(entry, trained) if models_are_here else RemoteWorker("reward")
             learned.append(LearnedReward(entry.label, entry.weight, model))
         reward.begin(TrainerState(0, config.trainer.steps, 0.0))
-        return RewardRole(reward, self.tokenizer, default_group(), learned, config.trainer.save_samples)
+        # Dynamic sampling chooses the step's samples after they are scored.
+        is_chosen = config.algorithm.dynamic_sampling.metric is not None
+        num_shown = None if is_chosen and config.trainer.save_samples else config.trainer.save_samples
+        return RewardRole(reward, self.tokenizer, default_group(), learned, num_shown)
 
     def _reward_model(self, entry: RewardConfig, trained: TrainableModel | None) -> ScoringModel:
         section = self.config.reward_model

@@ -100,12 +100,6 @@ class Disaggregated(Executor):
         self.roles = make_roles(builder, self.fabric, generates=replayed is None)
         self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages, is_given=is_given)
         self.flow = self.step.flow(self.placement.ranks)
-        is_apart = self.fabric.rank == self.reporter and not self.fabric.has("reward")
-        if is_apart and (names := self.roles.reward.names_with_log_extra()):
-            console.warn(
-                f"reward {', '.join(names)}: what it gives to log_extra is not in samples.jsonl, since the reward has "
-                "ranks of its own. Give reward and actor the same ranks, or let the function write a file."
-            )
         if is_given:
             stages.timeline.roles |= {"rollout": "rollout"} if self.fabric.has("rollout") else {}
         else:

@@ -81,6 +81,7 @@ class StoredRollouts:
                     "total": float(scores.total[i]),
                     "correct": bool(scores.correct[i]),
                     "components": {name: float(values[i]) for name, values in scores.components.items()},
+                    "logged": dict(scores.logged.get(i, {})),
                 }
                 for i in range(len(batch))
             ]
@@ -194,6 +195,7 @@ def _scores(rows: list[dict[str, Any]]) -> Scores:
         torch.tensor([row["total"] for row in rows], dtype=torch.float32),
         {name: torch.tensor([row["components"][name] for row in rows], dtype=torch.float32) for name in names},
         torch.tensor([row["correct"] for row in rows], dtype=torch.bool),
+        {number: row["logged"] for number, row in enumerate(rows) if row.get("logged")},
     )
 
 

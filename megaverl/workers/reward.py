@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,9 +32,15 @@ from megaverl.workers import RemoteWorker
 
 @dataclass(frozen=True)
 class Scores:
-    """total: [B] float32, the weighted sum; NaN: the sample could not be scored, and is left out of what is learned
-    and measured. components: each reward's own [B], by name. correct: [B] bool. logged: what functions gave to
-    `log_extra`, by column, of the first samples; on the ranks that scored alone."""
+    """Rewards of a batch.
+
+    Attributes:
+        total: [B] float32, the weighted sum; NaN: the sample could not be scored, and is left out of what is learned
+            and measured.
+        components: each reward's own [B], by name.
+        correct: [B] bool.
+        logged: sample -> column -> value that a function gave to `log_extra`, of the samples that the run may show.
+    """
 
     total: torch.Tensor
     components: dict[str, torch.Tensor]
@@ -68,10 +73,16 @@ class Scores:
     def concat(parts: Sequence[Scores]) -> Scores:
         """Of several batches, one after the other."""
         names = list(parts[0].components)
+        logged: dict[int, Mapping[str, Any]] = {}
+        first_row = 0
+        for part in parts:
+            logged |= {first_row + row: columns for row, columns in part.logged.items()}
+            first_row += len(part.total)
         return Scores(
             torch.cat([part.total for part in parts]),
             {name: torch.cat([part.components[name] for part in parts]) for name in names},
             torch.cat([part.correct for part in parts]),
+            logged,
         )
 
 
@@ -105,7 +116,8 @@ class RewardRole:
     """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them.
 
     Args:
-        num_shown: of the first samples, which the run writes down with what functions gave to `log_extra`.
+        num_shown: number of first samples that the run writes down with what functions gave to `log_extra`; None: any
+            sample may become one of them.
     """
 
     def __init__(
@@ -114,7 +126,7 @@ class RewardRole:
         tokenizer: Tokenizer,
         world: dist.ProcessGroup,
         learned: Sequence[LearnedReward] = (),
-        num_shown: int = 0,
+        num_shown: int | None = 0,
     ) -> None:
         self.num_shown = num_shown
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
@@ -243,8 +255,10 @@ class RewardRole:
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
                 f"{self._why()}See that the service is there, and start the run again."
             )
-        scores = Scores(total, components, correct, self._gather_logged())
-        return scores.select(range(len(total)) if answers is None else answers)
+        # An episode of several conversations shows what was logged of its answer.
+        shown = range(len(total)) if answers is None else answers.tolist()
+        scores = Scores(total, components, correct, self._gather_logged(set(shown[: self.num_shown])))
+        return scores.select(shown)
 
     def logged_metrics(self) -> dict[str, float]:
         """Return the means of what functions logged on all ranks since the last call. Collective over the role."""
@@ -256,18 +270,13 @@ class RewardRole:
         """Forget what functions gave to `log_metric` in a validation, which is no part of a step's metrics."""
         self.reward.take_logged()
 
-    def names_with_log_extra(self) -> list[str]:
-        """Return the rewards whose functions have a parameter `log_extra`."""
-        functions = {each.name: each.function.function for each in self.reward.components}
-        return [name for name, function in functions.items() if LOG_EXTRA in signature(function).parameters]
-
     @property
     def _logs_extra(self) -> bool:
         return any(component.function.may_take(LOG_EXTRA) for component in self.reward.components)
 
-    def _gather_logged(self) -> dict[int, dict[str, Any]]:
+    def _gather_logged(self, shown: set[int]) -> dict[int, dict[str, Any]]:
         """Return what functions gave to `log_extra` of the samples that are shown. Collective over the role."""
-        mine = {str(row): columns for row, columns in self._logged.items() if row < self.num_shown}
+        mine = {str(row): columns for row, columns in self._logged.items() if row in shown}
         self._logged.clear()
         if not self._logs_extra:
             return {}

@@ -104,7 +104,8 @@ def test_every_name_in_every_order(order: list[str], count: int, data: st.DataOb
         (lambda question, reply: 0, "what reply stands for cannot be told"),
         (lambda text, level: 0, "what text stands for cannot be told: the data has the columns answer, level, prompt"),
         (lambda completions_of, completion: 0, "what completions_of stands for cannot be told"),
-        (lambda response, environments: 0, "environments is not given here: give it a default, or leave it out"),
+        (lambda response, environments: 0, "environments is not given: environments are closed before rewards are"),
+        (lambda response, **kwargs: kwargs["environments"], "environments, which the function reads from its keyword"),
         (lambda response, log_extra: 0, "log_extra is of whole lists, which needs batched: true"),
         (lambda response, completion: 0, "what response, completion stands for cannot be told"),
         (lambda reference, text: 0, "what text stands for cannot be told"),
@@ -119,6 +120,27 @@ def test_every_name_in_every_order(order: list[str], count: int, data: st.DataOb
 def test_what_cannot_be_bound_is_said(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         bind(function, (), batched=False, row=RowNames(frozenset({"level"})))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completions, **kwargs: kwargs.get("environments"),
+        lambda completions, **kwargs: "environments" in kwargs and kwargs["environments"],
+        lambda completions, environments=None: environments,
+        lambda completions, options={"environments": 1}, **kwargs: options["environments"],  # noqa: B006
+    ],
+)
+def test_a_function_that_does_without_environments_is_not_refused(function: Callable[..., Any]) -> None:
+    assert "environments" not in bind(function, (), batched=True).keywords
+
+
+def test_a_column_may_be_named_environments() -> None:
+    row = RowNames(frozenset({"environments"}))
+    assert bind(lambda completions, environments: 0, (), batched=True, row=row).keywords["environments"] == (
+        "column environments"
+    )
+    bind(lambda completions, **kwargs: kwargs["environments"], (), batched=True, row=row)
 
 
 def test_no_name_means_two_things() -> None:

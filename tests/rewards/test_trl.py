@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megaverl.data.batch import RolloutBatch
 from megaverl.errors import RewardError
+from megaverl.outside import read_json
 from megaverl.rewards import Component, Reward, RewardFunction, RewardSample
 from megaverl.rewards.trl import TrainerState
+from megaverl.rollout.engine import Generation
 from megaverl.trainer.loop import PROGRAM_VARIABLE
+from megaverl.trainer.schedule import StoredRollouts
+from megaverl.workers.reward import Scores
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments, make_inputs
 
@@ -69,6 +77,7 @@ def logs(completions: Sequence[Any], log_extra: Any, log_metric: Any, **kwargs: 
     log_extra("length", np.arange(len(completions)))
     log_extra("verdict", [f"\ud800 {number}" for number, _ in enumerate(completions)])
     log_extra("other", [{1, 2} for _ in completions])
+    log_extra("large", [10**400 for _ in completions])
     log_metric("count", len(completions))
     return [1.0] * len(completions)
 
@@ -80,6 +89,7 @@ def test_logged_columns_are_values_of_samples() -> None:
     first, second = reward.take_columns(2)
     assert (first["length"], second["length"]) == (0, 1) and json.dumps(second["verdict"]).endswith(' 1"')
     assert first["other"] == "set {1, 2}" and reward.take_columns(2) == [{}, {}]
+    assert read_json(json.dumps(first))["large"].startswith("int 1000")
 
 
 def test_logged_columns_of_samples_behind_a_gate() -> None:
@@ -101,19 +111,75 @@ def test_a_wrong_number_of_values_is_refused() -> None:
         reward_of(score).score([TEXT, CHAT])
 
 
+@pytest.mark.parametrize("inside_a_loop", [False, True])
+def test_a_function_declared_with_async_def(inside_a_loop: bool) -> None:
+    """Its responses may wait side by side; the caller may have a loop of its own."""
+    waiting: list[str] = []
+
+    async def ask(completion: str) -> float:
+        waiting.append(completion)
+        while len(waiting) < 2:
+            await asyncio.sleep(0)
+        return float(len(completion))
+
+    async def both(completions: list[str], **kwargs: Any) -> list[float]:
+        return await asyncio.gather(*map(ask, completions))
+
+    async def one(response: str) -> float:
+        return float(len(response))
+
+    async def leaves(completions: list[str], **kwargs: Any) -> list[float]:
+        raise SystemExit(0)
+
+    def check() -> None:
+        assert reward_of(both).score([TEXT, TEXT]).total == [1.0, 1.0]
+        assert reward_of(one, batched=False).score([TEXT, TEXT]).total == [1.0, 1.0]
+        with pytest.raises(RewardError, match="reward 'own' raised SystemExit: 0"):
+            reward_of(leaves).score([TEXT, TEXT])
+
+    async def in_a_loop() -> None:
+        check()
+
+    asyncio.run(in_a_loop()) if inside_a_loop else check()
+
+
+def test_logged_values_stay_with_their_samples(tmp_path: Path) -> None:
+    """In batches that are joined, and in those that wait for training in a checkpoint."""
+    first = Scores(torch.zeros(2), {}, torch.zeros(2).bool(), {1: {"about": "b"}})
+    second = Scores(torch.ones(2), {}, torch.ones(2).bool(), {0: {"about": "c"}, 1: {"about": math.nan}})
+    joined = Scores.concat([first, second])
+    chosen = joined.select([3, 2, 0])
+    assert chosen.logged.keys() == {0, 1} and chosen.logged[1] == {"about": "c"}
+    batch = RolloutBatch.from_generations([[5]] * 3, [Generation([7], [0.0], "stop")] * 3, group_ids=[0] * 3)
+    stored = StoredRollouts(0, 0, batch, chosen)
+    stored.write(tmp_path / "stored.safetensors")
+    read = StoredRollouts.read(tmp_path / "stored.safetensors", stored.facts()).scores
+    assert read is not None and read.logged[1] == {"about": "c"}
+    assert read.logged.keys() == {0, 1} and math.isnan(read.logged[0]["about"])
+
+
 RUN = """
 def score(prompts, completions, trainer_state, log_extra, log_metric, **kwargs):
     for prompt, completion in zip(prompts, completions):
         assert prompt[-1]["role"] == "user" and [each["role"] for each in completion] == ["assistant"], completion
-    assert 0 <= trainer_state.epoch <= 1 and trainer_state.max_steps == 2
+    assert trainer_state.epoch is None or 0 <= trainer_state.epoch <= 1
+    assert trainer_state.max_steps == 2
+    log_extra("knows_epoch", [trainer_state.epoch is not None for _ in prompts])
     log_metric("at_step", trainer_state.global_step)
     log_extra("about", [f"{prompt[-1]['content']} at {trainer_state.global_step}" for prompt in prompts])
     return [len(completion[0]["content"]) / 10 for completion in completions]
 """
 
 
+SHARED = ["actor={engine: fsdp, tp: 1}"]
+APART = [*SHARED, "run.nproc=3", "placement={rollout: 0, reward: 1, actor: 2}"]
+# Samples are chosen from several rounds, after they are scored.
+ROUNDS = ["algorithm.dynamic_sampling={metric: reward, max_rounds: 2, prompts_per_round: 2, if_short: fill}"]
+
+
 @pytest.mark.parametrize("switch", ["0", "1"], ids=["flow", "program"])
-def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: str) -> None:
+@pytest.mark.parametrize("more", [SHARED, APART, [*APART, *ROUNDS]], ids=["shared", "apart", "rounds"])
+def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: str, more: list[str]) -> None:
     """Its columns stand in the samples, of training and of validation; its metric in the metrics."""
     inputs = make_inputs(tmp_path / "inputs")
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
@@ -131,16 +197,17 @@ def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: 
             f"data.train={inputs / 'chats.jsonl'}",
             f"data.validation={inputs / 'chats.jsonl'}",
             f"reward={json.dumps({'function': str(tmp_path / 'trl.py') + ':score', 'batched': True})}",
-            "actor={engine: fsdp, tp: 1}",
             "rollout.engine=hf",
             "algorithm={name: grpo, group_size: 2}",
             "data.prompts_per_step=2",
             "trainer={steps: 2, validate_every: 1, validation_prompts: 2, save_samples: 3}",
+            *more,
         ],
         logs=tmp_path / "logs",
         environment={PROGRAM_VARIABLE: switch},
+        ranks=3 if "run.nproc=3" in more else 2,
     )
-    assert ended.codes == [0, 0], ended.text
+    assert set(ended.codes) == {0}, ended.text
     run = tmp_path / "runs" / "run"
     measured = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     at_step = {each["step"]: each["reward/at_step"] for each in measured if "reward/at_step" in each}
@@ -149,4 +216,5 @@ def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: 
     trained = [record for record in records if record["split"] == "train"]
     assert len(trained) == 6 and all(record["about"].endswith(f" at {record['step'] - 1}") for record in trained)
     assert all(record["about"].split(" at ")[0] in record["prompt"] for record in records)
+    assert all(record["knows_epoch"] for record in trained) == (more is SHARED)
     assert {record["split"] for record in records} >= {"train", "validation"}

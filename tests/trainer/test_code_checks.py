@@ -153,6 +153,18 @@ def test_a_parameter_of_a_reward_that_no_column_has_is_named_before_the_start(fi
     assert "reward.0.function" in said and "levle" in said and "level" in said
 
 
+def test_a_reward_that_needs_trls_environments_is_refused_before_the_start(files, plugins, capsys):
+    (plugins / "theirs.py").write_text(
+        "def named(completions, environments, **kwargs):\n    return [each.reward for each in environments]\n"
+        "def rest(completions, **kwargs):\n    return [each.reward for each in kwargs['environments']]\n"
+    )
+    for name in ("named", "rest"):
+        reward = f"reward={{function: '{plugins / 'theirs.py'}:{name}', batched: true}}"
+        assert main(["train", *files, reward, "rollout.engine=hf"]) == 2
+        said = capsys.readouterr().err
+        assert "reward.0" in said and "environments are closed before rewards are computed" in said
+
+
 def test_a_good_dry_run_ends_with_one_line(files, capsys):
     files = [*files, "rollout.engine=hf"]
     assert main(["train", *files, "--dry-run", "trainer.steps=1234"]) == 0
