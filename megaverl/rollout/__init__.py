@@ -1,5 +1,8 @@
-"""Generation engines: token ids in, token ids and log-probabilities out. From `rollout` in the configuration to an
-engine; which replica of it answers which prompts, and each sample's seed: arithmetic, the same on every rank."""
+"""Generation engines: token ids in, token ids and log-probs out.
+
+This module makes the engine that `rollout` names, splits prompts between its replicas, and derives a seed for each
+sample. Splits and seeds are pure arithmetic, so every rank computes the same ones.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +35,22 @@ __all__ = [
 def split_prompts(
     lengths: Sequence[int], num_replicas: int, group_size: int = 1, conversations: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Deal prompts to replicas so that all finish at about the same time.
+    """Split prompts between replicas so that all of them finish at about the same time.
 
-    Replicas get the same number of samples, give or take one, as that decides how long decoding takes; then
-    about the same number of prompt tokens. The `group_size` samples of one prompt stay on one replica, where
-    its prefix is computed once, except in the last groups when they do not come out even.
+    Replicas get the same number of samples, plus or minus one, as that decides how long decoding takes; then about the
+    same number of prompt tokens. The `group_size` samples of one prompt stay on one replica, which computes their
+    prefix
+    once. Only the last groups are split, if the number of groups is not a multiple of the replicas.
 
     Args:
         lengths: tokens of each prompt.
         num_replicas: engines that share them.
-        group_size: samples per prompt; the samples of a prompt stand next to each other.
-        conversations: of each prompt, the number of the conversation that it continues; those of a number go to the
-            same replica at every call, where what was said before is cached.
+        group_size: samples per prompt; the samples of a prompt are neighbours.
+        conversations: conversation number of each prompt. Prompts with the same number go to the same replica in every
+            call, since that replica has the conversation so far in its cache.
 
     Returns:
-        For each replica the indices of its prompts, ascending. Every index is there exactly once.
+        For each replica the indices of its prompts, ascending. Every index occurs exactly once.
     """
     if conversations is not None:
         return [
@@ -68,16 +72,17 @@ def split_prompts(
 
 
 def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout") -> int:
-    """The seed of one sample: 63 bits, the same on every machine and in every Python.
+    """Return the seed of one sample: 63 bits, equal on every machine and in every Python version.
 
-    A keyed BLAKE2b hash of (run seed, step, sample), so that neighbouring steps and samples get unrelated
-    seeds; its low 32 bits alone are as good, which matters as torch's CPU generator uses only those.
+    The seed is a keyed BLAKE2b hash of (run seed, step, sample), so neighbouring steps and samples get unrelated seeds.
+    Its
+    low 32 bits are as random as the rest, which matters because torch's CPU generator uses only those.
 
     Args:
         run_seed: `run.seed`.
         step: training step.
-        sample: the sample's number within the step, over all replicas.
-        purpose: keeps draws apart that share the three numbers, e.g. "rollout" and "validation".
+        sample: index of the sample within the step, over all replicas.
+        purpose: separates draws that share the three numbers, e.g. "rollout" and "validation".
     """
     message = struct.pack("<qqq", run_seed, step, sample)
     digest = hashlib.blake2b(message, digest_size=8, key=purpose.encode()).digest()
@@ -85,9 +90,10 @@ def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout")
 
 
 def turn_seed(run_seed: int, step: int, sample: int, turn: int, agent: str = "", purpose: str = "rollout") -> int:
-    """The seed of one turn of an episode; the first turn of an only agent has the sample's own."""
+    """Return the seed of one turn of an episode. The first turn of a single agent has the sample's own seed."""
     who = f"{purpose}/{turn}/{agent}" if turn or agent else purpose
-    if len(who) > 64:  # longer than a key may be
+    # A BLAKE2b key has at most 64 bytes.
+    if len(who) > 64:
         who = f"{purpose}/{turn}/{hashlib.blake2b(agent.encode(), digest_size=8).hexdigest()}"
     return sample_seed(run_seed, step, sample, who)
 
@@ -109,27 +115,27 @@ def make_engine(
     routed_experts: bool = False,
     reference_folder: str | Path | None = None,
 ) -> Engine:
-    """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
+    """Make this rank's part of the engine that `config.engine` names. Collective over all ranks of the rollout.
 
     Args:
         config: `rollout`.
         model_folder: a Hugging Face folder.
-        seed: of the engine itself; samples have seeds of their own.
-        dtype: of weights, activations and cache.
+        seed: seed of the engine itself; samples have their own seeds.
+        dtype: dtype of weights, activations and cache.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
         load_weights: False leaves the weights unset, to be filled by a reshard, which must cover all of them.
         trust_remote_code: run Python code from the model folder.
-        num_sequences: how many responses an engine is asked for at once, to size its cache; None: unknown.
-        on_load: called with the engine's parameters, and with what `Engine.layouts` is, before graphs are captured:
-            the last moment at which they may share storage with an actor's for good.
-        images: of a model that takes images, `data.images`; None: of one that takes none.
-        tokenizer: of the run, where that is not the model folder's.
-        routed_experts: generations say which experts their tokens took; vLLM's alone can.
-        reference_folder: a second, frozen model, for `SamplingOptions.reference_share`; hf alone has one.
+        num_sequences: responses that are asked of an engine at once, to size its cache; None: unknown.
+        on_load: called with the engine's parameters and its `Engine.layouts` before graphs are captured. After that,
+            parameters can no longer move to an actor's storage.
+        images: `data.images` for a model that takes images; None for other models.
+        tokenizer: the run's tokenizer, if it is not the model folder's.
+        routed_experts: record the experts that each token took; vLLM only.
+        reference_folder: a second, frozen model for `SamplingOptions.reference_share`; hf only.
 
     Raises:
-        RolloutError: a world, model or machine that the engine cannot work with.
+        RolloutError: the engine cannot work with this number of ranks, this model or this machine.
     """
     asked: dict[str, Any] = {
         "seed": seed,
@@ -145,7 +151,8 @@ def make_engine(
         if images is not None:
             raise RolloutError(f"rollout.engine=hf answers text alone, and {model_folder} takes images. Use vllm.")
 
-        unused = ("seed", "load_weights")  # it has no state of its own, and reads its weights from the folder
+        # The hf engine draws with the samples' seeds alone, and always reads its weights from the folder.
+        unused = ("seed", "load_weights")
         wanted = {name: value for name, value in asked.items() if name not in unused}
         engine = HFEngine(
             model_folder, **wanted, trust_remote_code=trust_remote_code, reference_folder=reference_folder
@@ -166,6 +173,7 @@ def make_engine(
         engine = VLLMEngine(model_folder, config, **asked, routed_experts=routed_experts)
     if config.use_dynamic_batching:
         budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
-        measures = budget is None and config.engine != "vllm"  # which knows what is free of its own cache
+        # vLLM knows the free blocks of its own cache; other engines measure the free memory.
+        measures = budget is None and config.engine != "vllm"
         engine.in_flight = InFlight(config.min_sequences, config.max_sequences, budget, measures)
     return engine

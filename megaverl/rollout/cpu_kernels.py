@@ -1,4 +1,4 @@
-"""Head sizes that vLLM's CPU attention has kernels for, read from its source: importing vLLM takes many seconds."""
+"""Head sizes that vLLM's CPU attention supports, read from its source text. Importing vLLM would take many seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FUNCTION = "get_supported_head_sizes"
 
 
 def cpu_head_sizes() -> tuple[int, ...]:
-    """Return the head sizes of the installed vLLM's CPU attention; empty where that cannot be told."""
+    """Return the head sizes of the installed vLLM's CPU attention; empty if they cannot be read."""
     spec = find_spec("vllm")
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
@@ -22,7 +22,7 @@ def cpu_head_sizes() -> tuple[int, ...]:
 
 
 def _listed_in(tree: ast.Module) -> tuple[int, ...]:
-    """Return the list that the function consists of; empty where it is more than one `return` of numbers."""
+    """Return the list that the function returns; empty if it is more than one `return` of numbers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == _FUNCTION:
             returned = [part.value for part in node.body if isinstance(part, ast.Return)]
@@ -35,7 +35,7 @@ def _listed_in(tree: ast.Module) -> tuple[int, ...]:
 
 
 def why_no_kernel(head_dim: int) -> str:
-    """Return why vLLM's CPU attention cannot compute heads of this size; empty where it can, or that is not known."""
+    """Return why vLLM's CPU attention cannot compute heads of this size; empty if it can, or if that is unknown."""
     sizes = cpu_head_sizes()
     if not sizes or head_dim in sizes:
         return ""

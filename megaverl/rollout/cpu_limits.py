@@ -1,5 +1,6 @@
-"""What vLLM's CPU build cannot do for training, from the configuration alone: asked before ranks start, and by the
-engine again. Importing it imports neither torch nor vLLM.
+"""Limits of vLLM's CPU build that training must respect, checked from the configuration alone.
+
+`megaverl` checks them before ranks start, and the engine checks again. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 from megaverl.errors import RolloutError
 
 LATENT_ATTENTION = "CPU_MLA"
-# vLLM's CPU attention is causal over the tokens of an image, where these models see all of it at once
+# These models attend to all tokens of an image at once, but vLLM's CPU attention is causal over them.
 NOT_CAUSAL = ("Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration")
 
 
 def check_images_run_here(architecture: str) -> None:
-    """Refuse a model whose images vLLM's CPU build computes otherwise.
+    """Refuse a model whose images vLLM's CPU build would compute differently.
 
     Raises:
         RolloutError: names the architecture.
@@ -29,16 +30,18 @@ def check_images_run_here(architecture: str) -> None:
 
 
 def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
-    """Refuse what vLLM's CPU build cannot do for training; each would fail, or go wrong, in the first batches.
+    """Refuse settings that vLLM's CPU build cannot train with: each would fail, or compute wrong results, in the first
+    batches.
 
     Args:
         arguments: EngineArgs.
         experts: whether the model has routed experts.
 
     Raises:
-        RolloutError: quantised experts; compiled models, which would keep old weights; scheduling beside a device that
-            works by itself, which vLLM would turn off without a word (0.32, `platforms/cpu.py`); a backend of latent
-            attention that throws away the weights that an update is written to, and knows no float32.
+        RolloutError: for quantised experts; for compiled models, which would keep old weights; for asynchronous
+            scheduling,
+            which vLLM would silently turn off (0.32, `platforms/cpu.py`); and for a backend of latent attention that
+            discards the weights which an update writes, and does not support float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
@@ -64,12 +67,14 @@ SPECULATORS = ("ngram", "draft_model")
 
 
 def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`rollout.vllm.speculative_config`, without what vLLM's CPU build gets wrong: a request whose whole prompt but one
-    token is cached would be filled up with drafts -1, which its kernels read beyond their rows for and accept (0.32). A
-    number of drafts by batch size, all the same, keeps it from that.
+    """Return `rollout.vllm.speculative_config` with a workaround for a bug of vLLM's CPU build (0.32).
+
+    If all but one token of a prompt are cached, vLLM pads the request with draft tokens -1; its kernels then read
+    beyond
+    their rows and accept them. A table of draft numbers by batch size, with the same number everywhere, avoids this.
 
     Raises:
-        RolloutError: a speculator that this build cannot run.
+        RolloutError: this build cannot run the speculator.
     """
     if given["method"] not in SPECULATORS:
         raise RolloutError(

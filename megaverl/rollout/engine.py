@@ -1,4 +1,4 @@
-"""What every generation engine is: the request, the answer, and how many sequences are in flight at once."""
+"""Protocol of generation engines: requests, responses, checks of both, and the number of sequences in flight."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response.
+    """A response.
 
     Attributes:
-        token_ids: the generated tokens; a stop token that ended them is the last one, as it is trained on too.
-        log_probs: natural log of the probability with which each token was drawn, after temperature, top-k
-            and top-p.
+        token_ids: the generated tokens, including the stop token that ended them, which is trained on too.
+        log_probs: natural log of the probability with which each token was drawn, after temperature, top-k and top-p.
         finish_reason: "stop" (a stop token was drawn) or "length" (max_tokens were).
-        routed_experts: [prompt + response - 1, layers, k] uint8 or int16: the experts of each token that was read,
-            where `actor.router_replay` asks for them; anything in layers that have none.
+        routed_experts: [prompt + response - 1, layers, k] uint8 or int16: the experts of each token that was read, if
+            `actor.router_replay` is on; values of dense layers are arbitrary.
     """
 
     token_ids: list[int]
@@ -40,16 +39,16 @@ class Generation:
 
 
 class SamplingOptions:
-    """How tokens are drawn. The names are those of vLLM's SamplingParams; so are those in `extra`.
+    """Sampling parameters of a request. They have the names of vLLM's SamplingParams, including those in `extra`.
 
     Attributes:
-        max_tokens: most tokens of a response, the stop token among them.
-        temperature: logits are divided by it; 0 is greedy.
-        top_p, top_k: draw from the smallest set of tokens that holds this probability, from the k likeliest
-            (0: from all).
-        stop_token_ids: end a response, besides those that the engine was made with.
-        ignore_eos: only `stop_token_ids` given here end a response.
-        reference_share: beta, where tokens are drawn from policy^(1 - beta) reference^beta; of HFEngine alone.
+        max_tokens: most tokens of a response, including the stop token.
+        temperature: divides the logits; 0 is greedy.
+        top_p: draw from the smallest set of tokens with this probability.
+        top_k: draw from the k most likely tokens; 0: from all.
+        stop_token_ids: tokens that end a response, in addition to the engine's own.
+        ignore_eos: only this object's `stop_token_ids` end a response.
+        reference_share: beta of policy^(1 - beta) reference^beta, the distribution to draw from; HFEngine only.
         extra: further fields of vLLM's SamplingParams.
     """
 
@@ -76,65 +75,77 @@ class SamplingOptions:
         return f"SamplingOptions({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
 
     def with_max_tokens(self, max_tokens: int) -> SamplingOptions:
-        """The same with another length."""
+        """Return a copy with another `max_tokens`."""
         changed = copy.copy(self)
         changed.max_tokens = max_tokens
         return changed
 
     def mixed(self, reference_share: float) -> SamplingOptions:
-        """The same from a mixture with the reference."""
+        """Return a copy that draws from a mixture with the reference."""
         changed = copy.copy(self)
         changed.reference_share = reference_share
         return changed
 
     def stop_tokens(self, of_engine: Sequence[int]) -> list[int]:
-        """Every token that ends a response of an engine made with `of_engine`."""
+        """Return all tokens that end a response.
+
+        Args:
+            of_engine: stop tokens that the engine was made with.
+        """
         return sorted({*self.stop_token_ids, *(() if self.ignore_eos else of_engine)})
 
 
 # Token ids of each prompt of a request.
 Prompts = Sequence[Sequence[int]]
 
-# Of each prompt of a request, those that its tokens have places for, in that order.
+# Images of each prompt of a request, in the order of their placeholder tokens.
 Images = Sequence[Sequence["SharedItem"]]
 
-# One way to draw for all prompts, or each prompt's own (`rollout.adaptive_sampling`).
+# Options for all prompts, or a list with the options of each prompt (`rollout.adaptive_sampling`).
 Sampling = SamplingOptions | Sequence[SamplingOptions]
 
 
 def of_each(sampling: Sampling, count: int) -> Sequence[SamplingOptions]:
-    """How the responses to each of `count` prompts are drawn."""
+    """Return the sampling options of each of `count` prompts."""
     return [sampling] * count if isinstance(sampling, SamplingOptions) else sampling
 
 
 def of_some(sampling: Sampling, rows: Sequence[int]) -> Sampling:
-    """The same for some of the prompts."""
+    """Return the sampling options of the prompts in `rows`."""
     return sampling if isinstance(sampling, SamplingOptions) else [sampling[row] for row in rows]
 
 
-Shapes = Mapping[str, tuple[int, ...]]  # by name
+Shapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
 
-# Called with the number of a prompt in the request, and its response, as soon as that is finished.
+# Called with a prompt's index in the request and its response, as soon as the response is finished.
 OnFinished = Callable[[int, Generation], None]
 
-# Called with an engine's parameters once they are there, before anything has captured their addresses; and with
-# what `Engine.layouts` is.
+# Called with an engine's parameters and its `layouts` method, before a captured graph holds addresses of parameters.
 OnLoad = Callable[[Mapping[str, "Tensor"], Callable[[Shapes], Callable[[int], "Layout"]]], None]
 
 
 class Engine(Protocol):
     """A model that generates, or this rank's part of one.
 
-    `num_replicas` engines of `tp_size` neighbouring ranks each share the world; this rank is number `tp_rank`
-    of engine `replica`. Every rank of a replica calls each method alike. What an engine need not have (quantised
-    weights, a cache, sleep) it has from here as a subclass.
+    `num_replicas` engines of `tp_size` neighbouring ranks each share the ranks; this rank is rank `tp_rank` of engine
+    `replica`. Every rank of a replica makes the same calls in the same order. Optional features (quantised weights, a
+    cache, sleep) have defaults in this class, so subclasses need not define them.
 
     Attributes:
-        may_rebind: whether parameters may take other storage: no captured graph holds their addresses.
-        in_flight: bounds on the number of sequences; None: as many as the engine likes.
-        on_finished: called with every response of `generate` that is finished while others are not. An engine may leave
-            the calls out: the responses then count as finished at the end. None: nobody wants to know.
-        saved_work: an engine may add to it.
+        may_rebind: whether parameters may move to other storage: no captured graph holds their addresses.
+        in_flight: bounds on the number of sequences; None: no bounds.
+        on_finished: called with every response of `generate` that finishes before the others. An engine may skip the
+            calls;
+            its responses then count as finished at the end. None: no calls.
+        saved_work: counters that an engine may add to.
+
+    Example:
+        engine.wake_weights()
+        ...  # a reshard writes engine.named_parameters() in place
+        engine.reset_prefix_cache()
+        engine.wake_up()
+        generations = engine.generate(prompts, SamplingOptions(max_tokens=64), seeds)
+        engine.sleep()
     """
 
     tp_size: int
@@ -147,73 +158,80 @@ class Engine(Protocol):
     saved_work: SavedWork
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The parameters that this rank holds, under the engine's names; written in place by a reshard.
+        """Return the parameters that this rank holds, under the engine's names. A reshard writes them in place.
 
-        A quantised one stands there by its shape and the dtype in which it travels, on the meta device.
+        A quantised parameter appears with its shape and the dtype in which it is sent, on the meta device.
         """
 
     def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
-        """Where the numbers and scales of the quantised ones are; asked for only where the layouts name some."""
+        """Return the storage of quantised parameters and their scales; called only if layouts name such parameters."""
         return {}
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
-        """Rank -> where the elements of the model's weights stand in that rank's `named_parameters()`.
+        """Return a function from a rank to the places of the model's weights in that rank's `named_parameters()`.
 
         Args:
-            shapes: of the weights, by the names that they have in a Hugging Face folder. What the engine has no use
-                for may be left out of the layouts.
+            shapes: shapes of the weights by their names in a Hugging Face folder. Layouts may leave out weights that
+                the engine
+                does not use.
         """
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
     ) -> list[Generation]:
-        """One response per prompt, in order.
+        """Generate one response per prompt, in order.
 
-        What is drawn for a prompt depends on the prompt, its seed and the weights, not on the other prompts.
+        The response to a prompt depends on the prompt, its seed and the weights, not on the other prompts.
 
         Args:
-            prompts: token ids; of an image one for each of its parts.
-            sampling: for all of them; with `rollout.adaptive_sampling` one for each.
+            prompts: token ids; an image has one placeholder token for each of its patches.
+            sampling: options for all prompts; with `rollout.adaptive_sampling`, one for each.
             seeds: one per prompt (see `megaverl.rollout.sample_seed`).
-            images: given where a prompt has any.
+            images: images of each prompt, if any prompt has some.
 
         Raises:
-            RolloutError: a prompt that is empty, too long or not of this vocabulary; checked before any work.
+            RolloutError: a prompt is empty, too long or not of this vocabulary; checked before any work.
         """
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed with old weights; to be called after every change of them."""
+        """Discard everything that was computed with old weights. To be called after every change of weights."""
         return
 
     def sleep(self) -> None:
-        """Free device memory until `wake_up`, where the engine can."""
+        """Free device memory until `wake_up`, if the engine can."""
         return
 
     def sleep_without(self, names: Collection[str]) -> bool:
-        """The same, but what these of `named_parameters()` hold need not be kept: a reshard writes them anew before
-        the next `generate`. False: they are kept."""
+        """Sleep without keeping the contents of the parameters in `names`, which a reshard will write before
+        `generate`.
+
+        Returns:
+            False if the engine keeps them anyway.
+        """
         return False
 
     def wake_weights(self) -> None:
-        """Take back the memory of the weights alone, to be written."""
+        """Allocate the memory of the weights again, so that they can be written."""
         return
 
     def wake_up(self) -> None:
-        """Take all of the memory back; the weights are as they were, the cache is empty."""
+        """Allocate all memory again. The weights are unchanged, and the cache is empty."""
         return
 
     def close(self) -> None:
-        """Free what the engine holds; it cannot be used afterwards."""
+        """Free everything that the engine holds. It cannot be used afterwards."""
 
 
 @dataclass
 class SavedWork:
-    """What an engine did not have to compute token by token.
+    """Counters of work that an engine saved.
 
     Attributes:
-        prompt_tokens, cached_tokens: of requests, and of them those whose keys and values were in the prefix cache.
-        draft_tokens, accepted_tokens: what a speculator proposed, and of it what was drawn.
-        by_server: responses of each inference server, where servers generate.
+        prompt_tokens: prompt tokens of all requests.
+        cached_tokens: those of them whose keys and values were in the prefix cache.
+        draft_tokens: tokens that a speculator proposed.
+        accepted_tokens: those of them that were accepted.
+        by_server: number of responses of each inference server.
     """
 
     prompt_tokens: int = 0
@@ -223,13 +241,17 @@ class SavedWork:
     by_server: Counter[str] = field(default_factory=Counter)
 
     def add_cached(self, prompts: Prompts, cached: Iterable[int]) -> None:
-        """Of each prompt, how many of its tokens were in the cache."""
+        """Count prompts whose first `cached` tokens were in the prefix cache."""
         self.prompt_tokens += sum(map(len, prompts))
         self.cached_tokens += sum(cached)
 
     @staticmethod
     def shares(of_engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the metrics of several engines together, from `vars` of each."""
+        """Return the metrics over several engines.
+
+        Args:
+            of_engines: `vars` of each engine's counters.
+        """
         by_server = Counter[str]()
         for engine in of_engines:
             by_server.update(engine["by_server"])
@@ -251,10 +273,10 @@ def check_request(
     max_model_len: int,
     vocab_size: int,
 ) -> None:
-    """Refuse, before any work, what an engine would fail on or would silently cut.
+    """Refuse a request that an engine would fail on, or would silently truncate, before any work.
 
     Raises:
-        RolloutError: naming the prompt by its index.
+        RolloutError: names the prompt by its index.
     """
     if len(seeds) != len(prompts):
         raise RolloutError(f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt.")
@@ -262,7 +284,8 @@ def check_request(
     if len(ways) != len(prompts):
         raise RolloutError(f"{len(prompts)} prompts came with {len(ways)} sampling options. Give one, or one each.")
     if isinstance(sampling, SamplingOptions):
-        ways = [*ways, sampling]  # refused though there be no prompt
+        # Check the options even if the request has no prompt.
+        ways = [*ways, sampling]
     for max_tokens in {way.max_tokens for way in ways if way.max_tokens < 1}:
         raise RolloutError(f"rollout.sampling.max_tokens is {max_tokens}. At least 1 is needed.")
     for index, (prompt, way) in enumerate(zip(prompts, ways, strict=False)):
@@ -283,10 +306,10 @@ def check_request(
 
 
 def check_generations(generations: Sequence[Generation], num_prompts: int) -> None:
-    """Refuse an answer that is not one whole response per prompt.
+    """Refuse an answer that is not one complete response per prompt.
 
     Raises:
-        RolloutError: naming the prompt by its index.
+        RolloutError: names the prompt by its index.
     """
     if len(generations) != num_prompts:
         raise RolloutError(f"the engine returned {len(generations)} responses for {num_prompts} prompts.")
@@ -305,13 +328,13 @@ def check_generations(generations: Sequence[Generation], num_prompts: int) -> No
 
 @dataclass
 class InFlight:
-    """Of one engine.
+    """Number of sequences that one engine decodes at once.
 
     Attributes:
-        least, most: bounds; with too little room for `least`, the engine has to make some (vLLM preempts).
-        budget: bytes for keys and values, where the engine has no cache of its own to ask; None: not measured yet.
+        least, most: bounds. If memory holds fewer than `least`, the engine must make room (vLLM preempts).
+        budget: bytes for keys and values, for an engine without a cache of its own; None: not measured yet.
         measures: whether the budget follows the device's free memory.
-        number: what was chosen last.
+        number: the number that was chosen last.
     """
 
     least: int
@@ -321,31 +344,34 @@ class InFlight:
     number: int = 0
 
     def fit(self, free: int) -> None:
-        """Make the budget half of the `free` bytes, a power of two, unless there is one that they still hold.
+        """Set the budget to half of the `free` bytes, rounded down to a power of two, unless the present budget still
+        fits.
 
-        The other half is for activations. A budget stays as long as it can, and a checkpoint keeps it: engines whose
-        batches have other sizes round otherwise.
+        The other half is for activations. The budget stays as long as possible and is saved in checkpoints, since
+        another batch
+        size changes an engine's rounding.
         """
         if self.measures and (self.budget is None or free < self.budget):
             self.budget = 1 << max(0, (free // 2).bit_length() - 1)
 
     def choose(self, free_tokens: int, longest: int) -> int:
-        """The number for responses whose prompt and response together take up to `longest` tokens.
+        """Return the number of responses to decode at once, when prompt and response together take up to `longest`
+        tokens.
 
         Args:
-            free_tokens: for whose keys and values there is room.
+            free_tokens: tokens whose keys and values fit into memory.
         """
         self.number = max(self.least, min(self.most, free_tokens // max(longest, 1)))
         return self.number
 
 
 def sampling_options(given: Mapping[str, Any], **changes: Any) -> SamplingOptions:
-    """The configuration's sampling fields, with changes, as the engine takes them."""
+    """Return the configuration's sampling fields, with changes, as `SamplingOptions`."""
     return SamplingOptions(**{**given, **changes})
 
 
 def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
-    """How responses to prompts of these lengths are drawn: all alike, or, with adaptive sampling, each its own way."""
+    """Return the sampling of prompts with these lengths: equal for all, or by rule under adaptive sampling."""
     plain = sampling_options(config.sampling)
     if not config.adaptive_sampling:
         return plain
@@ -354,14 +380,17 @@ def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
 
 
 def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
-    """What a batch must say of how its samples were drawn, so that the trainer computes log-probs of the same
-    distributions: nothing where one temperature says it all.
+    """Return the batch fields with which the trainer computes log-probs of the distributions that samples were drawn
+    from.
+
+    Empty if one temperature describes all samples.
 
     Args:
-        sampling: of all, or of each; where there are several agents, of each of the first one's.
+        sampling: options of all samples, or of each; with several agents, of each sample of the first agent.
         count: samples of the batch.
     """
-    import torch  # not needed to read a configuration
+    # Reading a configuration imports this module, but must not import torch.
+    import torch
 
     if isinstance(sampling, SamplingOptions) and not sampling.top_k:
         return {}

@@ -1,4 +1,4 @@
-"""Generation with plain transformers: slow, simple, one whole model per rank. For tests and comparison."""
+"""Generation with plain transformers: slow and simple, with a whole model per rank. Meant for tests and comparison."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class HFEngine(Engine):
     """A transformers model on every rank, each a replica; see `megaverl.rollout.engine.Engine` for the methods.
 
     Args:
-        model_folder: a Hugging Face folder, weights included.
-        dtype: of the weights.
+        model_folder: a Hugging Face folder with weights.
+        dtype: dtype of the weights.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
-        reference_folder: of a second, frozen model, for responses that are drawn from a mixture of the two.
+        reference_folder: folder of a second, frozen model, for responses drawn from a mixture of the two.
     """
 
     tp_size, tp_rank = 1, 0
@@ -79,14 +79,15 @@ class HFEngine(Engine):
     def named_parameters(self) -> dict[str, torch.Tensor]:
         parameters = dict(self.model.named_parameters())
         known = {id(tensor) for tensor in self.model.parameters()}
-        saved = self.model.state_dict(keep_vars=True)  # with buffers that a folder holds
+        # Folders also hold persistent buffers, which named_parameters() leaves out.
+        saved = self.model.state_dict(keep_vars=True)
         return parameters | {name: tensor for name, tensor in saved.items() if id(tensor) not in known}
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
-        """Every rank holds every weight whole, where its module has what a folder calls so.
+        """Return layouts in which every rank holds every weight whole.
 
         Raises:
-            RolloutError: weights that transformers' module has not.
+            RolloutError: transformers' module lacks some of the weights, or has them with other shapes.
         """
         layout = weights_of_module(self.model).layout
         if unknown := [name for name, shape in shapes.items() if layout.global_shapes.get(name) != tuple(shape)]:
@@ -100,7 +101,7 @@ class HFEngine(Engine):
     def generate(
         self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
     ) -> list[Generation]:
-        """One response per prompt, all in one batch, padded on the left."""
+        """Generate one response per prompt, in left-padded batches."""
         if images is not None:
             raise RolloutError("rollout.engine=hf answers text alone, and the prompts have images. Use vllm.")
         vocab_size = self.model.config.vocab_size
@@ -116,7 +117,8 @@ class HFEngine(Engine):
         step = len(prompts)
         if self.in_flight is not None:
             longest = max(map(len, prompts)) + max(way.max_tokens for way in ways)
-            if self.in_flight.budget is None:  # else its ranks have agreed
+            # Otherwise the ranks have already agreed on a budget.
+            if self.in_flight.budget is None:
                 self.in_flight.fit(platform.free_memory())
             step = self.in_flight.choose((self.in_flight.budget or 0) // self._bytes_per_token, longest)
         starts = range(0, len(prompts), step)
@@ -127,7 +129,7 @@ class HFEngine(Engine):
 
     @property
     def _bytes_per_token(self) -> int:
-        """Of keys and values, in both models where there are two."""
+        """Bytes of keys and values per token, over both models if there are two."""
         total = 0
         for config in [model.config for model in (self.model, self.reference) if model is not None]:
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -138,7 +140,11 @@ class HFEngine(Engine):
     def _wave(
         self, prompts: Sequence[Sequence[int]], ways: Sequence[SamplingOptions], seeds: Sequence[int], first: int
     ) -> list[Generation]:
-        """Responses to so many prompts at once, the first of which has this number in the request."""
+        """Generate responses to one batch of prompts.
+
+        Args:
+            first: index of the first prompt in the request.
+        """
         stop_tokens = [set(way.stop_tokens(self._stop_token_ids)) for way in ways]
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
@@ -151,7 +157,8 @@ class HFEngine(Engine):
         cache = other_cache = None
         for _ in range(max(way.max_tokens for way in ways)):
             logits, cache = _next_logits(self.model, tokens, mask, cache)
-            if shares.any():  # a mixture's logits are those of both, weighed: what normalises either falls out
+            # A geometric mixture of two distributions has the weighted mean of their logits: constants cancel.
+            if shares.any():
                 others, other_cache = _next_logits(self.reference, tokens, mask, other_cache)
                 logits = torch.lerp(logits, others, shares)
             log_probs, tokens = _next_tokens(logits, ways, draws)
@@ -178,7 +185,12 @@ class HFEngine(Engine):
 
 
 def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """[batch, vocab] after the tokens [batch, new ones], of a mask [batch, all so far]; and the cache with them."""
+    """Return logits [batch, vocab] after the given tokens, and the cache with these tokens.
+
+    Args:
+        tokens: [batch, new tokens].
+        mask: [batch, all tokens so far].
+    """
     output = model(
         input_ids=tokens.to(platform.device),
         attention_mask=mask.to(platform.device),
@@ -193,7 +205,7 @@ def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: An
 def _next_tokens(
     logits: torch.Tensor, ways: Sequence[SamplingOptions], draws: Sequence[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([batch, vocab] log-probs, [batch, 1] tokens), each row drawn in its own way."""
+    """Return log-probs [batch, vocab] and drawn tokens [batch, 1], each row drawn with its own options."""
     if all(way is ways[0] for way in ways):
         log_probs = sampled_distribution(logits, ways[0])
         return log_probs, draw(log_probs, ways[0], draws)[:, None]
@@ -206,7 +218,7 @@ def _next_tokens(
 
 
 def sampled_distribution(logits: torch.Tensor, sampling: SamplingOptions) -> torch.Tensor:
-    """[batch, vocab] log-probs that tokens are drawn with: after temperature, then top-k, then top-p.
+    """Return the log-probs [batch, vocab] that tokens are drawn with: after temperature, then top-k, then top-p.
 
     Greedy decoding (temperature 0) reports the log-probs at temperature 1, as vLLM does.
     """
@@ -223,7 +235,7 @@ def sampled_distribution(logits: torch.Tensor, sampling: SamplingOptions) -> tor
 
 
 def draw(log_probs: torch.Tensor, sampling: SamplingOptions, draws: Sequence[torch.Generator]) -> torch.Tensor:
-    """[batch] tokens, row i drawn from its own generator `draws[i]`."""
+    """Return tokens [batch]; row i is drawn with its own generator `draws[i]`."""
     if sampling.temperature == 0.0:
         return log_probs.argmax(-1)
     rows = [

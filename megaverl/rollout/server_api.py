@@ -1,7 +1,7 @@
-"""An inference server over HTTP: what vLLM's and SGLang's own servers are asked, and what they answer.
+"""HTTP clients of inference servers: vLLM's and SGLang's own.
 
-Tokens in, tokens and log-probs out: no text passes, and nothing is tokenised. What an update needs besides: weights
-read anew from a folder, a name for them, the log-probs of given tokens.
+Requests and responses are token ids and log-probs, so no text is tokenised on the way. For updates, a client also lets
+a server reload weights from a folder, names a version of the weights, and asks for the log-probs of given tokens.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from megaverl.outside import read_json
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.sharding.model_spec import ModelSpec
 
-SHOWN = 400  # characters of a server's own message
+SHOWN = 400  # characters of a server's message that an error quotes
 
 
 class ServerLost(RolloutError):
-    """It does not answer, or not in time, or with an error of its own: another server may do better."""
+    """Raised if a server does not answer, answers too late, or reports an internal error.
+
+    Another server may succeed.
+    """
 
 
 class ServerRefused(RolloutError):
-    """It is not a server that this run can use, or it refuses what it is asked: nobody need try again."""
+    """Raised if a run cannot use a server, or the server refuses a request. Retrying does not help."""
 
 
 @dataclass(frozen=True)
 class ExpectedModel:
-    """What a server must be.
+    """Requirements on a server.
 
     Attributes:
-        spec: of the run's model.
+        spec: the run's model.
         max_model_len: most tokens of prompt and response together.
     """
 
@@ -46,17 +49,19 @@ class ExpectedModel:
 
 
 class InferenceServer(ABC):
-    """One server, by its URL.
-
-    Args:
-        url: of its root.
-        token: sent as a bearer token.
-        timeout: seconds until an answer that generates nothing; `generating` and `loading`: of those that do.
+    """Client of one server.
 
     Every method raises ServerLost or ServerRefused, with the URL in the message.
+
+    Args:
+        url: root of the server.
+        token: sent as a bearer token.
+        timeout: seconds until a short request must be answered.
+        generating, loading: seconds until a response must be generated, or weights loaded.
     """
 
-    start_with: ClassVar[str]  # how such a server is started, for a person who has started it otherwise
+    # Command that starts a suitable server, for errors about one that was started differently.
+    start_with: ClassVar[str]
 
     def __init__(
         self, url: str, token: str | None, *, timeout: float = 10.0, generating: float, loading: float
@@ -65,37 +70,37 @@ class InferenceServer(ABC):
         self._timeout, self._generating, self._loading = timeout, generating, loading
 
     def healthy(self) -> None:
-        """It serves."""
+        """Check that the server answers."""
         self.ask("GET", "/health")
 
     @abstractmethod
     def problems(self, expected: ExpectedModel) -> list[str]:
-        """Why it cannot be used by this run, in sentences."""
+        """List the reasons why this run cannot use the server, as sentences."""
 
     @abstractmethod
     def weight_version(self) -> str:
-        """The name of its weights."""
+        """Return the name of the server's weights."""
 
     @abstractmethod
     def name_weights(self, version: str) -> None:
-        """Give its weights this name."""
+        """Give the server's weights a name."""
 
     @abstractmethod
     def load(self, folder: str) -> None:
-        """Read all weights anew from a Hugging Face folder that it sees too, and forget what was cached of the old."""
+        """Let the server reload all weights from a Hugging Face folder that it can read, and discard its caches."""
 
     @abstractmethod
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """Of each token after the first, given those before it, at temperature 1."""
+        """Return the log-prob of each token after the first, given the tokens before it, at temperature 1."""
 
     @abstractmethod
     def generate(
         self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
     ) -> tuple[Generation, Collection[str]]:
-        """A response, and the names of the weights that drew it."""
+        """Generate a response; also return the names of the weights that generated it."""
 
     def ask(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """What it answers, as JSON; None where it answers with nothing, or with text."""
+        """Send a request and return the answer as JSON, or None if it is empty or not JSON."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None, "the configuration's check has seen it"
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -132,7 +137,7 @@ class InferenceServer(ABC):
             raise ServerRefused(f"{self.url}: answers {status} to {what}: {text[:SHOWN]}")
 
     def _taken(self, what: str, take: Any) -> Any:
-        """`take()`, out of an answer that may lack it."""
+        """Return `take()`, which reads an answer; raise ServerRefused if the answer lacks a field."""
         try:
             return take()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -143,13 +148,14 @@ class InferenceServer(ABC):
 
 
 class VLLMServer(InferenceServer):
-    """vLLM's own, with the endpoints of its development mode (`vllm/entrypoints/rl`, `serve/dev`, `scale_out`)."""
+    """vLLM's own server, with its development endpoints (`vllm/entrypoints/rl`, `serve/dev`, `scale_out`)."""
 
     start_with = "megaverl serve rollout MODEL (with vLLM 0.32 or newer)."
 
     def problems(self, expected: ExpectedModel) -> list[str]:
         self.weight_version()
-        self.log_probs([0, 0])  # it wants no token, or has it, and takes token ids
+        # A trial request shows that the token is right and that the server takes token ids.
+        self.log_probs([0, 0])
         answer = self.ask("GET", "/server_info?config_format=json")
         config = self._taken("GET /server_info", lambda: answer["vllm_config"]["model_config"])
         found = _length_problems(config.get("max_model_len"), expected)
@@ -199,7 +205,7 @@ class VLLMServer(InferenceServer):
             "top_k": way.top_k,
             "stop_token_ids": list(stop_tokens),
             "ignore_eos": way.ignore_eos,
-            "logprobs": 0,  # none but the drawn token's
+            "logprobs": 0,  # only the drawn token's
             "seed": seed,
             "detokenize": False,
         }
@@ -219,7 +225,7 @@ class VLLMServer(InferenceServer):
         return self.ask("POST", "/inference/v1/generate", body, timeout=self._generating)
 
 
-# SamplingParams of vLLM that SGLang has too, under its own name.
+# vLLM's SamplingParams -> SGLang's name of the same parameter.
 SGLANG_SAMPLING = {
     "min_p": "min_p",
     "min_tokens": "min_new_tokens",
@@ -230,7 +236,7 @@ SGLANG_SAMPLING = {
 
 
 class SGLangServer(InferenceServer):
-    """SGLang's own (`python/sglang/srt/entrypoints/http_server.py`)."""
+    """SGLang's own server (`python/sglang/srt/entrypoints/http_server.py`)."""
 
     start_with = (
         "python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference, of an SGLang that has "
@@ -306,12 +312,12 @@ def _length_problems(length: Any, expected: ExpectedModel) -> list[str]:
     return [f"it takes {length} tokens, and a prompt with its response may have {expected.max_model_len}"]
 
 
-# What must be alike for weights of one model to fit into the other; all that this run's spec knows.
+# Fields that must be equal for the run's weights to fit into the server's model.
 SAME = ("architecture", "vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
 
 
 def _folder_problems(folder: Any, expected: ExpectedModel) -> list[str]:
-    """The model that it serves is another, where its folder can be read here too."""
+    """Report a server that serves another model, if its folder can be read on this machine too."""
     if not isinstance(folder, str) or not (Path(folder) / "config.json").is_file():
         return []
     served, wanted = ModelSpec.outline(folder), expected.spec
@@ -321,7 +327,7 @@ def _folder_problems(folder: Any, expected: ExpectedModel) -> list[str]:
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with the root of a server; empty: nothing."""
+    """Return the problem with the root URL of a server; empty if there is none."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -335,7 +341,7 @@ def url_problem(url: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether nobody on another machine can reach a server at this URL."""
+    """Return whether the URL can be reached from this machine only."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -1,4 +1,4 @@
-"""`rollout.engine: server`: responses from inference servers that torchrun did not start."""
+"""`rollout.engine: server`: an engine that sends requests to inference servers which torchrun did not start."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ if TYPE_CHECKING:
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
 
-MOST_THREADS = 512  # requests of a rank at once, over all servers
+MOST_THREADS = 512  # concurrent requests of a rank, over all servers
 
 
 class ServerEngine(Engine):
-    """This rank's way to the servers; see `megaverl.rollout.engine.Engine` for the methods.
+    """Sends this rank's requests to the servers; see `megaverl.rollout.engine.Engine` for the methods.
 
-    Each rank asks for its own share of the samples, with a seed for each, so that nothing goes from rank to rank that
-    would not with engines on the ranks. The first rank also brings weights to servers (`megaverl.rollout.server_pool`).
+    Each rank requests its own share of the samples, each with its seed, so the ranks exchange no more data than with
+    engines of their own. The first rank also brings weights to the servers (`megaverl.rollout.server_pool`).
 
     Args:
         model_folder: a Hugging Face folder of the run's model; only its config.json is read.
         config: `rollout`.
-        run_dir: where the watched file is, if `rollout.servers.file` names no other.
+        run_dir: folder of the watched file, unless `rollout.servers.file` names another file.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
 
     Raises:
-        RolloutError: a server that this run cannot use, each by name; or no token where the environment should have it.
+        RolloutError: names the servers that this run cannot use, or the environment variable that lacks a token.
     """
 
     tp_size, tp_rank = 1, 0
@@ -107,7 +107,9 @@ class ServerEngine(Engine):
             self.pool.check()
 
     def use(self, weights: PublishedWeights) -> None:
-        """From here on these weights generate; the first rank calls it first, and brings them to the servers."""
+        """Generate with these weights from now on. The first rank calls this before the others, and brings them to the
+        servers.
+        """
         self.pool.use(weights)
 
     def generate(
@@ -141,11 +143,12 @@ class ServerEngine(Engine):
                     return
                 try:
                     finished.put((number, self._one(number, prompts[number], ways[number], seeds[number], stop.is_set)))
-                except Exception as error:  # raised again where the response is wanted
+                except Exception as error:
+                    # Raised again by the thread that collects responses.
                     finished.put((number, error))
 
         for _ in range(min(len(prompts), MOST_THREADS)):
-            # daemons: one that waits for a dead server's answer must not keep a failed run from ending
+            # Daemon threads, since waiting for a dead server must not keep a failed run from ending.
             threading.Thread(target=work, name="request", daemon=True).start()
         found: dict[int, Generation] = {}
         try:
@@ -163,7 +166,7 @@ class ServerEngine(Engine):
     def _one(
         self, number: int, prompt: list[int], way: SamplingOptions, seed: int, stopped: Callable[[], bool]
     ) -> Generation:
-        """A response by whichever server; one that is lost on the way costs time, and not the sample."""
+        """Generate one response on any server. A server that is lost costs time, but not the sample."""
         error: ServerLost | None = None
         for _ in range(1 + self._servers.retries):
             with self.pool.least_loaded(stopped) as member:
@@ -198,17 +201,17 @@ class ServerEngine(Engine):
         raise RolloutError("rollout.engine=server: servers hold their weights in their own way, unseen from here.")
 
     def close(self) -> None:
-        """Leave the servers alone."""
+        """Stop watching the servers. They keep running."""
         self.pool.close()
 
 
 # --- weights over NCCL ---------------------------------------------------------------------------------------------
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that an export has
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtypes of exported weights
 
 
 class TensorOutline(NamedTuple):
-    """Of a tensor, before it comes (vLLM's `ParamMeta`)."""
+    """Name, dtype and shape of a tensor that will be sent (vLLM's `ParamMeta`)."""
 
     name: str
     dtype: torch.dtype
@@ -216,13 +219,13 @@ class TensorOutline(NamedTuple):
 
 
 class FolderWeights:
-    """The weights of a Hugging Face folder, as vLLM's senders read them (its `WeightSource`)."""
+    """The weights of a Hugging Face folder in the form that vLLM's senders read (its `WeightSource`)."""
 
     def __init__(self, folder: str) -> None:
         self._files = sorted(Path(folder).glob("*.safetensors"))
 
     def metadata(self) -> list[TensorOutline]:
-        """Of each tensor, in the order in which they come."""
+        """List the outlines of all tensors, in the order in which iteration yields them."""
         found = []
         for path in self._files:
             with safe_open(path, framework="pt") as file:
@@ -237,15 +240,16 @@ class FolderWeights:
 
 
 class VLLMOverNCCL(VLLMServer):
-    """The same, sent its weights by this process over NCCL (vLLM 0.32, `vllm/distributed/weight_transfer`, whose sender
-    this is): it need not see the folder.
+    """A vLLM server to which this process sends weights over NCCL, so that the server need not see the folder.
 
-    This process and the server's workers are one communicator, made with the first weights, and anew after a failure.
+    This process and the server's workers form one communicator. It is made with the first weights, and again after a
+    failure. The sender is vLLM's own (0.32, `vllm/distributed/weight_transfer`).
     """
 
     start_with = 'megaverl serve rollout MODEL --vllm="--weight-transfer-config \'{\\"backend\\": \\"nccl\\"}\'".'
     packed: ClassVar[bool] = True  # many tensors in one message
-    _turn: ClassVar[threading.Lock] = threading.Lock()  # vLLM's senders share their streams, and servers the network
+    # One transfer at a time: vLLM's senders share their streams, and servers share the network.
+    _turn: ClassVar[threading.Lock] = threading.Lock()
     _communicator: PyNcclCommunicator | None = None
 
     def problems(self, expected: ExpectedModel) -> list[str]:
@@ -269,7 +273,7 @@ class VLLMOverNCCL(VLLMServer):
                 ended.put(None)
 
         with self._turn:
-            # a daemon: a communicator whose other end has gone waits without end, until it is aborted
+            # A daemon thread: a communicator whose peer is gone waits forever unless it is aborted.
             threading.Thread(target=send, name="weights", daemon=True).start()
             try:
                 error = ended.get(timeout=self._loading)
@@ -295,8 +299,13 @@ class VLLMOverNCCL(VLLMServer):
             platform.synchronize()
 
     def _connected(self, sender: Any, failed: Callable[[Exception], None]) -> PyNcclCommunicator:
-        """By a unique id that goes over HTTP, with the token: no port is opened, and nothing is unpickled. What the
-        server refuses it by has `failed` at once, as this end waits in NCCL for one that does not come."""
+        """Make the communicator from a unique id that is sent over HTTP with the token.
+
+        No port is opened, and nothing is unpickled.
+
+        Args:
+            failed: called at once with the server's error, since this end would otherwise wait in NCCL for its peer.
+        """
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer.nccl_common import (
             NCCLWeightTransferInitInfo,
@@ -318,7 +327,8 @@ class VLLMOverNCCL(VLLMServer):
                 failed(error)
                 raise
 
-        with ThreadPoolExecutor(1) as thread:  # both ends come together
+        # Both ends must join the communicator at the same time, so the HTTP request runs in a thread.
+        with ThreadPoolExecutor(1) as thread:
             joined = thread.submit(join)
             communicator = uid_init_process_group(unique_id, 0, size, platform.device)
             joined.result()
@@ -327,13 +337,14 @@ class VLLMOverNCCL(VLLMServer):
     def _hang_up(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.destroy()  # and what waits on the device ends
+            # This also ends operations that are waiting on the device.
+            communicator.destroy()
         with suppress(RolloutError):
             self.ask("POST", "/shutdown_weight_transfer_engine")
 
 
 class _TransferCalls:
-    """What vLLM's sender asks of a server (its `VLLMWeightSyncClient`), with the token and a deadline."""
+    """The interface that vLLM's sender expects of a server (`VLLMWeightSyncClient`), with the token and a deadline."""
 
     def __init__(self, server: VLLMOverNCCL) -> None:
         self._server = server

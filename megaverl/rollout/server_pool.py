@@ -1,8 +1,14 @@
-"""Servers that come and go: who they are, which of them hold the current weights, who takes the next request.
+"""Pool of inference servers that join and leave: which servers hold the current weights, and which takes the next
+request.
 
-A server is in use where it says that it holds this very version. It is told so by one rank alone, and only after its
-log-probs of some tokens were compared with the trainer's. So ranks need not speak of servers to each other, and one
-that was started again, with whatever weights, is out until it has been given these.
+A server is in use only if it reports the current version of the weights. One rank alone sets that version, after it has
+compared the server's log-probs of some tokens with the trainer's. So ranks need not communicate about servers, and a
+restarted server is unused until it has received the current weights.
+
+    waiting --(reports the current version, or was given it)--> ready
+    ready   --(new weights are published)--> waiting
+    any     --(no answer, or an internal error)--> lost --(answers again)--> ready
+    any     --(wrong model, wrong weights, refused)--> refused, for good
 """
 
 from __future__ import annotations
@@ -40,17 +46,18 @@ logger = logging.getLogger(__name__)
 POOL_FILE = "rollout_servers.txt"  # in the run's folder
 KINDS: dict[str, type[InferenceServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 
-MOST_LOADS = 3  # failures in a row to bring a server the weights, before it is given up
+MOST_LOADS = 3  # consecutive failures to load weights before a server is refused
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """A version of the weights, in a folder that servers see.
+    """A version of the weights, in a folder that servers can read.
 
     Attributes:
-        name: of this version, which no other run and no other version has.
-        tokens, log_probs: what a server with these weights says of the tokens after the first.
-        tolerance: largest mean difference, in nats.
+        name: unique name of this version, over all runs.
+        tokens: tokens for a comparison with the trainer.
+        log_probs: the trainer's log-probs of these tokens after the first.
+        tolerance: largest mean difference of log-probs, in nats.
     """
 
     folder: str
@@ -65,15 +72,15 @@ class Member:
     """A server of the pool.
 
     Attributes:
-        state: waiting (it has not been heard yet, or has old weights), ready, lost, or refused for good.
-        running: this rank's requests at it.
-        why: what it said last, where it is not ready.
-        asked: a thread speaks with it.
-        checked: it is a server that this run can use.
-        failed_loads: in a row.
-        is_announced: the console was told that it joined, and not that it left.
-        reads: the folder that it is reading.
-        compared: log-probs of the trainer and of the server, when it was last given weights.
+        state: waiting (not asked yet, or with old weights), ready, lost, or refused for good.
+        running: this rank's requests on it.
+        why: the reason why it is not ready.
+        asked: whether a thread is talking to it.
+        checked: whether it has been found suitable for this run.
+        failed_loads: consecutive failures to load weights.
+        is_announced: whether the console has shown that it joined, and not yet that it left.
+        reads: the folder that it is loading.
+        compared: the trainer's and the server's log-probs when it last loaded weights.
     """
 
     server: InferenceServer
@@ -92,13 +99,19 @@ class ServerPool:
     """The servers of a run, as one rank sees them.
 
     Args:
-        addresses: who belongs to it now; asked anew at every look.
-        connect: URL -> the server.
-        expected: what each must be.
-        admits: this rank brings weights to servers; the others only use those that have them.
-        most_running: requests of this rank at each server at once.
-        turn: this rank's number, so that ranks do not all begin with the same server.
-        wait_seconds: how long it may be empty.
+        addresses: returns the URLs of the pool; called at every look.
+        connect: URL -> client of the server.
+        expected: requirements on each server.
+        admits: whether this rank brings weights to servers. Other ranks only use servers that have them.
+        most_running: limit of this rank's concurrent requests on each server.
+        turn: this rank's index, so that ranks start with different servers.
+        wait_seconds: time for which the pool may have no usable server.
+
+    Example:
+        pool.check()                      # on the rank that admits
+        pool.use(weights)                 # after every update
+        with pool.watched(), pool.least_loaded(stopped) as member:
+            member.server.generate(...)
     """
 
     def __init__(
@@ -118,7 +131,7 @@ class ServerPool:
         self._wait_seconds, self._poll_seconds = wait_seconds, poll_seconds
         self.members: dict[str, Member] = {}
         self.weights: PublishedWeights | None = None
-        self._strangers: set[str] = set()  # lines of a file that name no server
+        self._strangers: set[str] = set()  # lines of the watched file that are not a usable URL
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -126,21 +139,24 @@ class ServerPool:
     # --- who belongs to it ----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Ask all servers what they are, before anything is done with them.
+        """Check all servers before they are used. A server that does not answer may still come later.
 
         Raises:
-            RolloutError: every server that this run cannot use, and why. One that does not answer may still come.
+            RolloutError: names every server that this run cannot use, with the reason.
         """
         self._take_up()
         self._each(self._examine)
         self._raise_refused()
 
     def use(self, weights: PublishedWeights) -> None:
-        """From here on only servers with these weights are used. On the rank that admits, all that answer have them on
-        return, and later ones get them as they come.
+        """Use only servers with these weights from now on.
+
+        On the rank that admits, all servers that answer have the weights when this returns, and later ones get them as
+        they
+        come.
 
         Raises:
-            RolloutError: no server took them in the time that there is; or, at the first version, one is refused.
+            RolloutError: no server loaded them in time, or a server is refused at the first version.
         """
         with self._changed:
             is_first, self.weights = self.weights is None, weights
@@ -158,20 +174,28 @@ class ServerPool:
             self._watcher.start()
 
     def being_read(self) -> set[str]:
-        """Folders that servers are reading; after `use` no other than its own is added. To be kept: vLLM's server ends
-        when a folder is gone."""
+        """Return the folders that servers are loading. They must not be deleted, since a vLLM server crashes if its
+        folder
+        vanishes.
+
+        After `use`, only that call's folder can be added.
+        """
         with self._changed:
             return {member.reads for member in self.members.values() if member.reads is not None}
 
     def look(self) -> None:
-        """Take up who has come, leave out who has gone, and ask all that are not in use; not those that somebody is
-        asking already, as one that reads weights for minutes must not hold up the others."""
+        """Add new servers, remove those that have left, and query those that are not in use.
+
+        Servers that another thread is querying are skipped, since loading weights may take minutes.
+        """
         self._take_up()
         self._each(self._ask)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, somebody looks every now and then; on the rank that admits somebody always does."""
+        """Watch for servers that come back or join, while the block runs. On the rank that admits, a thread always
+        watches.
+        """
         self.look()
         if self._admits:
             yield
@@ -185,14 +209,15 @@ class ServerPool:
             over.set()
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Stop watching."""
         self._closed.set()
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(self._poll_seconds):
             try:
                 self.look()
-            except RolloutError as error:  # of a file that cannot be read now
+            except RolloutError as error:
+                # The watched file cannot be read at the moment. The next look may succeed.
                 logger.warning("%s", error)
 
     def _take_up(self) -> None:
@@ -238,7 +263,7 @@ class ServerPool:
     # --- one server -----------------------------------------------------------------------------------------------
 
     def _examine(self, member: Member) -> None:
-        """Whether it can be used at all."""
+        """Check that a server answers and is suitable, and set its state."""
         try:
             member.server.healthy()
             self._check(member)
@@ -255,7 +280,7 @@ class ServerPool:
         member.checked = True
 
     def _ask(self, member: Member) -> None:
-        """Whether it holds the current weights; where this rank admits, they are brought to it."""
+        """Make a server ready if it has the current weights; on the rank that admits, bring them to it first."""
         weights = self.weights
         if weights is None:
             return
@@ -272,13 +297,15 @@ class ServerPool:
             self._set(member, "refused", str(error))
         else:
             with self._changed:
-                if self.weights is weights:  # and not newer ones by now
+                # Another version may have been published while this thread was waiting.
+                if self.weights is weights:
                     self._set(member, "ready", "")
 
     def _bring(self, member: Member, weights: PublishedWeights) -> None:
         server = member.server
         with self._changed:
-            if self.weights is not weights:  # newer ones have come meanwhile, and this folder may be gone
+            # Newer weights have been published, and this folder may be gone.
+            if self.weights is not weights:
                 return
             member.reads = weights.folder
         try:
@@ -297,11 +324,16 @@ class ServerPool:
         member.failed_loads = 0
 
     def _compare(self, member: Member, weights: PublishedWeights) -> None:
-        """That it has these weights, by its log-probs of some tokens."""
+        """Compare the server's log-probs of some tokens with the trainer's, to prove that it loaded these weights.
+
+        Raises:
+            ServerRefused: they differ by more than the tolerance, or did not change though the trainer's did.
+        """
         if not weights.tokens:
             return
         url, found = member.server.url, member.server.log_probs(weights.tokens)
-        if not (mean := _mean_difference(weights.log_probs, found)) <= weights.tolerance:  # nan is no agreement either
+        # Written with `not` so that NaN counts as a difference.
+        if not (mean := _mean_difference(weights.log_probs, found)) <= weights.tolerance:
             raise ServerRefused(
                 f"{url}: has other weights than {weights.folder} after reading it: its log-probs of {len(found)} "
                 f"tokens are {mean:.3g} from the trainer's in the mean, and {weights.tolerance:g} is allowed. It must "
@@ -326,7 +358,7 @@ class ServerPool:
             log("rollout server %s is %s. %s", member.server.url, state, why)
 
     def _announce(self, member: Member, why: str) -> None:
-        """Tell the console that a server joined or left, from the rank that brings weights to servers.
+        """Show on the console that a server joined or left, from the rank that brings weights to servers.
 
         A server that only waits for the next weights has not left. The caller holds the lock.
         """
@@ -334,7 +366,8 @@ class ServerPool:
         is_in_pool = self.members.get(url) is member and member.state in ("ready", "waiting")
         if not self._admits or is_in_pool == member.is_announced:
             return
-        if is_in_pool and member.state != "ready":  # not in use before it has the weights
+        # A new server has not joined before it has the weights.
+        if is_in_pool and member.state != "ready":
             return
         member.is_announced = is_in_pool
         count = sum(each.is_announced for each in self.members.values())
@@ -348,15 +381,15 @@ class ServerPool:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def lost(self, member: Member, error: ServerLost) -> None:
-        """A request to it failed: nobody uses it until it answers again."""
+        """Take a server out of use after a failed request, until it answers again."""
         self._set(member, "lost", str(error))
 
     @contextmanager
     def least_loaded(self, stopped: Callable[[], bool]) -> Iterator[Member]:
-        """A server that is ready and has the fewest of this rank's requests; waits for one.
+        """Yield the ready server with the fewest of this rank's requests; wait until there is one.
 
         Raises:
-            RolloutError: there was none for `wait_seconds`, or nobody wants one any more.
+            RolloutError: no server was ready for `wait_seconds`, or `stopped` returned True.
         """
         member = self._wait_for_one(stopped)
         try:
@@ -367,10 +400,10 @@ class ServerPool:
                 self._changed.notify_all()
 
     def _wait_for_one(self, stopped: Callable[[], bool] | None = None, *, watched: bool = True) -> Member:
-        """The next to be used; its request is counted where `stopped` is given.
+        """Wait for a ready server and return it; count a request on it if `stopped` is given.
 
         Args:
-            watched: somebody else looks.
+            watched: whether another thread looks for servers; otherwise this one does.
         """
         empty_since: float | None = None
         while True:
@@ -406,7 +439,7 @@ def _mean_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
-    """Who belongs to the pool now: `urls` and what `dns` resolves to, and what the watched file adds and takes out.
+    """List the pool's URLs: `urls`, the addresses of `dns`, and the additions and removals of the watched file.
 
     Raises:
         RolloutError: the file cannot be read.
@@ -421,10 +454,10 @@ def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
 
 
 def token_of(servers: ServersConfig) -> str | None:
-    """The servers' token, out of the environment.
+    """Read the servers' token from the environment.
 
     Raises:
-        RolloutError: it is not there.
+        RolloutError: the variable is unset or empty.
     """
     if servers.token_env is None:
         return None
@@ -438,20 +471,20 @@ def token_of(servers: ServersConfig) -> str | None:
 
 
 def watched_file(servers: ServersConfig, run_dir: Path) -> Path:
-    """What `megaverl rollout-pool` writes and a run reads."""
+    """Return the path of the file that `megaverl rollout-pool` writes and a run watches."""
     return Path(servers.file) if servers.file is not None else run_dir / POOL_FILE
 
 
 def connect(
     servers: ServersConfig, url: str, token: str | None, server: type[InferenceServer] | None = None
 ) -> InferenceServer:
-    """Return one server of the pool.
+    """Return the client of one server of the pool.
 
     Args:
-        server: its class; None: that of its kind, which takes weights from a folder.
+        server: its class; None: the class of its kind, which loads weights from a folder.
 
     Raises:
-        ServerRefused: no URL of a server, or one beyond the loopback without a token.
+        ServerRefused: the URL is invalid, or it is not on the loopback and there is no token.
     """
     if problem := url_problem(url):
         raise ServerRefused(problem)
@@ -462,7 +495,7 @@ def connect(
 
 
 def lines_of(watched: Path) -> list[str]:
-    """What a watched file says: a URL a line, or `-` and a URL that is taken out; `#` begins a remark."""
+    """Read the entries of a watched file: a URL adds a server, `-` and a URL removes one, and `#` starts a comment."""
     try:
         text = watched.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -474,7 +507,7 @@ def lines_of(watched: Path) -> list[str]:
 
 
 def change(watched: Path, urls: Sequence[str], *, adds: bool) -> None:
-    """Say in a watched file that servers are in the pool, or out of it. Whole or not at all, as others read it."""
+    """Add servers to a watched file, or mark them as removed. The file is replaced atomically, as runs read it."""
     urls = [url.rstrip("/") for url in urls]
     kept = [line for line in lines_of(watched) if line.removeprefix("-").strip() not in urls]
     lines = [*kept, *(url if adds else f"-{url}" for url in urls)]
@@ -487,7 +520,7 @@ def change(watched: Path, urls: Sequence[str], *, adds: bool) -> None:
 
 
 def _resolved(url: str) -> list[str]:
-    """One URL for every address of a name."""
+    """List one URL for every address of a host name."""
     parts = urlsplit(url)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)

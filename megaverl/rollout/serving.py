@@ -1,4 +1,4 @@
-"""vLLM's server as a process that this package starts, watches and ends: `megaverl serve`.
+"""vLLM's server as a process that megaverl starts, watches and ends: `megaverl serve`.
 
 The command starts `python -m megaverl.rollout.serving ARGUMENTS` as a child that leads a process group. Without a GPU,
 the child adapts vLLM to the CPU. Then it runs vLLM's own command. The child ends at once after an error, and the
@@ -33,22 +33,22 @@ from megaverl.processes import end_with_parent, ending_with_parent
 
 MODULE = "megaverl.rollout.serving"
 GIB = 2**30
-MAX_CACHE_BYTES = 2 * GIB  # of keys and values on a CPU
+MAX_CACHE_BYTES = 2 * GIB  # keys and values on a CPU
 MIN_CACHE_BYTES = GIB // 16
-PROCESS_BYTES = 2 * GIB  # that server and engine take beside weights and cache
-GPU_SHARE = 0.9  # of a GPU's memory, if that much is free
-FREE_SHARE = 0.95  # of a GPU's free memory
+PROCESS_BYTES = 2 * GIB  # memory of server and engine processes beside weights and cache
+GPU_SHARE = 0.9  # fraction of a GPU's memory, if that much is free
+FREE_SHARE = 0.95  # fraction of a GPU's free memory
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL
-TRACKER_SECONDS = 10.0  # for multiprocessing's tracker to remove shared memory
+TRACKER_SECONDS = 10.0  # time for multiprocessing's tracker to remove shared memory
 POLL_SECONDS = 0.2
-HEALTH_SECONDS = 5.0  # between two looks at a server that answers: it logs each of them
+HEALTH_SECONDS = 5.0  # interval of health checks of a server that answers, which logs each of them
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Without it, helper functions are compiled at the first requests, which needs a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# Adaptations that a server needs as well. The others are about an engine inside a training process.
+# Adaptations that a server needs too. The others are for an engine inside a training process.
 CPU_ADAPTATIONS = ("kernels in vLLM's modules alone", "no sgl kernels", "rotary embeddings of all heads")
 # The last line of a traceback in a log of vLLM's processes, such as
 # "(EngineCore pid=7) ERROR 11-26 01:21:09 [core.py:9] ValueError: ..."
@@ -56,6 +56,7 @@ RAISED = re.compile(
     r"^(?:\((?P<process>[A-Za-z]+)[^)]*\) )?(?:ERROR [^\]]*\] )?(?P<error>[A-Za-z_][\w.]*(?:Error|Exception): .+)$"
 )
 MISUSED = re.compile(r"^vllm[\w ]*: error: (.+)$")  # an argument that vLLM's command does not know
+# An error of a worker causes one in the engine, which causes one in the server.
 DEEPEST_FIRST = ("VllmWorker", "Worker", "EngineCore", "APIServer", "")
 
 
@@ -63,11 +64,10 @@ DEEPEST_FIRST = ("VllmWorker", "Worker", "EngineCore", "APIServer", "")
 
 
 def default_arguments(model: str, given: Sequence[str]) -> list[str]:
-    """Return arguments of `vllm serve` that fit this machine, as far as `given` does not set them.
+    """Return arguments of `vllm serve` that suit this machine, except for those that `given` sets.
 
-    On a CPU: eager mode, float32, and a cache of keys and values that fits into the free memory. By itself vLLM
-    reserves 92 % of the machine's memory, and fails if other programs use more than the rest. On GPUs: a share of the
-    memory that is free.
+    On a CPU: eager mode, float32, and a KV cache that fits into the free memory. By default vLLM reserves 92 % of the
+    machine's memory, and fails if other programs use more than the rest. On GPUs: a fraction of the free memory.
     """
     named = {word.partition("=")[0] for word in given if word.startswith("--")}
 
@@ -200,7 +200,7 @@ def _inspect_model_here(arguments: Sequence[str]) -> None:
 
 
 def check_start(model: str, host: str, port: int) -> None:
-    """Raise a MegaverlError for what would let the server fail after it has imported everything."""
+    """Raise a MegaverlError for mistakes that would let the server fail only after it has imported everything."""
     if importlib.util.find_spec("vllm") is None:
         raise MegaverlError("vLLM is not installed. Run: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]').")
     is_on_hub = model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists()
@@ -254,7 +254,8 @@ def watch_server(
                 if health == 200 and not is_ready:
                     is_ready = True
                     on_ready()
-                if is_ready and health >= 500:  # vLLM answers so when its engine has died
+                # vLLM's server survives the death of its engine, and then answers 500.
+                if is_ready and health >= 500:
                     break
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(POLL_SECONDS)
@@ -301,10 +302,11 @@ def _members(group: int) -> list[psutil.Process]:
 
 
 def why_ended(log: Path) -> str:
-    """Return the cause that a server's log names, as a sentence.
+    """Return the cause of failure that a server's log names, as a sentence.
 
-    The first error of a worker counts before one of the engine, and that before one of the server: each of them only
-    tells that the process below it has failed.
+    The first error of a worker counts before one of the engine, and that before one of the server: each of the latter
+    only
+    reports that the process below it has failed.
     """
     errors: dict[str, str] = {}
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -324,7 +326,7 @@ def why_ended(log: Path) -> str:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Note SIGTERM and SIGINT inside this block, in the list that is yielded."""
+    """Collect SIGTERM and SIGINT inside this block in the list that is yielded."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,8 @@
-"""vLLM inside the training processes: `external_launcher`, one engine per `rollout.tp` neighbouring ranks."""
+"""vLLM inside the training processes: `external_launcher`, one engine per `rollout.tp` neighbouring ranks.
+
+The module contains the engine itself. `vllm_layouts` derives where weights go, `vllm_weights` guards what a reshard
+writes, `vllm_requests` sends requests, and `vllm_tracing` protects the training process from changes that vLLM makes.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +85,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: its parameters are ours to write
+    # Keep the engine core in this process, so that a reshard can write its parameters.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # Its warnings are about the tokenizer, compiler and sampling defaults that are left out here on purpose.
+    # vLLM would warn about a missing tokenizer, compiler and sampling defaults, which are left out on purpose.
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
 }
 
@@ -91,26 +96,27 @@ ENVIRONMENT = {
 class VLLMEngine:
     """This rank's part of a vLLM engine; see `megaverl.rollout.engine.Engine` for the methods.
 
-    Every rank of the default process group makes its part at the same time. Ranks r*tp to r*tp + tp - 1 are
-    replica r: each runs its own scheduler on the same requests, and all come to the same responses.
+    Every rank of the default process group makes its part at the same time. Ranks r*tp to r*tp + tp - 1 are replica r.
+    Each rank runs its own scheduler on the same requests, and all of them generate the same responses.
 
     Args:
         model_folder: a Hugging Face folder; vLLM reads its config.json, and its weights if `load_weights`.
         config: `rollout`: `tp`, `sleep`, and `vllm`, which are EngineArgs under their own names.
-        seed: of the engine; requests have seeds of their own.
-        dtype: of weights, activations and cache.
+        seed: seed of the engine; requests have their own seeds.
+        dtype: dtype of weights, activations and cache.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
         load_weights: False: a reshard must write all of them before the first `generate`.
-        num_sequences: how many responses are asked for at once, to size a CPU's cache.
+        num_sequences: responses that are requested at once, to size a CPU's cache.
         on_load: see `megaverl.rollout.make_engine`.
         images: EngineArgs of a model that takes images (`image_arguments`).
-        routed_experts: say which experts each token took.
+        routed_experts: record which experts each token took.
 
     Raises:
-        RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
-            this machine cannot run, a quantisation or kernels that read weights in another order than a reshard would
-            write them in, or EngineArgs that vLLM refuses.
+        RolloutError: there is no process group; `rollout.tp` does not divide the number of ranks; this engine or
+            machine
+            cannot run the model; a quantisation or kernel would keep weights in another order than a reshard writes; or
+            vLLM refuses the EngineArgs.
     """
 
     def __init__(
@@ -134,7 +140,7 @@ class VLLMEngine:
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         self._can_sleep = config.sleep and platform.is_cuda
-        self._asleep: set[str] = set()  # of what vLLM allocates: WEIGHTS, CACHE
+        self._asleep: set[str] = set()  # memory that is unmapped: WEIGHTS, CACHE
         self._has_weights = load_weights
         self._dtype = dtype
         spec = ModelSpec.outline(model_folder)
@@ -153,8 +159,10 @@ class VLLMEngine:
             "trust_remote_code": trust_remote_code,
             "load_format": "auto" if load_weights else "dummy",
             "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # stop tokens and sampling come from our configuration alone
-            "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
+            # Stop tokens and sampling come from the run's configuration, not from the model folder.
+            "generation_config": "vllm",
+            # Report log-probs after temperature, top-k and top-p: those of the distribution that was drawn from.
+            "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "use_tqdm_on_load": False,
             "enable_sleep_mode": self._can_sleep,
@@ -181,7 +189,8 @@ class VLLMEngine:
             self._layouts = LoaderLayouts(model, current_config(), dtype, empty=not load_weights)
             if on_load is not None:
                 on_load(self._written(model), self.layouts)
-                remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
+                # Derived weights may be views of storage that on_load has replaced.
+                remake_derived(model, dtype, may_move=True)
 
         with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
@@ -190,14 +199,16 @@ class VLLMEngine:
             count_drafts(self._scheduler, lambda: self.saved_work)
 
     def _prepare_vllm(self) -> None:
-        os.environ.update(ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
+        # vLLM reads the environment when it is imported, and again when an engine is made.
+        os.environ.update(ENVIRONMENT)
         platform.adapt_vllm()
         keep_default_group()
-        freeze_objects()  # a start collects five times
+        # An engine's start runs five garbage collections, which need not visit existing objects.
+        freeze_objects()
 
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
-            # vLLM's choice on Hopper; what it takes on Blackwell has an order of its own, which no reshard could write
+            # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts, which no reshard can write.
             may_have_experts = spec.moe is not None or not spec.is_tabled
             return {"moe_backend": "triton"} if may_have_experts and not self._has_weights else {}
         return vllm_cpu().engine_defaults(
@@ -212,7 +223,7 @@ class VLLMEngine:
 
     @property
     def llm(self) -> LLM:
-        """vLLM's own object.
+        """vLLM's `LLM` object.
 
         Raises:
             RolloutError: the engine is asleep or closed.
@@ -229,7 +240,8 @@ class VLLMEngine:
 
     @property
     def _scheduler(self) -> Any:
-        client: Any = self._open.llm_engine.engine_core  # in this process, as VLLM_ENABLE_V1_MULTIPROCESSING=0 has it
+        # With VLLM_ENABLE_V1_MULTIPROCESSING=0 the core is an object of this process.
+        client: Any = self._open.llm_engine.engine_core
         return client.engine_core.scheduler
 
     @property
@@ -250,7 +262,7 @@ class VLLMEngine:
         return self._layouts(shapes)
 
     def _written(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """What a reshard writes; the quantised ones by their shapes."""
+        """Return the tensors that a reshard writes; quantised ones as tensors without data."""
         held = loaded_tensors(model) | in_floating_point(quantised_weights(model), self._dtype)
         return {name: held[name] for name in self._layouts.local_names()} | self._layouts.beside
 
@@ -276,11 +288,11 @@ class VLLMEngine:
         return generations
 
     def _limit(self, in_flight: InFlight, longest: int) -> None:
-        """Let vLLM's scheduler take up as many sequences as its free blocks hold whole."""
+        """Limit vLLM's scheduler to as many sequences as its free blocks hold in full length."""
         scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
         slots = scheduler.scheduler_config.max_num_seqs
-        # older versions have but the number of slots to say it with
+        # Older versions only limit the number of slots.
         limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
         in_flight.number = min(in_flight.choose(free, longest), slots)
         setattr(scheduler, limit, in_flight.number)
@@ -298,8 +310,8 @@ class VLLMEngine:
                 "top_p": way.top_p,
                 "top_k": way.top_k,
                 "stop_token_ids": way.stop_tokens(self._stop_token_ids),
-                "ignore_eos": way.ignore_eos,  # else config.json's end of sequence stops it as well
-                "logprobs": 0,  # none but the drawn token's
+                "ignore_eos": way.ignore_eos,  # otherwise config.json's end-of-sequence token stops a response too
+                "logprobs": 0,  # only the drawn token's
                 "flat_logprobs": True,
                 "detokenize": False,
             }
@@ -310,7 +322,9 @@ class VLLMEngine:
         return found
 
     def _check_ranks_agree(self, *request: Any) -> None:
-        """All ranks of the replica hold the same request: otherwise their schedulers drift apart and hang."""
+        """Check that all ranks of the replica hold the same request. Otherwise their schedulers would diverge and
+        deadlock.
+        """
         if self.tp_size == 1:
             return
         from vllm.distributed import get_tp_group
@@ -329,8 +343,11 @@ class VLLMEngine:
             )
 
     def reset_prefix_cache(self) -> None:
-        """Make anew what was made from the old weights: cached prefixes, as the cache knows tokens and not weights,
-        latent attention's absorbed projections, and on a CPU packed copies of the weights.
+        """Recompute or discard what was made from old weights.
+
+        These are cached prefixes, which the cache identifies by tokens alone; absorbed projections of latent attention;
+        and on
+        a CPU, packed copies of the weights.
 
         Raises:
             RolloutError: vLLM refuses, as it does while requests are running.
@@ -341,7 +358,8 @@ class VLLMEngine:
                 "old and new weights. Update weights only between calls of generate()."
             )
         self._layouts.load_computed()
-        if self._takes_images:  # known to its cache by what they are, and not by weights
+        # The encoder's cache identifies images by their content, so its entries are from old weights.
+        if self._takes_images:
             self._open.llm_engine.reset_encoder_cache()
         remake_derived(self.model, self._dtype, may_move=self.may_rebind)
         if not platform.is_cuda:
@@ -349,7 +367,7 @@ class VLLMEngine:
         self._has_weights = True
 
     def sleep(self) -> None:
-        """Move weights out of device memory and drop the cache; on a CPU, or without `rollout.sleep`, nothing."""
+        """Move weights out of device memory and drop the cache. Without effect on a CPU or without `rollout.sleep`."""
         self._sleep([])
 
     def sleep_without(self, names: Collection[str]) -> bool:
@@ -366,7 +384,8 @@ class VLLMEngine:
             logger.debug("sleep: nothing to do")
             return
         if platform.is_cuda:
-            torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is unmapped here
+            # A step that was scheduled ahead may still be reading memory that is unmapped here.
+            torch.cuda.synchronize()
         with contents_dropped(written_anew) as dropped:
             self._open.sleep(level=1)
         logger.debug("sleep: %d bytes of weights are not kept", dropped)
@@ -385,7 +404,7 @@ class VLLMEngine:
             self._asleep.remove(tag)
 
     def close(self) -> None:
-        """Free weights, cache and vLLM's process groups; the default process group stays."""
+        """Free weights, cache and vLLM's process groups. The default process group stays."""
         if self._llm is None:
             return
         with frozen_objects_kept():
@@ -397,7 +416,7 @@ class VLLMEngine:
 
 
 def _place(tp_size: int) -> tuple[int, int, int]:
-    """(replica, tp rank, number of replicas) of this rank."""
+    """Return (replica, tp rank, number of replicas) of this rank."""
     if not dist.is_initialized():
         raise RolloutError("vLLM runs inside a torchrun job: call torch.distributed.init_process_group first.")
     world_size = dist.get_world_size()
@@ -411,8 +430,8 @@ def _place(tp_size: int) -> tuple[int, int, int]:
 
 
 def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
-    # experts are cut by tensor parallelism or lie whole on ranks, and only vLLM's options say which
-    # of other models than have tables vLLM says itself what it cannot cut
+    # Only the tp axis is checked: whether experts are split or whole depends on vLLM's options. For models without a
+    # table, vLLM itself reports what it cannot split.
     if spec.is_tabled and (
         found := [misfit for misfit in misfits(spec, tp=tp_size, engine=True) if misfit.axis == "tp"]
     ):
@@ -426,8 +445,7 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Around everything that runs the model on a CPU: vLLM's `torch.compile`d helpers run as plain Python, as compiling
-    them costs seconds and needs a C++ compiler."""
+    """Run vLLM's `torch.compile`d helpers as plain Python on a CPU: compiling them takes seconds and a C++ compiler."""
     return nullcontext() if platform.is_cuda else torch.compiler.set_stance("force_eager")
 
 

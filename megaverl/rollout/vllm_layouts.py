@@ -1,11 +1,12 @@
-"""The layouts of a replica's ranks, from what each rank's own vLLM does with the weights: no architecture is described.
+"""Layouts of an engine's ranks, observed from vLLM's own weight loader instead of rules for each architecture.
 
-Every rank runs its model's `load_weights` on tensors without data (`vllm_tracing`) and tells the replica's others what
-it saw. What vLLM computes from weights instead of copying them (Mamba's A is -exp of `A_log`) is no place of theirs:
-those weights come whole into tensors beside the parameters, and go from there through `load_weights`.
+Every rank runs its model's `load_weights` on tensors without data (`vllm_tracing`) and sends the result to the other
+ranks of its replica. Some parameters are computed from weights instead of copied (Mamba's A is -exp of `A_log`). Their
+source weights are received whole into extra tensors, and passed through `load_weights` from there.
 
-Where weights are to come from an actor, `load_weights` runs once more before, on numbers, one layer of each kind: every
-element must be where the layout says, and every element of a parameter must come from somewhere.
+If weights will come from an actor, `load_weights` first runs once on numbers, with one layer of each kind. Every
+element
+must be where the layout says, and every element of a parameter must come from some weight.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BESIDE = "load_weights: "  # in front of the name of a weight that goes through vLLM's loader
+BESIDE = "load_weights: "  # prefix of the local name of a weight that goes through vLLM's loader
 MOST_NAMED = 5
-MOST_SAID = 300  # characters of an error of vLLM's or transformers', which may list all that they know
-COPIES = 3  # of a tensor that is tried, at most, with what comparing takes
+MOST_SAID = 300  # characters that are quoted of an error of vLLM or transformers, which may list every known model
+COPIES = 3  # copies of a tensor that a trial holds at most, including those of the comparison
 
 
 class LoaderLayouts:
-    """Of one engine; every rank of its replica makes one and asks it alike.
+    """Layouts of one engine. Every rank of the replica makes one and calls it alike.
 
     Args:
-        model, config: vLLM's, as soon as they are there: each parameter has storage of its own.
-        dtype: of the weights that come.
-        empty: whether the parameters hold nothing yet, so that the layouts can be tried on them.
-
-    Raises:
-        RolloutError: this model computes something else at this tensor-parallel size.
+        model, config: vLLM's, as soon as they exist, while each parameter has storage of its own.
+        dtype: dtype of the incoming weights.
+        empty: whether the parameters hold nothing yet, so that layouts can be tried on them.
 
     Attributes:
-        mine: this rank's layout, once it has been asked for.
-        beside: weights that vLLM computes from, by the local names that they have there.
+        mine: this rank's layout, after the first call.
+        beside: local name -> tensor for a weight from which vLLM computes parameters.
+
+    Raises:
+        RolloutError: vLLM would compute another model at this tensor-parallel size.
     """
 
     def __init__(
@@ -80,23 +81,25 @@ class LoaderLayouts:
         self.beside: dict[str, torch.Tensor] = {}
 
     def __call__(self, shapes: Shapes) -> Callable[[int], Layout]:
-        """Rank -> its layout of weights of these shapes; ranks of one place in their replicas share an object.
+        """Return a function from a rank to its layout of weights with these shapes.
+
+        Ranks with the same place in their replicas share one layout object.
 
         Raises:
-            RolloutError: vLLM does not load such weights, or not where the layout says; on every rank of the replica.
+            RolloutError: vLLM cannot load such weights, or puts them elsewhere; raised on every rank of the replica.
         """
         if self._found is None or self._found[0] != shapes:
             self._found = dict(shapes), self._find(dict(shapes))
         return self._found[1]
 
     def local_names(self) -> list[str]:
-        """Of the model's tensors, those that a reshard writes; all parameters, before there is a layout."""
+        """List the model's tensors that a reshard writes; all parameters if there is no layout yet."""
         if self.mine is None:
             return [name for name, _ in loaded_parameters(self._model)]
         return [name for name in self.mine.local_shapes if name not in self.beside]
 
     def load_computed(self) -> None:
-        """Let vLLM compute what it does, from the weights that have come for it."""
+        """Let vLLM compute its derived parameters from the weights that have arrived for them."""
         if self.beside:
             with _loading(self._config):
                 self._model.load_weights((name.removeprefix(BESIDE), held) for name, held in self.beside.items())
@@ -116,7 +119,11 @@ class LoaderLayouts:
         return lambda rank: layouts[rank % len(layouts)]
 
     def take(self, shapes: Shapes, place: int) -> Trace:
-        """What this rank, at a place in its replica, sees; its parameters are ready for the weights."""
+        """Trace this rank's loader, and prepare the parameters for incoming weights.
+
+        Args:
+            place: this rank's index in its replica.
+        """
         self._quantised = {name: weight.block for name, weight in quantised_weights(self._model).items()}
         trace = self._trace(shapes, place)
         found = trace.whole(shapes)
@@ -140,7 +147,8 @@ class LoaderLayouts:
         from vllm import __version__
 
         try:
-            if self._quantised:  # what it holds was loaded otherwise; in floating point it would be loaded so
+            # A quantised model's tensors differ from those that load_weights saw, so trace one in floating point.
+            if self._quantised:
                 return trace(self._config, place, shapes, self._dtype)
             with _loading(self._config):
                 return trace_into(self._model, loaded_tensors(self._model), shapes, self._dtype)
@@ -167,10 +175,10 @@ class LoaderLayouts:
 
 
 def laid_out(found: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | None] | None = None) -> Layout:
-    """What was traced, with whole weights beside the parameters that are computed from them.
+    """Return the layout of a trace, with whole weights added for parameters that are computed from them.
 
     Raises:
-        RolloutError: a quantised parameter that is a view of what is loaded.
+        RolloutError: a quantised parameter is a view of a loaded tensor.
     """
     sources = dict.fromkeys(name for names in found.computed.values() for name in sorted(names))
     layout = replace(found.layout, quantised={n: b for n, b in (quantised or {}).items() if n in found.parameters})
@@ -188,21 +196,22 @@ def laid_out(found: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | 
 
 
 def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: Any) -> Callable[[int], Layout]:
-    """What an engine of the model that a config.json describes would say, where there is none: vLLM must be installed,
-    and no weights are read.
+    """Return the layouts of an engine for the model of a config.json, without an engine or weights. vLLM must be
+    installed.
 
     Args:
-        options: EngineArgs that decide where weights go, such as `enable_expert_parallel`; with `trust_remote_code`
+        options: EngineArgs that affect where weights go, such as `enable_expert_parallel`; with `trust_remote_code`,
             Python files beside the config.json may be run.
 
     Raises:
-        RolloutError: vLLM is not installed, or does not build such a model here.
+        RolloutError: vLLM is not installed, or cannot build the model.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as in a run; read when vLLM is imported
     try:
         from megaverl.rollout.vllm_tracing import engine_config
 
-        folder = tempfile.TemporaryDirectory()  # a model's own code is imported from there when it is built
+        # The folder lives as long as the layouts, since a model's own code is imported from it when it is built.
+        folder = tempfile.TemporaryDirectory()
         shutil.copyfile(described, Path(folder.name) / "config.json")
         for code in Path(described).parent.glob("*.py") if options.get("trust_remote_code") else ():
             shutil.copy(code, folder.name)
@@ -223,7 +232,8 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
         except (KeyError, ValueError, AttributeError, RuntimeError, TypeError, AssertionError) as error:
             text = " ".join(str(error).split())[:MOST_SAID]
             architectures = ", ".join(config.model_config.architectures)
-            if isinstance(error, AssertionError):  # how vLLM's layers say that sizes do not divide
+            # vLLM's layers assert that their sizes divide over the ranks.
+            if isinstance(error, AssertionError):
                 raise RolloutError(
                     f"{described}: vLLM does not build {architectures} at rollout.tp={tp}: one of its layers does not "
                     f"divide over {tp} ranks{': ' + text if text else ''}. Use a smaller rollout.tp."
@@ -239,7 +249,7 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
 
 @contextmanager
 def _loading(config: VllmConfig) -> Iterator[None]:
-    """As while an engine is made: layers look this configuration up."""
+    """Set vLLM's current configuration, which its layers look up, as while an engine is made."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(config), torch.no_grad():
@@ -255,10 +265,13 @@ def _tried(
     computed: set[str],
     dtype: torch.dtype,
 ) -> Iterator[str]:
-    """What is not as the layout says once numbers have been loaded: of the tensors that were traced, one at a time.
+    """Load numbers into the traced tensors, and yield a message for every deviation from the layout.
 
     Args:
-        traced: the part of the layout that was traced, from tensors of these shapes.
+        traced: the traced part of the layout.
+        shapes: shapes of the weights that were traced.
+        layout: the whole layout of the rank.
+        computed: names of parameters that vLLM computes.
     """
     device = next(iter(held.values())).device
     room = platform.free_memory() // (2 * COPIES * dtype.itemsize)
@@ -267,7 +280,7 @@ def _tried(
         logger.info("too large to try beside what is in memory: %s", ", ".join(listed(left_out)))
 
     def source(name: str) -> torch.Tensor:
-        """Numbers that every floating-point type holds, none of them zero."""
+        """Return pseudo-random numbers for a weight that every floating-point type can hold, none of them zero."""
         generator = torch.Generator(device).manual_seed(numbers[name])
         made = torch.empty(shapes[name], dtype=dtype, device=device)
         return made.random_(1, 256, generator=generator).div_(128)
@@ -291,7 +304,8 @@ def _tried(
             target = (held[name] if view is None else view.of(held[name]))[piece.local_box.slices]
             if not torch.equal(target, numbered[piece.box.slices].reshape(target.shape).to(target.dtype)):
                 yield f"{piece.tensor} {piece.box} is not in {piece.local} {piece.local_box}"
-    alike: dict[str, bool] = {}  # a parameter without pieces counts as loaded where that of a layer alike is
+    # Only one layer of each kind was loaded. A parameter without pieces counts as loaded if one of its kind was.
+    alike: dict[str, bool] = {}
     for name in tried:
         unset = int(held[name].isnan().sum())
         alike[layer_kind(name)] = alike.get(layer_kind(name), False) or not unset
@@ -303,8 +317,12 @@ def _tried(
 
 
 def _check_heads(model: Any, config: VllmConfig) -> None:
-    """That attention gets the heads that it computes: vLLM's Transformers backend gives each rank's its share of them,
-    also where it knows no way to cut the projections before it, and goes on (0.32: Persimmon)."""
+    """Refuse a model whose attention heads vLLM splits although it does not split their projections.
+
+    vLLM's Transformers backend gives each rank its share of the heads even where it knows no way to split the
+    projections
+    before them, and continues (0.32: Persimmon).
+    """
     from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
     size = config.parallel_config.tensor_parallel_size

@@ -1,10 +1,10 @@
-"""Requests to vLLM, and its answers as they come, with the experts that it took for each token.
+"""Requests to vLLM and their answers, with images and with the experts that each token took.
 
-Images come already processed, so that engine and trainer see the same numbers, and each is processed once.
+Images arrive already processed, so engine and trainer see the same numbers, and each image is processed once.
 
-Where CUDA is, vLLM's second model runner returns experts itself (0.32: `distributed/aux_output_connector`), for cached
-prefixes too. Its runner for CPUs does not: there the routers are asked, step by step, and no prefix is cached, as
-nothing would be known of it.
+On CUDA, vLLM's second model runner returns experts itself (0.32: `distributed/aux_output_connector`), also for cached
+prefixes. The CPU runner does not. There, hooks record the routers step by step, and prefixes are not cached, since no
+experts would be known for them.
 """
 
 from __future__ import annotations
@@ -34,36 +34,38 @@ if TYPE_CHECKING:
 
 
 def vllm_cpu() -> ModuleType:
-    """`megaverl.platform.vllm_cpu`, which is not imported where CUDA is."""
+    """Import `megaverl.platform.vllm_cpu`, which must not be imported on CUDA."""
     import megaverl.platform.vllm_cpu as adapted
 
     return adapted
 
 
 def prepare_images(architecture: str) -> dict[str, Any]:
-    """Further EngineArgs of a model that takes images, as this vLLM knows them; to be called before its engine is made.
+    """Return further EngineArgs of a model that takes images in this vLLM version. To be called before its engine is
+    made.
 
     Raises:
-        RolloutError: this machine's vLLM computes its images otherwise.
+        RolloutError: vLLM's CPU build would compute the images differently.
     """
     found = pixels_are_normalised()
     if not platform.is_cuda:
         check_images_run_here(architecture)
-        found["skip_mm_profiling"] = True  # nothing is measured on a CPU
+        # vLLM does not measure memory on a CPU.
+        found["skip_mm_profiling"] = True
     return found
 
 
 def image_arguments(config: ImagesConfig, tokenizer: str) -> dict[str, Any]:
-    """EngineArgs of a model that takes images.
+    """Return the EngineArgs of a model that takes images.
 
     Args:
-        tokenizer: the one that the run has; vLLM refuses such models without any.
+        tokenizer: the run's tokenizer; vLLM refuses such models without one.
     """
     return {
         "skip_tokenizer_init": False,
         "tokenizer": tokenizer,
         "limit_mm_per_prompt": {"image": config.max_per_prompt, "video": 0},
-        # nothing is processed here; it says how many tokens an image has at most
+        # The engine processes no images itself, but derives the most tokens of an image from these options.
         "mm_processor_kwargs": dict(config.processor),
         "mm_processor_cache_gb": 0,
     }
@@ -72,15 +74,15 @@ def image_arguments(config: ImagesConfig, tokenizer: str) -> dict[str, Any]:
 def answers(
     llm: LLM, prompts: Sequence[Sequence[int]], parameters: Sequence[SamplingParams], images: Images | None
 ) -> list[RequestOutput]:
-    """vLLM's outputs, one per prompt.
+    """Send all prompts to vLLM and return its outputs, one per prompt.
 
     Args:
-        prompts: token ids; of an image one for each of its parts.
-        images: of each prompt.
+        prompts: token ids; an image has one placeholder token for each of its patches.
+        images: images of each prompt.
 
     Raises:
-        RolloutError: a prompt whose tokens have other places for images than it has images, or that comes back as
-            other tokens; named by its number.
+        RolloutError: names a prompt whose placeholder tokens do not match its images, or that vLLM returned with other
+            tokens.
     """
     if images is None:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -100,7 +102,7 @@ def answers(
 
 
 def _input(processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], number: int) -> Any:
-    """What vLLM's own processor makes of a prompt, from what ours has made of it."""
+    """Return vLLM's input of a prompt with images that this run's processor has already processed."""
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input, tokens_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
@@ -126,12 +128,15 @@ def _input(processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], 
 
 
 def image_places(prompt: Sequence[int], token: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first token, number of tokens) of each image in the prompt; stops where a run of the image token does not come
-    out even."""
+    """Yield (first token, number of tokens) of each image in the prompt.
+
+    Stops at a run of image tokens whose length does not match the images.
+    """
     waiting, place = list(sizes), 0
     for is_image, run in groupby(prompt, lambda one: one == token):
         length = len(list(run))
-        while is_image and waiting and waiting[0] <= length:  # neighbours without a token between them
+        # Adjacent images have no token between them, so one run may hold several.
+        while is_image and waiting and waiting[0] <= length:
             yield place, waiting[0]
             place, length = place + waiting[0], length - waiting.pop(0)
         if is_image and length:
@@ -143,12 +148,12 @@ def image_places(prompt: Sequence[int], token: int, sizes: Sequence[int]) -> Ite
 def calling_when_finished(
     llm: LLM, on_finished: OnFinished | None, experts_of: ExpertsOf | None = None
 ) -> Iterator[None]:
-    """Inside, hear of responses in the very step of vLLM's loop that finishes them."""
+    """Call `on_finished` for a response in the very step of vLLM's loop that finishes it."""
     if on_finished is None:
         yield
         return
     engine: Any = llm.llm_engine
-    # requests are numbered one after the other, over all calls
+    # vLLM numbers requests consecutively over all calls.
     first, step = llm.request_counter.counter, engine.step
 
     def step_and_call() -> Any:
@@ -166,8 +171,12 @@ def calling_when_finished(
 
 
 def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`rollout.vllm.speculative_config` as vLLM takes it: a draft's weights come from its folder and no reshard, and
-    what is drawn for a prompt does not depend on responses before it."""
+    """Return `rollout.vllm.speculative_config` as vLLM takes it.
+
+    A draft model reads its weights from its folder, not from a reshard. The drafts of a prompt must not depend on
+    earlier
+    responses.
+    """
     method, more = given.get("method") or ("draft_model" if given.get("model") else ""), {}
     if method == "suffix":
         more = {"suffix_decoding_max_cached_requests": 0}
@@ -182,7 +191,7 @@ def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:
-    """From now on add what vLLM's scheduler sees of drafts; its own statistics are off."""
+    """Count drafts from now on by wrapping vLLM's scheduler, whose own statistics are turned off."""
     make = scheduler.make_spec_decoding_stats
 
     def make_and_count(*args: Any, num_draft_tokens: int, num_accepted_tokens: int, **rest: Any) -> Any:
@@ -194,7 +203,7 @@ def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:
 
 
 def generation(output: RequestOutput, experts_of: ExpertsOf | None = None) -> Generation:
-    """One response, as every engine gives it; with the experts that it took where something knows them."""
+    """Convert a vLLM output to a Generation, with the experts that it took if `experts_of` is given."""
     [response] = output.outputs
     # With logprobs=0 a position holds the drawn token alone, so the flat lists run along the response.
     log_probs = response.logprobs.logprobs if response.logprobs is not None else []
@@ -203,37 +212,37 @@ def generation(output: RequestOutput, experts_of: ExpertsOf | None = None) -> Ge
 
 
 class ExpertsOf(Protocol):
-    """What knows which experts a finished request took."""
+    """Source of the experts that a finished request took."""
 
     def __call__(self, output: RequestOutput) -> torch.Tensor:
-        """[prompt + response - 1, layers, k] uint8 or int16."""
+        """Return experts [prompt + response - 1, layers, k] as uint8 or int16."""
 
     def forget(self) -> None:
-        """Of the requests so far nothing more is asked."""
+        """Discard the records of all requests so far."""
 
 
 def expert_arguments() -> dict[str, Any]:
-    """EngineArgs of an engine that says which experts it takes."""
+    """Return the EngineArgs of an engine that reports routed experts."""
     if not platform.is_cuda:
         return {"enable_prefix_caching": False}
     from vllm.distributed.aux_output_connector import worker
 
-    # it keeps them on the first tensor-parallel rank; here each rank's own scheduler asks for them
+    # vLLM keeps experts on the first tensor-parallel rank. Here every rank has a scheduler that asks for them.
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     return {"enable_return_routed_experts": True}
 
 
 def experts_of_requests(llm: LLM) -> ExpertsOf:
-    """What this engine's requests can be asked with.
+    """Return the source of routed experts for this engine.
 
     Raises:
-        RolloutError: a model without routed experts.
+        RolloutError: the model has no routed experts.
     """
     return ReturnedExperts() if platform.is_cuda else StepRecorder(llm)
 
 
 class ReturnedExperts:
-    """Those that come with vLLM's answers."""
+    """Experts that vLLM returns with its outputs (CUDA)."""
 
     def __call__(self, output: RequestOutput) -> torch.Tensor:
         experts = output.outputs[0].routed_experts
@@ -242,11 +251,11 @@ class ReturnedExperts:
         return torch.from_numpy(experts if experts.dtype.itemsize == 1 else experts.astype("int16"))
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: outputs are not kept."""
 
 
 class StepRecorder:
-    """Keeps what the routers of a model on a CPU chose, of every request that runs."""
+    """Records the experts that routers choose for every running request (CPU)."""
 
     def __init__(self, llm: LLM) -> None:
         engine: Any = llm.llm_engine
@@ -275,7 +284,7 @@ class StepRecorder:
         self._step[layer] = experts.to(self._dtype)
 
     def _record(self, scheduled: dict[str, int]) -> None:
-        """A step's tokens lie request after request."""
+        """Assign the step's tokens to their requests. vLLM lays them out request after request."""
         if not self._step:
             return
         first_layer = next(iter(self._step.values()))
@@ -302,5 +311,5 @@ class StepRecorder:
         return found
 
     def forget(self) -> None:
-        """All are answered."""
+        """Discard all records, as every request has been answered."""
         self._taken.clear()

@@ -1,9 +1,10 @@
-"""The layout of vLLM's parameters for any architecture: its own `load_weights`, run on a model without data.
+"""Trace vLLM's weight loader: run `load_weights` of a model without data, and record where every element goes.
 
-For any rank of any tensor-parallel size in one process, without weights and without other ranks: vLLM's groups are
-stood in for by objects that have a size and a rank. Layers that are alike are traced once, and repeated by name.
+The trace works in one process for any rank of any tensor-parallel size. It needs no weights and no other ranks, since
+stand-in objects with a size and a rank replace vLLM's groups. Only the first of several equal layers is traced.
 
-vLLM, traced or as an engine, is a guest in the training process: what it changes there for itself is put back.
+vLLM is a guest in the training process, whether traced or used as an engine. This module also restores what vLLM
+changes in the process for itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# vLLM sets these for the workers that it would start; ours is the process itself.
+# vLLM sets these variables for the workers that it normally starts. Here the worker is this process.
 _ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
@@ -53,7 +54,7 @@ def random_state_kept() -> Iterator[None]:
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Keep random states, `torch.set_num_threads`, environment and frozen objects from what a start does to them."""
+    """Restore random states, `torch.set_num_threads`, environment and frozen objects after an engine's start."""
     environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
     set_num_threads = torch.set_num_threads  # the CPU worker replaces it by a warning
     with random_state_kept(), frozen_objects_kept():
@@ -70,9 +71,10 @@ def process_state_kept() -> Iterator[None]:
 
 @contextmanager
 def frozen_objects_kept() -> Iterator[None]:
-    """Keep vLLM from freezing all objects of the process when an engine is made, and unfreezing them when it ends.
+    """Keep vLLM from freezing all objects of the process when an engine is made, and from unfreezing them when it ends.
 
-    Unfrozen, some 400,000 objects of imported modules are walked by each of seven collections, a second and more.
+    If unfrozen, some 400,000 objects of imported modules are visited by each of seven collections, which takes over a
+    second.
     """
     freeze, unfreeze = gc.freeze, gc.unfreeze
     gc.freeze = gc.unfreeze = lambda: None
@@ -83,20 +85,21 @@ def frozen_objects_kept() -> Iterator[None]:
 
 
 def keep_default_group() -> None:
-    """Stop vLLM from ending the default process group, ours, when an engine is closed or collected or at exit."""
+    """Stop vLLM from destroying the run's default process group when an engine is closed, collected or at exit."""
     import vllm.v1.engine.core as core
 
     core.cleanup_dist_env_and_memory = release_groups
 
 
 def release_groups(shutdown_ray: bool = False) -> None:
-    """Free the process groups that vLLM made, so that an engine of another shape can be made; safe to repeat.
+    """Free the process groups that vLLM made, so that an engine with another shape can be made. Safe to repeat.
 
-    Takes the place of vLLM's `cleanup_dist_env_and_memory`, hence the argument.
+    Replaces vLLM's `cleanup_dist_env_and_memory`, whose argument it therefore has.
     """
     from vllm.distributed import parallel_state
 
-    if not dist.is_initialized():  # at exit: all groups went with the default one
+    # At exit, all groups have already been destroyed with the default one.
+    if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
@@ -106,12 +109,12 @@ def release_groups(shutdown_ray: bool = False) -> None:
 
 
 def keep_transformers_classes() -> None:
-    """Let vLLM's Transformers backend compile classes of its own; safe to repeat.
+    """Keep vLLM's Transformers backend from changing classes of transformers. Safe to repeat.
 
-    For an architecture that vLLM has no model of (GPT-NeoX, OLMo-2, Starcoder2) it makes transformers' class compile:
-    it replaces that class's `__init__`, `__call__` and bases (0.32: compilation/decorators.py). The trainer's model is
-    of the same class, and could neither be called nor made after an engine. So the class gets back what was its own,
-    and the engine's module goes to a subclass that has what vLLM wrote.
+    For an architecture without a vLLM model (GPT-NeoX, OLMo-2, Starcoder2), vLLM makes transformers' class compile: it
+    replaces the class's `__init__`, `__call__` and bases (0.32: compilation/decorators.py). The trainer's model has the
+    same class, and could neither be called nor created after an engine. This patch restores the class, and moves the
+    engine's module to a subclass with vLLM's changes.
     """
     from vllm.model_executor.models.transformers import base
 
@@ -147,7 +150,7 @@ def keep_transformers_classes() -> None:
 
 
 def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> type:
-    """Make a class what it was, and give a subclass what it had become."""
+    """Restore a class to its earlier state, and return a subclass with the changes that were made."""
     written = {name: value for name, value in vars(cls).items() if name not in before or before[name] is not value}
     added = tuple(each for each in cls.__bases__ if each not in bases)
     for name in written:
@@ -165,7 +168,7 @@ _GROUPS = ("_WORLD", "_TP", "_EP", "_PP", "_DP", "_DCP", "_PCP", "_ETP", "_EPLB"
 
 
 class _Size(NamedTuple):
-    """What is asked of a process group."""
+    """Stand-in for a process group: it knows its size and this rank."""
 
     members: int
     place: int
@@ -179,7 +182,7 @@ class _Size(NamedTuple):
 
 @contextmanager
 def placed(tp: int, rank: int) -> Iterator[None]:
-    """vLLM builds and loads what `rank` of `tp` holds; nothing can be sent."""
+    """Let vLLM build and load the part of `rank` among `tp` ranks. Nothing can be communicated inside."""
     from vllm.distributed import parallel_state
 
     def group(name: str, size: int, place: int) -> Any:
@@ -204,10 +207,11 @@ def placed(tp: int, rank: int) -> Iterator[None]:
 
 
 def inspect_here(architecture: str) -> None:
-    """Let vLLM look at the model's class in this process.
+    """Let vLLM inspect the model's class in this process.
 
-    To keep CUDA out of its own, it would start another that imports vLLM anew: on a new machine ten seconds on every
-    rank, for a class that is imported here a moment later.
+    To keep CUDA out of its process, vLLM would start another one that imports vLLM again. On a new machine that takes
+    ten
+    seconds on every rank, for a class that is imported here a moment later.
     """
     from vllm import ModelRegistry
 
@@ -217,15 +221,17 @@ def inspect_here(architecture: str) -> None:
 
 
 def pixels_are_normalised() -> dict[str, Any]:
-    """EngineArgs for images whose pixels come as the model takes them: newer versions would normalise them on the
-    device, with numbers that they read from the model's folder."""
+    """Return EngineArgs for images whose pixels are already normalised.
+
+    Newer versions would normalise them again on the device, with numbers from the model's folder.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     return {"mm_device_do_normalize": False} if hasattr(EngineArgs, "mm_device_do_normalize") else {}
 
 
 def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
-    """What vLLM makes of a model folder's config.json and of its EngineArgs, for so many tensor-parallel ranks."""
+    """Return vLLM's configuration for a model folder and EngineArgs, with `tp` tensor-parallel ranks."""
     platform.adapt_vllm()
     from vllm.engine.arg_utils import EngineArgs
 
@@ -233,21 +239,27 @@ def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
         inspect_here(architecture)
     given: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True}
     config = EngineArgs(str(folder), **given | pixels_are_normalised() | arguments).create_engine_config()
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = tp  # which need not be here
+    # Set afterwards, since vLLM would check that this machine has as many devices.
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = tp
     return config
 
 
 def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
-    """vLLM's model as this tensor-parallel rank builds it, on the host, in floating point; its parameters without
-    `data` if not asked."""
+    """Build vLLM's model of a tensor-parallel rank, on the host and in floating point.
+
+    Args:
+        data: whether parameters have data; otherwise they are on the meta device.
+    """
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.deepcopy(config)
-    config.compilation_config.static_forward_context.clear()  # a layer's name may be given once
+    # vLLM refuses to register two layers of one name in a configuration.
+    config.compilation_config.static_forward_context.clear()
     config.quant_config = config.model_config.quantization = None
-    known = dict(rotary_embedding._ROPE_DICT)  # an engine's, which may lie on another device
+    # The cache of rotary embeddings may hold an engine's, which may be on another device.
+    known = dict(rotary_embedding._ROPE_DICT)
     rotary_embedding._ROPE_DICT.clear()
     with as_rank(config, rank), set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         try:
@@ -261,7 +273,9 @@ def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
 
 @contextmanager
 def _parameters_without_data() -> Iterator[None]:
-    """Each lets its numbers go when a module registers it; buffers keep theirs, which loaders look things up in."""
+    """Move each parameter to the meta device when a module registers it. Buffers keep their data, which loaders look
+    up.
+    """
     register = torch.nn.Module.register_parameter
 
     def without_data(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -280,7 +294,7 @@ def _parameters_without_data() -> Iterator[None]:
 
 @contextmanager
 def as_rank(config: VllmConfig, rank: int) -> Iterator[None]:
-    """`placed`, and what vLLM's layers look up is this configuration."""
+    """Enter `placed`, and set the configuration that vLLM's layers look up."""
     from vllm.config import set_current_vllm_config
 
     with placed(config.parallel_config.tensor_parallel_size, rank), set_current_vllm_config(config), torch.no_grad():
@@ -288,7 +302,7 @@ def as_rank(config: VllmConfig, rank: int) -> Iterator[None]:
 
 
 def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """The model of a rank with these tensors in it; what nothing is loaded into is zero."""
+    """Return the model of a rank with these tensors loaded; parameters that receive nothing are zero."""
     model = build(config, rank, data=True)
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -298,22 +312,22 @@ def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torc
 
 
 class Trace(NamedTuple):
-    """What was seen of a model's `load_weights`.
+    """Result of tracing a model's `load_weights`.
 
     Attributes:
-        found: where the tensors that were traced go; parameters that none of them goes to are in it too.
-        of_each_kind: one layer of each kind was traced, and stands for the others.
+        found: places of the traced tensors, and parameters that none of them goes to.
+        of_each_kind: whether only one layer of each kind was traced, and stands for the others.
     """
 
     found: TracedLayout
     of_each_kind: bool
 
     def whole(self, sources: Shapes) -> TracedLayout:
-        """Of all these tensors."""
+        """Return the places of all weights, with the traced layers repeated."""
         return _Kinds.of(sources).repeat(self.found) if self.of_each_kind else self.found
 
     def traced(self, sources: Shapes) -> Shapes:
-        """Of all these tensors, those that were traced."""
+        """Return the shapes of the weights that were traced."""
         return {name: sources[name] for name in _Kinds.of(sources).first} if self.of_each_kind else sources
 
     def to_json(self) -> dict[str, Any]:
@@ -325,12 +339,12 @@ class Trace(NamedTuple):
 
 
 def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None) -> Trace:
-    """Where vLLM's model puts tensors of these names and shapes on a tensor-parallel rank, in floating point.
+    """Trace where vLLM's model puts weights on a tensor-parallel rank, in floating point.
 
     Args:
         config: vLLM's; its `parallel_config.tensor_parallel_size` is the size.
-        sources: of a checkpoint, by the names in its files.
-        dtype: of the checkpoint; None: the model's own.
+        sources: shapes of a checkpoint's weights by the names in its files.
+        dtype: dtype of the checkpoint; None: the model's own.
     """
     model = build(config, rank)
     with as_rank(config, rank):
@@ -338,7 +352,11 @@ def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | N
 
 
 def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dtype: torch.dtype) -> Trace:
-    """The same of a model that vLLM has built, without a change to it; `held` are those of its tensors that count."""
+    """Trace a model that vLLM has built, without changing it.
+
+    Args:
+        held: the model's tensors whose contents are recorded.
+    """
 
     def traced(names: Iterable[str]) -> TracedLayout:
         tracer = Tracer()
@@ -347,6 +365,8 @@ def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dt
             model.load_weights(iter(tensors))
         return traced_layout(tracer, held)
 
+    # Trace one layer of each kind, which takes a fraction of the time. If repeating it does not give every tensor of
+    # the model its right shape, trace all layers.
     kinds = _Kinds.of(sources)
     found = traced(kinds.first)
     try:
@@ -360,24 +380,24 @@ def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dt
 
 
 def current_config() -> VllmConfig:
-    """vLLM's, while it makes an engine."""
+    """Return vLLM's configuration while it makes an engine."""
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config()
 
 
 def layer_kind(name: str) -> str:
-    """A name without the number of its layer."""
+    """Return a name without the number of its layer."""
     return _NUMBER.sub("N", name, count=1)
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Layers that are alike, by the names and shapes of their tensors.
+    """Groups of layers whose tensors have equal names and shapes.
 
     Attributes:
-        first: the names that are traced: those of no layer, and of the first layer of each kind.
-        alike: ("model.layers.", number of the first layer of a kind) -> the numbers of the others.
+        first: names that are traced: those outside layers, and those of the first layer of each kind.
+        alike: ("model.layers.", number of the first layer of a kind) -> numbers of the other layers.
     """
 
     first: list[str]
@@ -400,7 +420,7 @@ class _Kinds:
         return cls([name for name in sources if name not in skipped], alike)
 
     def repeat(self, found: TracedLayout) -> TracedLayout:
-        """With what was traced of the first of a kind said of the others."""
+        """Copy what was traced of the first layer of each kind to the other layers."""
         parts = [found]
         for (stack, first), others in self.alike.items():
             layer = found.from_sources(f"{stack}{first}.")
@@ -409,7 +429,7 @@ class _Kinds:
 
 
 def _renumbered(first: str, number: str, name: str) -> str:
-    """The name in another layer."""
+    """Return the name with another layer number."""
     found = _NUMBER.search(name)
     if found is None or found.group() != first:
         raise LookupError(f"{name} is of no layer {first}")

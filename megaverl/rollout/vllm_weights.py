@@ -1,9 +1,11 @@
-"""vLLM's parameters in a process that writes them: which there are, when they are there, whether they still are what
-was loaded, and which of them its sleep need not keep; and of a quantised engine, whose weights come from an actor, how
-it is asked for, and where its numbers and scales lie.
+"""vLLM's parameters in a process that writes them.
 
-What a kernel holds after loading is what a reshard writes to, in place: captured graphs keep its addresses. So of
-quantised ones only kernels count that keep rows and columns as they are (read in vLLM 0.32,
+The module finds the parameters that a reshard writes, reports them as soon as a model is loaded, checks that vLLM does
+not rearrange them after loading, and keeps vLLM's sleep from copying those that will be overwritten. For a quantised
+engine it also builds the EngineArgs and finds numbers and scales.
+
+A reshard writes to the tensors that a kernel holds after loading, in place, since captured graphs keep their addresses.
+So quantised weights are supported only with kernels that keep rows and columns in order (read in vLLM 0.32,
 `process_weights_after_loading` of each):
 
 - blocks (`kernels/linear/scaled_mm/`): `weight` [rows, columns] and float32 `weight_scale_inv`, one for 128 of each.
@@ -52,26 +54,26 @@ EXPERT_BACKENDS = {True: ("TRITON", "BATCHED_TRITON", "DEEPGEMM", "BATCHED_DEEPG
 
 
 def quantised_arguments(method: str) -> dict[str, Any]:
-    """EngineArgs of an engine with this `rollout.vllm.quantization`.
+    """Return the EngineArgs of an engine with this `rollout.vllm.quantization`.
 
     Raises:
-        RolloutError: a quantisation whose weights no reshard can write.
+        RolloutError: a reshard cannot write weights of this quantisation.
     """
     if method not in QUANTIZATIONS:
         raise RolloutError(f"{KEY}={method}: weights that come from an actor can be {', '.join(QUANTIZATIONS)}.")
     return {
-        # vLLM's own word for `fp8` where the folder is not quantised
+        # vLLM's name of `fp8` for a folder that is not quantised.
         "quantization": "fp8_per_tensor" if method == "fp8" else method,
-        # choosing experts in 8 bits would send tokens to others than in training
+        # Routers in 8 bits would send tokens to other experts than in training.
         "quantization_config": {"ignore": [ROUTERS]},
     }
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
-    """The tensors of 8-bit numbers in vLLM's model, by name, as the layouts know them. None in most models.
+    """Return vLLM's 8-bit tensors by name, with their scales. Most models have none.
 
     Raises:
-        RolloutError: a kernel that holds them in another order, with its name and the way round it.
+        RolloutError: a kernel holds them in another order; names the kernel and a setting that avoids it.
     """
     modules = dict(model.named_modules())
     found = {}
@@ -83,7 +85,7 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
 
 
 def in_floating_point(weights: dict[str, QuantisedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """For every quantised tensor one of its shape, of the dtype in which it travels, that takes no memory."""
+    """Return, for every quantised tensor, a meta tensor of its shape in the dtype in which it is sent."""
     return {name: torch.empty_like(w.numbers, dtype=dtype, device="meta") for name, w in weights.items()}
 
 
@@ -95,7 +97,7 @@ def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
     if attribute == "weight":
         kernel, known = type(method.fp8_linear).__name__, LINEAR_KERNELS[by_block]
         way_round = "rollout.vllm.linear_backend=cutlass"
-        # FlashInfer's kernel is a mix with DeepGEMM's, which says for both how scales are rounded
+        # FlashInfer's kernel falls back to DeepGEMM's, whose setting decides for both how scales are rounded.
         says = getattr(method.fp8_linear, "fallback", method.fp8_linear)
         powers_of_two = bool(getattr(says, "use_deep_gemm_e8m0", False))
         numbers = numbers if by_block else numbers.t()
@@ -119,7 +121,7 @@ def _problems(weight: QuantisedWeight, kernel: str, known: tuple[str, ...]) -> I
     rows, columns = weight.numbers.shape[-2:]
     experts = weight.numbers.shape[:-2]
     one = scale_shape(rows, columns, weight.block)
-    # experts have one number each without blocks
+    # Without blocks, each expert has a single scale.
     wanted = (*experts, *(() if experts and weight.block is None else one))
     if tuple(weight.scales.shape) != wanted or weight.scales.dtype != torch.float32:
         yield (
@@ -134,18 +136,19 @@ def _deep_gemm_rounds_scales() -> bool:
     return bool(is_deep_gemm_e8m0_used())
 
 
-# vLLM's tags of what it allocates (0.24 to 0.33: v1/worker/gpu_worker.py)
+# vLLM's tags of its allocations (0.24 to 0.33: v1/worker/gpu_worker.py).
 WEIGHTS, CACHE = "weights", "kv_cache"
 WRITTEN_ANEW = "megaverl: written anew"
-SAMPLES = 1024  # elements of a parameter that are looked at
+SAMPLES = 1024  # elements of a parameter that are compared
 
 
 @contextmanager
 def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Call `then` with an engine's model as soon as it has its weights, before it is profiled or captured.
 
-    Inside vLLM's memory pool for weights, which gives back, as it is left, what has been freed in it: where a
-    parameter takes other storage, nothing of its own stays behind. Before, its weights are there beside the others.
+    The call happens inside vLLM's memory pool for weights, which returns freed memory to the device when it is left. So
+    a
+    parameter that moves to other storage leaves no memory behind. Until then, its own weights exist beside the others.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -174,8 +177,11 @@ def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
 
 @functools.cache
 def drafts_from_their_folder() -> None:
-    """vLLM loads a draft model as it loads the one that it drafts for, which here waits for a reshard (0.32:
-    `DraftModelProposer._get_model`, unlike other drafters, asks for no load configuration of its own)."""
+    """Let vLLM load a draft model's weights from its folder.
+
+    vLLM loads a draft model like the main model, which here waits for a reshard (0.32: unlike other drafters,
+    `DraftModelProposer._get_model` asks for no load configuration of its own).
+    """
     from vllm.config import LoadConfig
     from vllm.config.utils import replace
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -189,23 +195,23 @@ def drafts_from_their_folder() -> None:
 
 
 def with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:
-    """Modules whose own parameters vLLM computes from others': multi-head latent attention, by name."""
+    """Return the modules whose own parameters vLLM computes from others (multi-head latent attention), by name."""
     from vllm.model_executor.layers.attention import MLAAttention
 
     return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
 
 
 def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool) -> None:
-    """Compute what `with_derived_weights` says anew.
+    """Recompute the parameters of `with_derived_weights`.
 
-    vLLM copies it in place (0.32: mla_attention.py), or makes views of the weight that it comes from (0.24).
+    vLLM copies them in place (0.32: mla_attention.py), or makes views of the weight that they come from (0.24).
 
     Args:
-        dtype: of activations.
-        may_move: no captured graph holds its address.
+        dtype: dtype of activations.
+        may_move: whether their addresses may change: no captured graph holds them.
 
     Raises:
-        RolloutError: it has another address than a captured graph reads.
+        RolloutError: an address changed that a captured graph reads.
     """
     for name, module in with_derived_weights(model).items():
         before = _addresses(module)
@@ -219,22 +225,23 @@ def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool
 
 
 def _addresses(module: torch.nn.Module) -> dict[str, int]:
-    """Of a module's own tensors, parameters or not."""
+    """Return the addresses of a module's own tensors, parameters or not."""
     own = {**vars(module), **dict(module.named_parameters(recurse=False))}
     return {name: tensor.data_ptr() for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
 
 
 def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """What `load_weights` fills."""
+    """Yield the parameters that `load_weights` fills."""
     derived = with_derived_weights(model)
     for name, parameter in model.named_parameters():
-        is_scale = name.endswith(("weight_scale", "weight_scale_inv"))  # made from weights
+        # Scales are computed from weights when these are quantised.
+        is_scale = name.endswith(("weight_scale", "weight_scale_inv"))
         if name.rpartition(".")[0] not in derived and not is_scale:
             yield name, parameter
 
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What `load_weights` may write to: the same, and buffers that are no parameters of another name."""
+    """Return the tensors that `load_weights` may write: parameters, and buffers that are not also a parameter."""
     found: dict[str, torch.Tensor] = dict(loaded_parameters(model))
     kept, derived = {id(tensor) for tensor in model.parameters()}, with_derived_weights(model)
     for name, buffer in model.named_buffers():
@@ -245,15 +252,15 @@ def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def order_kept() -> Iterator[None]:
-    """Refuse an engine, made inside to be written to, whose weights vLLM rearranges between loading and running.
+    """Refuse an engine whose weights vLLM rearranges between loading and running, if a reshard is to write them.
 
-    Kernels want weights in an order of their own: a fused mixture of experts under FlashInfer is permuted, in place
-    (0.33: fused_moe/oracle/unquantized.py), quantised linear layers are transposed or packed. What is written to them
-    later, in the order of the layouts, would be read as something else. Shape, stride and dtype say so, and a sample
-    of the elements.
+    Some kernels want weights in their own order: FlashInfer permutes a fused mixture of experts in place (0.33:
+    fused_moe/oracle/unquantized.py), and quantised linear layers are transposed or packed. Weights written later, in
+    the
+    order of the layouts, would be misread. The check compares shape, stride, dtype and a sample of the elements.
 
     Raises:
-        RolloutError: with the first of them, its layer, and the setting that keeps it.
+        RolloutError: names the first such parameter, its layer, and a setting that keeps its order.
     """
     from vllm.model_executor.model_loader import base_loader
 
@@ -272,7 +279,7 @@ def order_kept() -> Iterator[None]:
 
 
 class _Seen(NamedTuple):
-    """What tells a parameter from another order of its elements."""
+    """Properties of a parameter that change if its elements are rearranged."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -282,7 +289,8 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Seen:
         step = max(1, parameter.numel() // SAMPLES)
-        sample = parameter.detach().flatten()[::step].to("cpu", copy=True).view(torch.uint8)  # bits, as NaN is no NaN
+        # Compare bits, since NaN is not equal to itself.
+        sample = parameter.detach().flatten()[::step].to("cpu", copy=True).view(torch.uint8)
         return cls(tuple(parameter.shape), parameter.stride(), parameter.dtype, sample)
 
 
@@ -319,13 +327,14 @@ def _described(seen: _Seen) -> str:
 
 @contextmanager
 def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
-    """Inside, vLLM's sleep of level 1 copies to the host what it would, but not what these parameters hold.
+    """Keep vLLM's level-1 sleep from copying these parameters to the host while the block runs; yield their bytes.
 
-    vLLM's level 2 drops all that was allocated while the model was loaded: with the weights, the state that the V2
-    model runner keeps of its sampler and its model; it saves the model's registered buffers and nothing else (0.24 to
-    0.33: v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). So it is level 1, and an allocation of the pool that
-    holds nothing but these parameters goes under a tag that it does not name, for as long as the body runs. Yields the
-    bytes of those. Storage that is not the pool's, an actor's, is left alone by either.
+    vLLM's level-2 sleep is not used, since it drops everything that was allocated while the model was loaded. That
+    includes
+    state that the V2 model runner keeps of its sampler and model; only registered buffers are saved (0.24 to 0.33:
+    v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). Instead, allocations of the pool that hold nothing but
+    these
+    parameters get a tag that level 1 does not name. Storage outside the pool, such as an actor's, is unaffected.
     """
     if not parameters:
         yield 0
@@ -345,7 +354,7 @@ def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
 
 
 def _filled_segments(parameters: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Addresses of what torch's allocator took from the device and gave to these parameters alone."""
+    """Yield the addresses of device segments that torch's allocator gave to these parameters alone."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (p.untyped_storage() for p in parameters)}
     addresses = sorted(storages)
     for segment in torch.cuda.memory_snapshot():

@@ -1,6 +1,8 @@
-"""Environments: episodes of several turns, tools, and games of several agents. Episodes go turn by turn: all that are
-still running write their next turns in one request to the engine. An agent may hold several conversations in one, and
-write in several of them at the same time."""
+"""Environments: episodes with several turns, tools, and games of several agents.
+
+Episodes advance turn by turn: all running episodes generate their next turns in one request to the engine. An agent may
+hold several conversations in one episode, and write in several of them at the same time.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Request:
-    """An agent's next turn in an episode.
+    """Request for an agent's next turn in an episode.
 
     Attributes:
-        conversation: what tells it from the agent's others; empty: the first.
-        turn: of this conversation; where its name follows from `token_ids`, how many have asked the same before.
-        token_ids: all that was seen and written in it so far.
+        conversation: name that tells the conversation from the agent's others; empty: the first.
+        turn: index of the turn in this conversation. If the name is derived from `token_ids`, the number of earlier
+            requests with the same tokens.
+        token_ids: everything that was read and written in the conversation so far.
     """
 
     episode: int
@@ -72,18 +75,24 @@ class Request:
 
 @dataclass
 class View:
-    """One agent's side of an episode: its prompt, and what followed it.
+    """One agent's side of an episode: its prompt and everything after it.
+
+    Lists with one entry per token: `tokens`, `own`, `log_probs`, `turns`, `places`. Lists with one entry per turn:
+    `rewards`, `rounds`.
 
     Attributes:
-        tokens: the model's turns and the environment's answers, as they came. own: which of them the model wrote.
-        log_probs: the engine's, 0 for what it did not write. turns: number of the turn, of own tokens.
-        rewards: by turn.
-        finish_reason: `stop` (the episode came to its end), `length` (no room for another turn) or `turns`
-            (`max_turns` were taken).
-        others: prompts of the conversations that began after the first. places: which one each token is of, 0 the
-            first. writing: those whose turns come next.
-        rounds: of each turn, when it was asked for; the same for those that overlapped. untrained: turns that do not
-            train.
+        tokens: the model's turns and the environment's answers, in order of arrival.
+        own: whether the model wrote the token.
+        log_probs: the engine's log-probs; 0 for tokens that the model did not write.
+        turns: turn that the token belongs to.
+        rewards: reward of each turn.
+        finish_reason: `stop` (the episode ended by itself), `length` (no room for another turn) or `turns` (`max_turns`
+            reached).
+        others: prompts of the conversations that began after the first.
+        places: conversation that the token belongs to; 0 is the first.
+        writing: conversations in which the model writes next.
+        rounds: round in which each turn was requested; overlapping turns have the same.
+        untrained: turns that do not train.
     """
 
     prompt: list[int]
@@ -98,20 +107,20 @@ class View:
     writing: list[int] = field(default_factory=lambda: [0])
     rounds: list[int] = field(default_factory=list)
     untrained: set[int] = field(default_factory=set)
-    asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # the round of the turns that come next
-    same: Counter[str] = field(default_factory=Counter)  # by content, how many have asked for a turn after it
+    asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # conversation -> round of its next turn
+    same: Counter[str] = field(default_factory=Counter)  # digest of the tokens so far -> requests for a turn after them
 
     def write(self, generation: Generation, conversation: int = 0) -> None:
-        """The model's next turn in a conversation."""
+        """Append the model's next turn in a conversation."""
         self._add(conversation, generation.token_ids, True, generation.log_probs, len(self.rewards))
         self.rewards.append(0.0)
         self.rounds.append(self.asked[conversation])
 
     def read(self, outcome: Outcome) -> None:
-        """What the environment put in: of a conversation that begins, its prompt.
+        """Append the environment's answer, or the prompt of a conversation that begins.
 
         Raises:
-            EpisodeError: a conversation that there is not, or one that begins with nothing.
+            EpisodeError: the conversation does not exist, or begins without a prompt.
         """
         self.writing = []
         for each in (outcome, *outcome.also):
@@ -140,8 +149,13 @@ class View:
         self.places += [conversation] * count
 
     def settle(self) -> None:
-        """Make it what it would be had turns that overlapped come in another order: among them one that goes on from
-        fewer turns is first, then follows what they read; and the first to go on from a turn stays in its conversation.
+        """Bring overlapping turns into an order that does not depend on timing.
+
+        Turns that were requested in the same round may have arrived in any order. They are sorted by depth (the number
+        of
+        turns that they continue), then by a digest of what they read. The first turn that continues another one stays
+        in its
+        conversation; the others begin new ones.
         """
         if len({*self.rounds}) == len(self.rounds):
             return
@@ -151,6 +165,7 @@ class View:
             for begin, end in part.spans:
                 ids = [*prompt, *part.tokens[:end]]
                 found[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
+        # A turn continues the longest earlier turn whose tokens are a prefix of what it reads.
         longest = sorted(found.values(), key=lambda turn: -len(turn.ids))
         for turn in sorted(found.values(), key=lambda turn: turn.start):
             turn.after = next((one for one in longest if one.is_before(turn)), None)
@@ -174,7 +189,7 @@ class View:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Begin and end of every turn of the model's, among `tokens`."""
+        """Begin and end of each of the model's turns, as indices into `tokens`."""
         found: dict[int, tuple[int, int]] = {}
         for place, (turn, own) in enumerate(zip(self.turns, self.own, strict=True)):
             if own:
@@ -183,11 +198,11 @@ class View:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Of each conversation."""
+        """The prompt of each conversation."""
         return [self.prompt, *self.others]
 
     def conversation(self, number: int) -> View:
-        """One of them by itself; turns keep their numbers in the episode."""
+        """Return one conversation as a view of its own. Turns keep their numbers in the episode."""
         if not self.others:
             return self
         at = [place for place, each in enumerate(self.places) if each == number]
@@ -204,8 +219,12 @@ class View:
         return part
 
     def conversations(self) -> list[View]:
-        """Each that has a turn which trains or is paid, by itself: the one with the last turn at the end, whatever that
-        is, and before it the others in the order of their names, whichever began first."""
+        """List every conversation with a turn that trains or has a reward, as views of their own.
+
+        The conversation with the last turn always comes, at the end. The others are ordered by name, so that the order
+        does not
+        depend on which began first.
+        """
         wrote = {each: turn for each, turn, own in zip(self.places, self.turns, self.own, strict=True) if own}
         last = max(wrote, key=lambda number: wrote[number], default=0)
         columns = zip(self.places, self.turns, self.trained, strict=True)
@@ -214,11 +233,14 @@ class View:
 
     @property
     def trained(self) -> list[bool]:
-        """Which of `tokens` the model wrote in turns that train."""
+        """True for tokens that the model wrote in turns that train."""
         return [own and turn not in self.untrained for own, turn in zip(self.own, self.turns, strict=True)]
 
     def name(self, number: int) -> str:
-        """What a conversation is called, whichever began before it: by its prompt; the first has none."""
+        """Return a conversation's name, which follows from its prompt, not from the order of conversations; the first
+        has
+        none.
+        """
         if not number:
             return ""
         same = [place for place, prompt in enumerate(self.prompts) if prompt == self.prompts[number] and place]
@@ -227,8 +249,14 @@ class View:
 
 @dataclass
 class DrawnTurn:
-    """A turn: all that was read before it and what was written from `start` on; the turn that it goes on from, and how
-    many those are."""
+    """A turn in its context, for `View.settle`.
+
+    Attributes:
+        ids: all tokens that were read before the turn, and the turn.
+        start: index of the turn's first token in `ids`.
+        after: the turn that this one continues.
+        depth: number of turns that it continues.
+    """
 
     ids: list[int]
     start: int
@@ -238,16 +266,18 @@ class DrawnTurn:
 
     @property
     def read(self) -> list[int]:
+        """Tokens before the turn."""
         return self.ids[: self.start]
 
     def is_before(self, other: DrawnTurn) -> bool:
-        """The other goes on from it."""
+        """Return whether `other` continues this turn."""
         size = len(self.ids)
+        # Comparing one token first avoids most comparisons of whole lists.
         return size < other.start and other.ids[size - 1] == self.ids[-1] and other.ids[:size] == self.ids
 
 
 def digest(token_ids: Sequence[int]) -> str:
-    """Of any number of tokens, 16 characters."""
+    """Return a hash of the tokens, 16 characters long."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
@@ -256,13 +286,13 @@ Views = dict[str, View]
 
 @dataclass(frozen=True)
 class Turns:
-    """What a step of an episode led to: its outcomes, and who writes next."""
+    """Result of one step of an episode: an outcome for each agent, and the agents that write next."""
 
     outcomes: Mapping[str, Outcome]
     acting: Sequence[str]
 
 
-# turns by agent, one of each conversation that is written in, by episode -> what they led to, by episode
+# From episode -> agent -> its turns, one per conversation it wrote in, to episode -> results.
 Step = Callable[[Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns]]
 Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
 
@@ -276,14 +306,20 @@ def play(
     limits: Limits,
     by_content: bool = False,
 ) -> list[Views]:
-    """Play all episodes to their ends; returns the views of each.
+    """Play all episodes to their ends and return each agent's view of each episode.
+
+        loop until every episode is over:
+            end episodes without room for another turn
+            generate the next turn of every writing agent, in one request
+            step all environments, and append their answers to the views
 
     Args:
-        prompts: of every agent, by episode. acting: who writes first.
+        prompts: for each episode, the prompt of every agent.
+        acting: for each episode, the agents that write first.
         by_content: see `Environment`.
 
     Raises:
-        EpisodeError: an outcome for an agent that there is not; an episode in which nobody acts and that is not over.
+        EpisodeError: an outcome names an unknown agent, or an episode goes on although no agent writes.
     """
     episodes: list[Views] = [{agent: View(list(ids)) for agent, ids in each.items()} for each in prompts]
     waiting = {number: list(agents) for number, agents in enumerate(acting)}
@@ -320,7 +356,7 @@ def _request(episode: int, agent: str, conversation: int, view: View, by_content
 
 
 def _end_those_without_room(episodes: Sequence[Views], waiting: dict[int, list[str]], limits: Limits) -> None:
-    """An episode ends for all as soon as one of its agents may not write any more."""
+    """End episodes in which an agent has no room or turns left. Such an episode ends for all its agents."""
     for number, agents in list(waiting.items()):
         views = [episodes[number][agent] for agent in agents]
         if any(len(view.rewards) + len(view.writing) > limits.max_turns for view in views):
@@ -343,7 +379,7 @@ def _is_full(view: View, limits: Limits) -> bool:
 
 
 def _end(view: View, reason: str) -> None:
-    """What the environment said last in a conversation leads nowhere: nothing is predicted from it."""
+    """Set the finish reason, and cut what the environment said last in each conversation: no turn follows it."""
     view.finish_reason = reason
     ends = {each: place for place, (each, own) in enumerate(zip(view.places, view.own, strict=True)) if own}
     kept = [place for place, each in enumerate(view.places) if place <= ends.get(each, -1)]
@@ -354,7 +390,7 @@ def _end(view: View, reason: str) -> None:
 
 
 def _take_in(views: Views, led_to: Turns, number: int) -> bool:
-    """The outcomes of one episode; returns whether it goes on."""
+    """Append the outcomes of one episode to its views; return whether it goes on."""
     done = any(outcome.done for outcome in led_to.outcomes.values())
     for agent in views.keys() & led_to.outcomes.keys():
         view = views[agent]

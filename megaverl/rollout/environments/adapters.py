@@ -1,8 +1,8 @@
-"""Environments that others have made, whose observations and actions are text: Gymnasium, TextArena, OpenEnv.
+"""Adapters for environments with text observations and actions: Gymnasium, TextArena, OpenEnv.
 
-Each turn of the model is decoded for them, and never made again from that text: what was drawn is what is trained on.
-An episode begins with `instruction` and the first observation, as one message. The rows of the data set are what is
-counted; what an episode draws comes from `run.seed` and its place, the same for all episodes of a group.
+Each turn of the model is decoded for the environment, and training uses the original tokens, never the decoded text. An
+episode begins with one message: `instruction` and the first observation. The rows of the data set only count episodes.
+Random draws of an episode come from `run.seed` and its row, so all episodes of a group draw the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaverl.user_code import describe
 
 
 class Observed(NamedTuple):
-    """What an environment says after a turn."""
+    """Observation of an environment after a turn."""
 
     text: str
     reward: float = 0.0
@@ -31,12 +31,14 @@ class Observed(NamedTuple):
 
 
 class TextEnvironment(Environment):
-    """What these have in common.
+    """Base class of the adapters.
 
     Options:
-        instruction: stands before the first observation. action: a regular expression with one group, the action in a
-            turn (the last one counts); None: the whole turn, without space at its ends.
-        no_action: what the model is told where a turn has none. no_action_reward: of such a turn.
+        instruction: text before the first observation.
+        action: a regular expression with one group, the action in a turn (the last match counts); None: the whole turn,
+            stripped of white space.
+        no_action: message to the model after a turn without an action.
+        no_action_reward: reward of such a turn.
     """
 
     waits: ClassVar[bool] = True
@@ -81,21 +83,23 @@ class TextEnvironment(Environment):
 
     @abstractmethod
     def _begin(self, seed: int) -> str:
-        """The first observation of an episode."""
+        """Start an episode and return its first observation."""
 
     @abstractmethod
     def _act(self, action: str) -> Observed:
-        """The model chose this."""
+        """Run the action that the model chose."""
 
 
 @register_environment("gymnasium")
 class GymnasiumText(TextEnvironment):
-    """An environment of Gymnasium whose observations are text, or that renders itself as such (`ansi`).
+    """A Gymnasium environment whose observations are text, or that can render itself as text (`ansi`).
 
     Options:
-        id: as `gymnasium.make` takes it. modules: imported first, as they register it. make: further keyword arguments.
-        actions: word -> the action that it stands for (of a discrete space a number); None: actions are text.
-        unknown: what the model is told of a word that is none of them; {actions} are these.
+        id: the environment's id for `gymnasium.make`.
+        modules: modules to import first, which register the environment.
+        make: further keyword arguments of `gymnasium.make`.
+        actions: word -> the action that it stands for (an integer in a discrete space); None: actions are text.
+        unknown: message to the model after an unknown word; {actions} is replaced by the known words.
     """
 
     def __init__(
@@ -151,10 +155,11 @@ class GymnasiumText(TextEnvironment):
 
 @register_environment("textarena")
 class TextArenaGame(TextEnvironment):
-    """A game of TextArena for one player; its reward comes at its end.
+    """A TextArena game for one player, with a reward at its end.
 
     Options:
-        id: as `textarena.make` takes it. make: further keyword arguments.
+        id: the game's id for `textarena.make`.
+        make: further keyword arguments of `textarena.make`.
     """
 
     def __init__(self, codec: Codec, *, id: str, make: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -175,12 +180,14 @@ class TextArenaGame(TextEnvironment):
 
 @register_environment("openenv")
 class OpenEnvClient(TextEnvironment):
-    """An environment behind OpenEnv's protocol (JSON messages over a WebSocket), in whatever process or container.
+    """An environment behind OpenEnv's protocol (JSON messages over a WebSocket), in any process or container.
 
     Options:
-        url: of its server, http(s):// or ws(s)://. action_key: the field of an action that the model's text is. fields:
-            its others. observation_key: the field of an observation that the model reads; None: all of it, as JSON.
-        seconds: of one answer.
+        url: URL of its server, http(s):// or ws(s)://.
+        action_key: field of an action that holds the model's text.
+        fields: other fields of every action.
+        observation_key: field of an observation that the model reads; None: the whole observation, as JSON.
+        seconds: time limit of one answer.
     """
 
     def __init__(
@@ -214,7 +221,8 @@ class OpenEnvClient(TextEnvironment):
 
     def close(self) -> None:
         if self._socket is not None:
-            with suppress(Exception):  # it may be gone
+            # The server may be gone already.
+            with suppress(Exception):
                 self._socket.send(json.dumps({"type": "close"}))
             self._socket.close()
 
@@ -264,7 +272,7 @@ def _module(name: str, extra: str) -> Any:
 
 
 def _entry(spec: Any) -> Any:
-    """The class that makes an environment, of its entry point."""
+    """Return the class that an environment's entry point names."""
     if not isinstance(spec.entry_point, str):
         return spec.entry_point
     module, _, name = spec.entry_point.partition(":")

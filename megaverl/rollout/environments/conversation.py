@@ -1,7 +1,7 @@
-"""What a program and the policy say to each other: calls of OpenAI's API to token ids, and token ids to answers.
+"""Conversations between a program and the policy: OpenAI API calls to token ids, and token ids to answers.
 
-Tokens that were drawn are kept: what a program sends back of earlier answers is compared with them, never tokenised;
-only what comes new between two answers is. A call that goes on from no answer begins a conversation of its own.
+Tokens that were drawn are kept. When a program sends earlier answers back, they are compared as text with the stored
+ones and never tokenised again; only new text is. A call that does not continue any answer begins a new conversation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megaverl.rollout.environments.environment import Codec, Limits
 logger = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
-MODEL = "policy"  # whatever a program calls it
-TOOL_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"  # as Qwen and Hermes models write it
-# Fields of a call that would change what is drawn, with the values that do not.
+MODEL = "policy"  # the model's name in answers; calls may use any name
+TOOL_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"  # syntax of Qwen and Hermes models
+# Fields of a call that could change what is drawn, with the values that are allowed because they do not.
 KEPT: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -39,12 +39,12 @@ KEPT: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
-# Fields that say how to draw: the run's own go before them.
+# Sampling fields of a call, which the run's own settings override.
 OVERRULED = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "seed")
 
 
 class CallRefused(Exception):
-    """A call that cannot be answered; says why, to its program."""
+    """Raised for a call that cannot be answered; the message is sent to the program."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -57,9 +57,9 @@ class Call:
 
     Attributes:
         kind: CHAT or COMPLETIONS.
-        seen: how many calls its program had had an answer to.
-        repeats: its client says that it has sent it before.
-        answer: the JSON that it is answered with; a CallRefused.
+        seen: number of answers that its program had received before it.
+        repeats: whether its client says that it has sent the call before.
+        answer: resolves to the JSON answer, or raises CallRefused.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Call:
 
 
 def as_stream(answer: Mapping[str, Any]) -> str:
-    """An answer as server-sent events: it is whole before it is sent, so there is one piece."""
+    """Format an answer as server-sent events. The answer is already complete, so it is sent in one piece."""
     [choice] = answer["choices"]
     piece = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
     if "message" in choice:
@@ -87,10 +87,10 @@ _warned: set[str] = set()
 
 
 def checked(body: Any) -> Mapping[str, Any]:
-    """A call's fields.
+    """Return the fields of a call.
 
     Raises:
-        CallRefused: one that would be answered with other tokens than the policy draws.
+        CallRefused: the fields ask for something else than the policy's own draws.
     """
     if not isinstance(body, dict):
         raise CallRefused("a call is a JSON object.")
@@ -111,14 +111,17 @@ def checked(body: Any) -> Mapping[str, Any]:
 
 
 class Conversation:
-    """What one program and the policy have said, as a program sends it: the messages of a chat, or one text.
+    """One conversation of a program with the policy: the messages of a chat, or one text.
 
     Attributes:
-        token_ids: of all of it, as the policy reads it.
-        turns: of each turn of the policy: messages (or characters) with it; its first token, and the one after it.
-        prompt_size: tokens that it began with.
-        calls: those that went on with it, and how many messages (or characters) there were with each.
-        waits: the last of them has no answer yet.
+        said: messages or text so far, as the program sends them.
+        token_ids: tokens of all of it, as the policy reads them.
+        turns: for each turn of the policy: number of messages (or characters) up to its end, its first token, and the
+            token
+            after it.
+        prompt_size: tokens that the conversation began with.
+        calls: number of messages (or characters) at each call, and the call.
+        waits: whether the last call has no answer yet.
     """
 
     def __init__(self, codec: Codec, kind: str) -> None:
@@ -131,10 +134,10 @@ class Conversation:
         self.prompt_size = 0
 
     def begin(self, call: Call) -> None:
-        """The program's first call.
+        """Start with the program's first call.
 
         Raises:
-            CallRefused: no conversation that the policy could answer.
+            CallRefused: the policy cannot answer such a conversation.
         """
         if call.kind == CHAT and not self.codec.chat:
             raise CallRefused(
@@ -159,21 +162,23 @@ class Conversation:
 
     @property
     def turn(self) -> list[int]:
-        """The policy's last one."""
+        """Tokens of the policy's last turn."""
         return self.token_ids[self.turns[-1][1] : self.turns[-1][2]] if self.turns else []
 
     def first(self, call: Call) -> Call | None:
-        """The call that this one repeats, answered or not."""
+        """Return the earlier call that this one repeats, answered or not."""
         given = _said(call)
         same = (one for size, one in self.calls if call.kind == self.kind and given == self.said[:size])
         return next(same, None)
 
     def go_on(self, call: Call) -> list[int] | None:
-        """The tokens that come new after the policy's turn; None: the call does not go on from what was said, or
-        another does already.
+        """Continue with a call and return the new tokens after the policy's turn.
+
+        Returns:
+            None if the call does not continue what was said, or if another call already does.
 
         Raises:
-            CallRefused: it does, with messages that the chat template refuses.
+            CallRefused: the chat template refuses the new messages.
         """
         given, known = _said(call), len(self.said)
         new = given[known:]
@@ -193,7 +198,7 @@ class Conversation:
         return tokens
 
     def branch(self, call: Call) -> Conversation | None:
-        """Another conversation that goes on after an earlier turn of this one, with the same tokens up to there."""
+        """Return a new conversation that continues an earlier turn of this one, with the same tokens up to there."""
         for count in range(len(self.turns), 0, -1):
             other = Conversation(self.codec, self.kind)
             other.turns = self.turns[:count]
@@ -204,18 +209,19 @@ class Conversation:
         return None
 
     def take(self, call: Call) -> None:
-        """It goes on with it, and waits for its answer."""
+        """Record a call that continues the conversation and waits for its answer."""
         self.calls.append((len(self.said), call))
         self.waits = True
 
     def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
-        """What the program gets for the policy's turn."""
+        """Append the policy's turn and return the answer for the program."""
         text, ended = self.codec.decode(turn), bool(turn) and turn[-1] in self.codec.tokenizer.stop_token_ids
         reason = "stop" if ended else "length"
         used = {"prompt_tokens": len(self.token_ids), "completion_tokens": len(turn)}
         choice: dict[str, Any] = {"index": 0, "logprobs": None}
         if isinstance(self.said, list):
-            name = digest(self.token_ids)  # a chat template may show it to the policy, so it is no random one
+            # A chat template may show the ids of tool calls to the policy, so they must not be random.
+            name = digest(self.token_ids)
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if call.body.get("tools") and call.body.get("tool_choice") != "none" and (calls := _tool_calls(text, name)):
                 content = re.sub(TOOL_CALL, "", text, flags=re.DOTALL).strip()
@@ -240,11 +246,11 @@ class Conversation:
 
 
 class Conversations:
-    """All that one program and the policy hold in an episode: it may leave out what was said, or ask something else in
+    """All conversations of one program in an episode. A program may drop earlier messages, or ask something else in
     between.
 
     Attributes:
-        limits: a call that goes beyond is refused, so that its program may go on with less.
+        limits: limits of the run. A call beyond them is refused, so that its program may continue with less.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -253,12 +259,15 @@ class Conversations:
         self.held: list[Conversation] = []
 
     def take(self, call: Call) -> tuple[int, list[int]] | None:
-        """The number of the conversation that a call goes on with, the longest that it can be and none that waits for
-        an answer, and the tokens that come new in it; all of one that it begins. None: a call that is sent again after
-        a lost connection, and gets the same answer.
+        """Assign a call to a conversation: the longest one that it continues, or a new one.
+
+        Returns:
+            (index of the conversation, new tokens in it), with all tokens if the conversation is new. None if the call
+            was sent
+            again after a lost connection; it then gets the same answer.
 
         Raises:
-            CallRefused: it cannot be answered.
+            CallRefused: the call cannot be answered.
         """
         if call.repeats and (repeated := next((first for one in self.held if (first := one.first(call))), None)):
             repeated.answer.add_done_callback(lambda done: _pass_on(done, call.answer))
@@ -273,6 +282,7 @@ class Conversations:
                     raise CallRefused(problem, 413)
                 one.take(call)
                 return number, tokens
+        # No conversation ends where the call goes on, so it may continue an earlier turn of one, or begin a new one.
         branches = (self.held[number].branch(call) for number in longest)
         found = max((each for each in branches if each is not None), key=lambda each: each.turns[-1], default=None)
         if found is None:
@@ -286,7 +296,7 @@ class Conversations:
         return len(self.held) - 1, found.token_ids
 
     def _without_room(self, one: Conversation) -> str:
-        """Why the policy cannot write in it; "" where it can."""
+        """Return why the policy has no room to write in a conversation; "" if it has."""
         if (limits := self.limits) is None:
             return ""
         if limits.prompt_tokens is not None and one.prompt_size > limits.prompt_tokens:
@@ -308,7 +318,7 @@ def _pass_on(done: Future[dict[str, Any]], to: Future[dict[str, Any]]) -> None:
 
 
 def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
-    """Those that a text is, with ids of this name; what cannot be read stays text."""
+    """Parse the tool calls in a text, with ids derived from `name`; empty if one of them cannot be parsed."""
     found = []
     for place, written in enumerate(re.findall(TOOL_CALL, text, re.DOTALL)):
         try:
@@ -332,7 +342,7 @@ def _messages(call: Call) -> list[dict[str, Any]]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without what says nothing, so that what comes back compares equal."""
+    """Drop empty fields of a message, so that a message that is sent back compares equal."""
     content = message.get("content")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
@@ -350,7 +360,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_call(call: Any) -> Any:
-    """A tool call whose arguments are written in one way: programs read them and write them anew."""
+    """Normalise a tool call's JSON arguments, since programs parse and rewrite them."""
     try:
         function = {**call["function"], "arguments": json.dumps(read_json(call["function"]["arguments"]))}
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,9 @@
-"""What an environment is: token ids of a turn in, token ids of the answer out. Nothing generated is tokenised again.
+"""Interface of environments: token ids of a turn in, token ids of the answer out. Generated tokens are never
+re-tokenised.
 
-Two kinds. An `Environment` answers one model, turn by turn. A `Game` has several agents, each of which sees a view of
-its own, writes turns of its own and gets rewards of its own. One object is one episode. Both are known by name, or as
-`module:object` of the user's own.
+An `Environment` answers one model, turn by turn. A `Game` has several agents, and each has its own view, turns and
+rewards. One object is one episode. Configurations name both kinds by registered name, or as `module:object` of the
+user.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from megaverl.outside import clean
 from megaverl.plugins import load_object
 from megaverl.user_code import describe, user_code
 
-ALONE = "policy"  # the one agent of an Environment
+ALONE = "policy"  # name of the single agent of an Environment
 
 
 @dataclass(frozen=True)
 class Limits:
-    """max_turns: of an agent. turn_tokens: most tokens of a turn. total_tokens: of everything after the prompt of a
-    conversation. prompt_tokens: of the prompt of one that begins later; None: as many as there are."""
+    """Limits of an episode.
+
+    Attributes:
+        max_turns: turns of an agent.
+        turn_tokens: most tokens of a turn.
+        total_tokens: most tokens after the prompt of a conversation.
+        prompt_tokens: most tokens in the prompt of a later conversation; None: no limit.
+    """
 
     max_turns: int
     turn_tokens: int
@@ -36,13 +43,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode begins from.
+    """Input of an episode.
 
     Attributes:
-        token_ids: the row's prompt, as the model sees it. text: the same as text.
-        reference, extra: the row's answer and other columns.
-        seed: for whatever the environment draws; the same for all episodes of a group.
-        limits: an agent that may not write any more ends the episode; None: not known.
+        token_ids: the row's prompt, as the model sees it.
+        text: the row's prompt as text.
+        reference, extra: the row's answer and its other columns.
+        seed: seed of the environment's random draws; equal for all episodes of a group.
+        limits: limits of the run; an agent that reaches one ends the episode. None: unknown.
     """
 
     token_ids: list[int]
@@ -55,17 +63,18 @@ class Start:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a turn led to.
+    """Result of a turn.
 
     Attributes:
-        token_ids: what the model reads before its next turn; of no use in the last one.
-        reward: of this turn.
+        token_ids: tokens that the model reads before its next turn; unused after the last turn.
+        reward: reward of this turn.
         done: the episode is over.
-        conversation: that the next turn is written in, by its number: 0 is the one that the episode began with, and one
-            more than there are begins another, of which `token_ids` are the prompt. Each is a sample of its own.
+        conversation: index of the conversation for the next turn. 0 is the one that the episode began with. One more
+            than
+            there are begins another, with `token_ids` as its prompt. Each conversation is a sample of its own.
         also: further conversations whose next turns are written at the same time; `step_each` gets the turns of all.
-        overlaps: it was asked for before an earlier turn was answered: that it came later says nothing.
-        untrained: which of the turns that led to it do not train, by their places; [0] where there was one.
+        overlaps: the turn was requested before an earlier turn was answered, so their order has no meaning.
+        untrained: indices of the turns in this step that do not train; [0] if the step has one turn.
     """
 
     token_ids: Sequence[int] = ()
@@ -81,37 +90,48 @@ class Environment(ABC):
     """One episode with one model.
 
     Args:
-        codec: between text and token ids. Options of a class of your own follow as keyword arguments; they come from
-            `environment.options`.
+        codec: converts between text and token ids. Options of a subclass follow as keyword arguments; their values come
+            from `environment.options`.
+
+    Example:
+        class Echo(Environment):
+            def step(self, token_ids):
+                text = self.codec.decode(token_ids)
+                return Outcome(self.codec.answer(text, token_ids), reward=float("yes" in text))
     """
 
-    # Steps wait for something outside this process: several episodes are taken side by side, in threads.
+    # True if steps wait for something outside this process. Episodes then step in parallel threads.
     waits: ClassVar[bool] = False
-    # A turn's draws follow from what it reads, not from its number: turns of several conversations come in any order.
+    # True if turns of several conversations may arrive in any order. A turn's seed then follows from what it reads,
+    # instead of from its number.
     by_content: ClassVar[bool] = False
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
     def reset(self, start: Start) -> Sequence[int]:
-        """Begin; returns the prompt, by default the row's."""
+        """Begin the episode and return its prompt, by default the row's."""
         return start.token_ids
 
     @abstractmethod
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        """The model wrote `token_ids` (with the stop token, if it came to one)."""
+        """Answer a turn of the model.
+
+        Args:
+            token_ids: tokens of the turn, with the stop token if the model wrote one.
+        """
 
     def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
-        """The same of as many turns as the last outcome has conversations: one, unless it has others `also`."""
+        """Answer one turn for each conversation of the last outcome: one, unless the outcome had others in `also`."""
         [token_ids] = turns
         return self.step(token_ids)
 
     def close(self) -> None:  # noqa: B027
-        """The episode is over, whether it came to its end or not."""
+        """Free resources when the episode is over, whether it came to its end or not."""
 
 
 class Game(ABC):
-    """One episode of several agents. Every agent sees only what its own outcomes say.
+    """One episode of several agents. Every agent sees only what its own outcomes contain.
 
     Attributes:
         agents: their names, the same in all episodes.
@@ -125,30 +145,32 @@ class Game(ABC):
 
     @abstractmethod
     def reset(self, start: Start) -> Mapping[str, Sequence[int]]:
-        """Begin; returns the prompt of every agent."""
+        """Begin the episode and return the prompt of every agent."""
 
     @abstractmethod
     def acting(self) -> Sequence[str]:
-        """Who writes the next turn; several write at the same time, without seeing each other's."""
+        """Return the agents that write the next turn, at the same time and without seeing each other's turns."""
 
     @abstractmethod
     def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
-        """Those who were acting wrote these turns.
+        """Answer the turns of the acting agents.
 
-        Returns: an outcome for each agent whom it concerns, whether it wrote or not: its tokens come into that
-            agent's view, its reward to that agent's last turn. One `done` ends the episode for all.
+        Returns:
+            An outcome for each agent that is affected, whether it wrote or not: its tokens are appended to that agent's
+                view,
+            and its reward counts for that agent's last turn. One `done` ends the episode for all.
         """
 
     def step_each(self, turns: Mapping[str, Sequence[Sequence[int]]]) -> Mapping[str, Outcome]:
-        """The same of several turns of an agent, of as many conversations."""
+        """Answer several turns of each agent, one for each of its conversations."""
         return self.step({agent: one for agent, [one] in turns.items()})
 
     def close(self) -> None:  # noqa: B027
-        """The episode is over, whether it came to its end or not."""
+        """Free resources when the episode is over, whether it came to its end or not."""
 
 
 class Alone(Game):
-    """An Environment as a game of one agent."""
+    """Adapter of an Environment to a game with one agent."""
 
     agents = (ALONE,)
 
@@ -176,7 +198,7 @@ TURN = "MEGAVERL-TURN-OF-THE-MODEL"
 
 
 class TokenizerLike(Protocol):
-    """`megaverl.data.tokenizers.Tokenizer`."""
+    """The part of `megaverl.data.tokenizers.Tokenizer` that environments use."""
 
     stop_token_ids: list[int]
 
@@ -197,31 +219,32 @@ class Codec:
     """Encodes what an environment writes, and decodes what the model wrote.
 
     Args:
-        chat: answers are messages of the tokenizer's chat template; else plain text.
+        chat: whether answers are messages of the tokenizer's chat template; otherwise they are plain text.
     """
 
     def __init__(self, tokenizer: TokenizerLike, *, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a turn, without special tokens."""
+        """Return the text of a turn, without special tokens."""
         return self.tokenizer.decode(token_ids)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text by itself, with none of the special ones. Text is cleaned (`outside.clean`)."""
+        """Return the tokens of a text, without special tokens. The text is cleaned first (`outside.clean`)."""
         return self.tokenizer.encode(clean(text))
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens that an episode begins with: under a chat template a user's message, up to the model's answer."""
+        """Return the tokens of a first message; under a chat template, a user's message and the answer's beginning."""
         if not self.chat:
             return self.tokenizer.encode(clean(text), add_special_tokens=True)
         return self.encode(self.tokenizer.render_chat([{"role": "user", "content": clean(text)}]))
 
     def answer(self, text: str, turn: Sequence[int], *, role: str = "user") -> list[int]:
-        """The tokens that follow the model's `turn` when `text` answers it, up to where its next turn begins.
+        """Return the tokens after the model's `turn` that answer it with `text`, up to where its next turn begins.
 
-        Under a chat template that is all that the template writes between two turns of the assistant, the end of
-        the first included if the turn did not come to one.
+        Under a chat template these are all tokens that the template writes between two turns of the assistant,
+        including the
+        end of the first turn if the model did not write it.
 
         Raises:
             DataError: the chat template refuses a message of this role.
@@ -229,9 +252,11 @@ class Codec:
         return self.answers([{"role": role, "content": clean(text)}], turn) if self.chat else self.encode(text)
 
     def answers(self, messages: Sequence[dict[str, Any]], turn: Sequence[int]) -> list[int]:
-        """The same of several messages, under a chat template."""
+        """Return the tokens of several messages after the model's `turn`, under a chat template."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
         role = messages[0]["role"]
+        # The template renders a whole conversation with a marker as the model's turn. What follows the marker is the
+        # answer.
         rendered = self.tokenizer.render_chat(
             [*before, *messages], where=f"an environment's answer in the role '{role}'"
         )
@@ -258,10 +283,10 @@ _REGISTERED: dict[str, Kind] = {}
 
 
 def register_environment(name: str) -> Callable[[T], T]:
-    """Decorator: makes a class known to configurations as `name`.
+    """Return a decorator that registers a class under `name` for configurations.
 
     Raises:
-        ConfigError: the name is taken by another.
+        ConfigError: another class has this name.
     """
 
     def register(kind: T) -> T:
@@ -274,15 +299,15 @@ def register_environment(name: str) -> Callable[[T], T]:
 
 
 def environment_names() -> list[str]:
-    """Of all that are registered or come with the package."""
+    """List the names of all environments that are registered or come with the package."""
     return sorted({*BUILT_IN, *_REGISTERED})
 
 
 def find_environment(name: str) -> Kind:
-    """The class that a configuration names.
+    """Return the class that a configuration names.
 
     Raises:
-        ConfigError: unknown (the nearest names are listed), not importable, or no environment.
+        ConfigError: the name is unknown (the message lists similar ones), cannot be imported, or is not an environment.
     """
     if name in BUILT_IN:
         importlib.import_module(BUILT_IN[name])
@@ -302,10 +327,10 @@ def find_environment(name: str) -> Kind:
 
 
 def make_game(name: str, codec: Codec, options: Mapping[str, Any]) -> Game:
-    """One episode of the environment or game `name`.
+    """Return a new episode of the environment or game `name`.
 
     Raises:
-        ConfigError: unknown, or options that it does not take.
+        ConfigError: the name is unknown.
     """
     kind = find_environment(name)
     made = kind(codec, **options)
@@ -313,10 +338,10 @@ def make_game(name: str, codec: Codec, options: Mapping[str, Any]) -> Game:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """See that the class can be made with these options.
+    """Check that the environment's class accepts these options.
 
     Raises:
-        ConfigError: names what it takes.
+        ConfigError: it does not; lists the options that it takes.
     """
     kind = find_environment(name)
     signature = inspect.signature(kind)
@@ -334,6 +359,6 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def agents_of(name: str) -> tuple[str, ...]:
-    """Who plays in it."""
+    """Return the names of the agents that play in an environment."""
     kind = find_environment(name)
     return kind.agents if issubclass(kind, Game) else Alone.agents

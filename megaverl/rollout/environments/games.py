@@ -1,7 +1,7 @@
-"""Games that come with the package: guess a hidden number (one player); Lewis's signalling game (two). And rows on
-which a tiny model learns an environment that comes with the package, from nothing: for recipes and tests.
+"""Example games: guess a hidden number (one player), and Lewis's signalling game (two players).
 
-The warm-up on such rows shows the form of a turn and no more: what to write is left to be found out by reinforcement.
+The module also makes rows on which a tiny model learns the built-in environments from scratch, for recipes and tests.
+The supervised warm-up on these rows teaches only the form of a turn; reinforcement must find out what to write.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from megaverl.rollout.environments.environment import Codec, Environment, Game, 
 
 @register_environment("guess")
 class GuessingGame(Environment):
-    """The row's answer is the hidden number; a turn is one guess.
+    """Guess a number: the row's answer is the hidden number, and each turn is one guess.
 
     Options:
-        higher, lower: what is said after a guess that is too low, too high; `unreadable` after one that is no number.
-        turn_cost: taken from the reward for each guess that is wrong.
+        higher, lower: answers to a guess that is too low or too high.
+        unreadable: answer to a turn that is not a number.
+        turn_cost: subtracted from the reward for each wrong guess.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class GuessingGame(Environment):
         self.secret = 0
 
     def reset(self, start: Start) -> Sequence[int]:
-        """The row's prompt.
+        """Read the hidden number and return the row's prompt.
 
         Raises:
             ValueError: the row's answer is not a whole number.
@@ -45,7 +46,7 @@ class GuessingGame(Environment):
         return start.token_ids
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        """1 for the hidden number; otherwise a hint, and the cost of a turn."""
+        """Give reward 1 for the hidden number; otherwise a hint and the cost of a turn."""
         text = self.codec.decode(token_ids).strip()
         guess = int(text) if text.isdecimal() else None
         if guess == self.secret:
@@ -59,11 +60,12 @@ SPEAKER, LISTENER = "speaker", "listener"
 
 @register_environment("signals")
 class SignallingGame(Game):
-    """The row's prompt is the speaker's, its answer what the listener must find.
+    """Signalling game: the speaker reads the row's prompt, and the listener must find the row's answer.
 
     Options:
-        listener_prompt: what the listener sees before the word; ending: what it sees after it.
-        speaker_reward, listener_reward: of each, when the guess is right.
+        listener_prompt: what the listener reads before the speaker's word.
+        ending: what the listener reads after it.
+        speaker_reward, listener_reward: rewards of both if the guess is right.
     """
 
     agents = (SPEAKER, LISTENER)
@@ -90,7 +92,7 @@ class SignallingGame(Game):
         return (self.next,)
 
     def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
-        """The listener hears the speaker's own tokens; its guess ends the game."""
+        """Pass the speaker's own tokens to the listener, or score the listener's guess, which ends the game."""
         if self.next == SPEAKER:
             self.next = LISTENER
             word = [token for token in turns[SPEAKER] if token not in self.codec.tokenizer.stop_token_ids]
@@ -107,19 +109,25 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Example:
-    """Rows {prompt, answer}: episodes to train on, others to validate on, and pairs for a supervised warm-up."""
+    """Rows {prompt, answer} of an example.
+
+    Attributes:
+        train: rows of the episodes to train on.
+        held_out: rows of the episodes to validate on.
+        warm_up: prompts with responses for a supervised warm-up.
+    """
 
     train: list[Row]
     held_out: list[Row]
     warm_up: list[Row]
 
     def texts(self) -> list[str]:
-        """What a tokenizer is trained on."""
+        """List the texts that a tokenizer is trained on."""
         return [row["prompt"] + row["answer"] for row in (*self.train, *self.warm_up)]
 
 
 def guessing(draw: random.Random) -> Example:
-    """A digit to find; the warm-up guesses blindly, with and without hints."""
+    """Make rows with a digit to find. The warm-up guesses blindly, with and without hints."""
     rows = [{"prompt": "guess =", "answer": str(digit)} for digit in range(10)]
     warm_up = []
     for _ in range(2000):
@@ -129,9 +137,11 @@ def guessing(draw: random.Random) -> Example:
 
 
 def calculating(draw: random.Random) -> Example:
-    """Two-digit sums; the warm-up calls the tool, now and then with a slip, and copies what it said, likewise.
+    """Make rows with two-digit sums.
 
-    The space before a call and the end after it: the whole text has the tokens of an episode, turn after turn.
+    In the warm-up, the model calls the tool and copies its result, each with occasional mistakes. The space before a
+    call
+    and the stop token after it give the text the same tokens as an episode, turn by turn.
     """
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(problems)
@@ -149,10 +159,11 @@ def calculating(draw: random.Random) -> Example:
 
 
 def signalling(draw: random.Random) -> Example:
-    """A digit to name; the warm-up says and guesses any digit, its own a little more often.
+    """Make rows with a digit to name. The warm-up says and guesses any digit, with a slight preference for the right
+    one.
 
-    Without that slight habit every word means as much as any other, and neither player can do better than chance by
-    changing alone: the gradient is nothing but noise.
+    Without this preference every word would mean as much as any other, and neither player could beat chance by changing
+    alone: the gradient would be pure noise.
     """
     rows = [{"prompt": f"say {digit} =", "answer": str(digit)} for digit in range(10)]
     warm_up = []
@@ -172,5 +183,5 @@ EXAMPLES: dict[str, Callable[[random.Random], Example]] = {
 
 
 def example(environment: str, seed: int = 0) -> Example:
-    """The rows of an environment; the same for the same seed."""
+    """Return the rows of an environment; the same for the same seed."""
     return EXAMPLES[environment](random.Random(f"{environment}/{seed}"))

@@ -1,7 +1,12 @@
-"""The environment `gateway`: programs that know an OpenAI-compatible address and no more play the episodes.
+"""Environment `gateway`: external programs play the episodes through an OpenAI-compatible address.
 
-A program gets an address of its own for each episode, and its calls are answered by the run's engines: all programs
-that wait for an answer are answered by one request to them.
+Each episode gives its program an address of its own. The run's engines answer the calls: one request to the engines
+answers all programs that are waiting.
+
+    program                      handler thread                  episode (rank's thread)
+    POST .../chat/completions -> Session.calls.put(call)      -> step_each: take the call's tokens
+                                 call.answer.result() waits      engines generate the turn
+    response                  <- answer is set                <- step_each: answer the call, wait for the next
 """
 
 from __future__ import annotations
@@ -44,21 +49,22 @@ from megaverl.user_code import describe, user_code
 
 logger = logging.getLogger(__name__)
 
-NO_TOKEN = "none"  # clients want one even where none is asked for
-SHOWN = 400  # last characters of what a program said before it failed
-NEXT, END = "next", "end"  # how an agent that the run does not start gets an episode, and ends it
-RETRIES = "x-stainless-retry-count"  # in which OpenAI's clients count how often they sent a call before
-TOGETHER_SECONDS = 0.05  # that a call waits for others which its program may be making at the same time
-OFFER_SECONDS = 20.0  # that such an agent waits for one before it asks again
+NO_TOKEN = "none"  # OpenAI's clients insist on a token even if the server wants none
+SHOWN = 400  # characters that are quoted of a failed program's last output
+NEXT, END = "next", "end"  # paths at which an agent from outside requests an episode, and ends it
+RETRIES = "x-stainless-retry-count"  # header in which OpenAI's clients count how often they have sent a call before
+TOGETHER_SECONDS = 0.05  # time to wait for further calls that a program makes in parallel
+OFFER_SECONDS = 20.0  # longest time that an agent's request for an episode stays open
 
 
 @dataclass
 class Session:
-    """One episode's calls, in the order in which they come; None: its program has ended.
+    """Calls of one episode in order of arrival; None in the queue means that the program has ended.
 
     Attributes:
-        answered: how many were.
-        reward: what the program made of the episode. failure: why it did not come to its end.
+        answered: number of answered calls.
+        reward: reward that the program reported for the episode.
+        failure: reason why the program did not finish the episode.
     """
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -68,10 +74,10 @@ class Session:
     failure: str = ""
 
     def end(self, body: Any) -> None:
-        """Its agent says that it is over.
+        """End the episode at the request of its agent.
 
         Raises:
-            CallRefused: with a reward that is no number.
+            CallRefused: the reward is not a number.
         """
         try:
             self.reward = read_number(body.get("reward", 0.0) if isinstance(body, dict) else None)
@@ -81,13 +87,15 @@ class Session:
 
 
 class GatewayServer(ThreadingHTTPServer):
-    """Takes calls at /SESSION/v1/chat/completions and /SESSION/v1/completions, one server for all episodes of a rank.
+    """HTTP server for the calls of all episodes of a rank: /SESSION/v1/chat/completions and /SESSION/v1/completions.
 
-    An agent that the run does not start asks for an episode at /next, and ends it with a reward at /SESSION/v1/end.
+    An agent that the run does not start requests an episode at /next, and ends it with a reward at /SESSION/v1/end.
 
     Args:
-        host, port: of the interface that it listens at; port 0: any.
-        token: wanted of every call; None: none, on the loopback alone, where the session's name is a secret too.
+        host, port: interface and port to listen at; port 0: any free port.
+        token: bearer token that every call must have; None: no token, on the loopback only, where the session's random
+            name
+            is a secret too.
     """
 
     daemon_threads = True
@@ -104,10 +112,10 @@ class GatewayServer(ThreadingHTTPServer):
 
     @classmethod
     def shared(cls, host: str, port: int, token: str | None) -> GatewayServer:
-        """The one of this process.
+        """Return this process's server for the address, starting it at the first call.
 
         Raises:
-            ConfigError: the port is another program's.
+            ConfigError: another program uses the port.
         """
         with cls._lock:
             if (host, port, token) not in cls._shared:
@@ -118,34 +126,37 @@ class GatewayServer(ThreadingHTTPServer):
             return cls._shared[host, port, token]
 
     def offered(self) -> dict[str, Any]:
-        """The next episode that no agent plays yet, as JSON; None if none opens for a while."""
+        """Return the next episode that no agent plays yet, as JSON; None if none opens within OFFER_SECONDS."""
         end = time.monotonic() + OFFER_SECONDS
         while (left := end - time.monotonic()) > 0:
             try:
                 key, offer = self.offers.get(timeout=left)
             except queue.Empty:
                 break
-            if key in self.sessions:  # it has not waited too long
+            # The episode may have ended while its offer was waiting.
+            if key in self.sessions:
                 return {"episode": offer}
         return {"episode": None}
 
     def open(self, session: Session) -> str:
-        """The address for a program: an OpenAI client's base URL."""
+        """Register a session and return its address, the base URL for an OpenAI client."""
         self.sessions[session.key] = session
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}/{session.key}/v1"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A program that goes away before it is answered."""
+        """Log a program that disconnects before it is answered."""
         logger.debug("gateway: %s went away", client_address, exc_info=True)
 
 
 class GatewayHandler(BaseHTTPRequestHandler):
+    """Handler of one connection to the gateway."""
+
     protocol_version = "HTTP/1.1"
     server: GatewayServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the terminal for each call."""
+        """Suppress the access log."""
 
     def do_GET(self) -> None:
         found = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}]}
@@ -217,22 +228,26 @@ class GatewayHandler(BaseHTTPRequestHandler):
 
 @register_environment("gateway")
 class ProgramEpisode(Environment):
-    """One episode, played by a program of another's; the rewards of the run score its last answer. Each conversation
-    that it holds is a sample, and all of them have the episode's reward.
+    """One episode that an external program plays. The run's rewards score its last answer.
+
+    Each conversation of the program is a sample, and all of them get the episode's reward.
 
     Options:
         command: the program, with {prompt} and {base_url} filled in. Its environment has OPENAI_BASE_URL and
-            OPENAI_API_KEY, its standard input the row as JSON: prompt, reference, extra. The last line that it prints
-            may be {"reward": number}.
+            OPENAI_API_KEY, and its standard input is the row as JSON: prompt, reference, extra. The last line that it
+            prints may be {"reward": number}.
         function: instead of a command, `module:function`, called in a thread as function(base_url, api_key, prompt,
             reference, extra). It may return a reward.
-        outside: True instead of either: agents that somebody else has started ask for episodes at `port`.
-        seconds: how long a program may take from one call to the next; an agent from outside also to the first.
-        error_reward: of a program that fails or takes longer, which ends its episode.
-        train_models: the names of `model` whose calls train; the policy answers others too. None: all train.
-        host: of the interface that calls come to. port: there; each rank of a node has one more than the last. 0: any,
-            which programs that the run starts are told. token_env: variable with the token that they must have, needed
-            beyond the loopback.
+        outside: True instead of either: agents that run elsewhere request episodes at `port`.
+        seconds: longest time of a program from one call to the next; for an agent from outside, also to its first call.
+        error_reward: reward of a program that fails or takes longer, which ends its episode.
+        train_models: values of the field `model` whose calls train; the policy answers other calls too. None: all
+            train.
+        host: interface that calls come to.
+        port: port there; each rank of a node uses one more than the last. 0: any free port; programs that the run
+            starts
+            are told.
+        token_env: variable with the token that calls must have, required beyond the loopback.
     """
 
     waits: ClassVar[bool] = True
@@ -261,9 +276,9 @@ class ProgramEpisode(Environment):
         self.server = GatewayServer.shared(host, own, self.token)
         self.session, self.conversations = Session(), Conversations(codec)
         self._waiting: list[tuple[Conversation, Call]] = []
-        self._models: set[str] = set()  # that were named
+        self._models: set[str] = set()  # model names in the calls so far
         self._taken = 0  # calls that the policy answers
-        self._without_room = 0  # those that were refused for that
+        self._without_room = 0  # calls that were refused because a conversation was full
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -304,7 +319,7 @@ class ProgramEpisode(Environment):
             )
 
     def reset(self, start: Start) -> Sequence[int]:
-        """Start the program, and wait for its first call."""
+        """Start the program and wait for its first call."""
         url = self.server.open(self.session)
         self.conversations.limits = start.limits
         row = {"prompt": start.text, "reference": start.reference, "extra": dict(start.extra)}
@@ -325,7 +340,7 @@ class ProgramEpisode(Environment):
         return self.step_each([token_ids])
 
     def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
-        """Answer the program's calls, and wait for its next."""
+        """Answer the program's calls and wait for its next ones."""
         answered, self._waiting = self._waiting, []
         untrained = [place for place, (_, call) in enumerate(answered) if not self._trains(call)]
         for (conversation, call), turn in zip(answered, turns, strict=True):
@@ -347,10 +362,13 @@ class ProgramEpisode(Environment):
         return self.train_models is None or name in self.train_models
 
     def _take_calls(self, answered: Sequence[Conversation] = (), most: int = sys.maxsize) -> list[Outcome]:
-        """What the next calls bring that can be answered, those of the same time together; empty: there is none.
+        """Wait for the next calls that can be answered, and return an outcome for each; empty if there is none.
+
+        Calls that a program makes in parallel are taken in one step.
 
         Args:
-            answered: what its program has just heard of. It may go on with as many at once, and begin many others.
+            answered: conversations that were just answered. The program may continue all of them at once.
+            most: limit of calls.
         """
         found: list[Outcome] = []
         if (limits := self.conversations.limits) is not None:
@@ -362,12 +380,14 @@ class ProgramEpisode(Environment):
                 break
             try:
                 taken = self.conversations.take(call)
-            except Exception as problem:  # a program may send anything, and hears what is wrong with it
+            except Exception as problem:
+                # A program may send anything. Its mistakes are reported to it, and must not stop the run.
                 error = problem if isinstance(problem, CallRefused) else CallRefused(f"unreadable: {describe(problem)}")
                 call.answer.set_exception(error)
                 self._without_room += error.status == 413
                 if limits is not None and self._without_room > limits.max_turns:
-                    break  # it asks for the same again and again
+                    # The program repeats a call that is too long, so stop waiting for it.
+                    break
                 continue
             if taken is not None:
                 number, tokens = taken
@@ -377,7 +397,7 @@ class ProgramEpisode(Environment):
         return found
 
     def close(self) -> None:
-        """The episode is over, though the program may not be at its end."""
+        """End the episode, even if the program has not finished."""
         over = CallRefused(
             "the episode is over: no tokens or turns are left (rollout.sampling.max_tokens, environment).", 413
         )
@@ -397,7 +417,7 @@ class ProgramEpisode(Environment):
         return self.command[0] if self.command is not None else str(self.function)
 
     def _next(self, seconds: float, *, fails: bool) -> Call | None:
-        """None: there is none, or its program has ended."""
+        """Return the next call; None if there is none in time, or if the program has ended."""
         try:
             call = self.session.calls.get(timeout=seconds)
         except queue.Empty:
@@ -405,7 +425,8 @@ class ProgramEpisode(Environment):
                 self._failed(f"it was silent for {seconds:g} s")
             return None
         if call is None and not fails:
-            self.session.calls.put(None)  # it is over when those that wait are answered
+            # Calls that are already taken must be answered first, so leave the end marker for the next step.
+            self.session.calls.put(None)
         return call
 
     def _failed(self, why: str) -> None:

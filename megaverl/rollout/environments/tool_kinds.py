@@ -1,6 +1,6 @@
-"""Tools that are more than a function: Python programs, a search in documents, and servers that speak MCP.
+"""Tools beyond plain functions: Python programs, search in documents, and MCP servers.
 
-Each has `call(name, arguments)`, which returns an `Answer` whatever happens, and is safe to call from several threads.
+Each tool has a method `call(name, arguments)`, which returns an `Answer` whatever happens, and is thread-safe.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits
 
 START_SECONDS = 60.0
 WORD = re.compile(r"\w+", re.UNICODE)
-MOST_WORDS = 32  # of a query
+MOST_WORDS = 32  # words of a query that are used
 
 
 @dataclass(frozen=True)
 class Answer:
-    """text: the result, or what went wrong. ok: whether it is a result."""
+    """Answer of a tool.
+
+    Attributes:
+        text: the result, or the error message.
+        ok: whether `text` is a result.
+    """
 
     text: str
     ok: bool
 
 
 class ToolProvider(Protocol):
-    """One or several tools."""
+    """Provider of one or several tools."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer: ...
 
@@ -42,7 +47,7 @@ class ToolProvider(Protocol):
 
 
 class PythonTool:
-    """Runs `code`, a whole program, confined (see `Sandbox`): what it prints is the result."""
+    """Runs its argument `code`, a whole program, confined (see `Sandbox`). The program's output is the result."""
 
     def __init__(self, seconds: float, memory_mb: int, max_characters: int, workers: int) -> None:
         self._box = Sandbox.shared(SandboxLimits(seconds, memory_mb), workers)
@@ -58,18 +63,19 @@ class PythonTool:
         return Answer(outcome.output.rstrip("\n")[: self._longest] or "(it printed nothing)", True)
 
     def close(self) -> None:
-        """The sandbox is shared, and ends with the process."""
+        """Do nothing: the sandbox is shared and ends with the process."""
 
 
 class SearchTool:
-    """Finds passages for a `query`: SQLite's full-text index (FTS5), the best by BM25 first.
+    """Finds passages for a `query` with SQLite's full-text index (FTS5), ordered by BM25.
 
     Args:
-        path: a JSONL file whose rows have `text`, and `title` if they like, indexed in memory; or an SQLite file that
-            has such an index, as `write_index` makes it, which is only read.
+        path: a JSONL file whose rows have `text` and optionally `title`, which is indexed in memory; or an SQLite file
+            with
+            such an index (`write_index`), which is opened read-only.
 
     Raises:
-        DataError: there is no such file, or it holds neither.
+        DataError: the file does not exist, or is neither.
     """
 
     def __init__(self, path: str, results: int, seconds: float, max_characters: int) -> None:
@@ -93,7 +99,7 @@ class SearchTool:
         query = arguments.get("query")
         if not isinstance(query, str) or len(arguments) != 1:
             return Answer(f"{name} takes query, words as text", False)
-        # quoted: a word is a word, and no operator of FTS5
+        # Quote every word, so that FTS5 does not read one such as NOT as an operator.
         words = " OR ".join(f'"{word}"' for word in WORD.findall(query)[:MOST_WORDS])
         if not words:
             return Answer("the query has no words", False)
@@ -115,7 +121,7 @@ class SearchTool:
 
 
 def write_index(documents: str | Path, path: str | Path) -> Path:
-    """Make an index for `SearchTool` out of a JSONL file, for collections that are too large to index at each start."""
+    """Write an index for `SearchTool` from a JSONL file, for collections that are too large to index at each start."""
     part = Path(f"{path}.part")
     part.unlink(missing_ok=True)
     with sqlite3.connect(part) as index:
@@ -138,11 +144,11 @@ def _fill(index: sqlite3.Connection, documents: Path) -> None:
 
 
 class MCPTools:
-    """The tools of a server that speaks the Model Context Protocol, each under its own name.
+    """The tools of a Model Context Protocol server, each under its own name.
 
     Args:
         server: a command, which is started and spoken to over its standard streams, or a URL (streamable HTTP).
-        seconds: of one call.
+        seconds: time limit of one call.
 
     Raises:
         EpisodeError: the package is missing, or the server does not start.
@@ -176,13 +182,14 @@ class MCPTools:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._stay())
-        except BaseException as error:  # a group of errors too: of the transport, of the server
+        except BaseException as error:
+            # Errors of the transport or the server arrive as an exception group.
             self._problem = _first(error)
             self._client = None
         self._ready.set()
 
     async def _stay(self) -> None:
-        """Connected in one task, which must also be the one that ends it, until `close`."""
+        """Stay connected until `close`. The task that opens the connection must also be the one that closes it."""
         self._ends = asyncio.Event()
         async with self._make() as client:
             cursor = None
@@ -207,7 +214,8 @@ class MCPTools:
         except FutureTimeout:
             future.cancel()
             return Answer(f"{name} took longer than {self._seconds:g} s", False)
-        except Exception as error:  # of the server, of the protocol: the model is told
+        except Exception as error:
+            # The model reads errors of the server and of the protocol.
             return Answer(f"{name}: {_first(error)}"[: self._longest], False)
         text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in found.content)
         return Answer(text[: self._longest], not found.is_error)
@@ -219,7 +227,7 @@ class MCPTools:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong, out of a group of errors."""
+    """Return the first error inside an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,9 +1,10 @@
-"""The process that tools run in: `python -I tool_worker.py`, with limits on what they can use and reach.
+"""Process that runs tools under limits: `python -I tool_worker.py`.
 
-The first line names the tools and the limits; every further line is a call. It imports the tools' modules first, then
-gives up what they need not: memory beyond a limit, files to write, other processes, the network. What the system
-allows is done by the system (resource limits, a network namespace of its own); an audit hook of Python's refuses the
-rest. That holds off mistakes and what a model writes into an argument. It is no wall around hostile machine code.
+The first line of its input names the tools and their limits; every further line is a call. The process imports the
+tools' modules, then gives up everything that they do not need: memory beyond a limit, writing files, other processes,
+the network. The kernel enforces what it can (resource limits, a network namespace), and a Python audit hook refuses the
+rest. This guards against mistakes and against what a model writes into an argument. It does not stop hostile machine
+code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from typing import Any
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-# Events of Python's audit hooks, by what a tool may be allowed.
+# Kind of permission -> Python audit events that are refused without it.
 REFUSED = {
     "network": ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"),
     "processes": ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.kill"),
@@ -26,9 +27,10 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def serve() -> None:
-    """Answer calls on the standard output until the standard input ends."""
+    """Answer calls on standard output until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a tool prints must not mix with the answers
+    # Redirect the tools' own output to standard error, so that it does not mix with the answers.
+    os.dup2(2, 1)
 
     def answer(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -37,11 +39,13 @@ def serve() -> None:
     setting = json.loads(sys.stdin.buffer.readline())
     sys.path[:0] = setting["path"]
     try:
-        from megaverl.plugins import load_function  # found on the path that was just set
+        # `python -I` starts with an empty path, so these imports work only now.
+        from megaverl.plugins import load_function
         from megaverl.user_code import describe
 
         tools = {name: load_function(target, f"tool {name}") for name, target in setting["tools"].items()}
-    except Exception as error:  # of a user's module: told to the one who named it
+    except Exception as error:
+        # A user's module failed on import. The run reports it.
         answer({"error": f"{error}"})
         return
     limit(setting["memory_mb"], set(setting["allow"]))
@@ -53,12 +57,13 @@ def serve() -> None:
             answer({"result": result[: setting["max_characters"]]})
         except MemoryError:
             answer({"error": f"more than {setting['memory_mb']} MiB of memory"})
-        except BaseException as error:  # a tool may raise anything, SystemExit too; the model is told
+        except BaseException as error:
+            # A tool may raise anything, even SystemExit. The model reads the error.
             answer({"error": describe(error)[: setting["max_characters"]]})
 
 
 def limit(memory_mb: int, allow: set[str]) -> None:
-    """Give up everything but so much memory and what is allowed, for good."""
+    """Permanently give up memory beyond the limit and everything that is not allowed."""
     for what, most in (
         (resource.RLIMIT_AS, memory_mb * 2**20),
         (resource.RLIMIT_CORE, 0),
@@ -68,7 +73,7 @@ def limit(memory_mb: int, allow: set[str]) -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (most, most))
     if "network" not in allow:
-        # Refused where user namespaces are switched off; the hook below is then what is left.
+        # Fails if user namespaces are disabled. Only the audit hook below then refuses the network.
         ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET)
     refused = {event for kind, events in REFUSED.items() if kind not in allow for event in events}
 

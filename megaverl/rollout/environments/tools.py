@@ -1,4 +1,4 @@
-"""Tools that a model may call: functions, run in processes of their own, under a time limit."""
+"""Environment `tools`: functions that a model may call, run in separate processes under a time limit."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ BUILT_IN = {"calculator": "megaverl.rollout.environments.tools:calculate"}
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """seconds: of one call. memory_mb: of the process. max_characters: of a result.
+    """Limits of a tool.
 
-    allow: out of `network`, `files` (writing), `processes`; nothing of it by default.
+    Attributes:
+        seconds: time of one call.
+        memory_mb: memory of the process.
+        max_characters: length of a result.
+        allow: permissions out of `network`, `files` (writing) and `processes`; none by default.
     """
 
     seconds: float = 5.0
@@ -49,9 +53,9 @@ class ToolLimits:
 
 @dataclass
 class ToolBox:
-    """A set of tools with up to `size` processes to run them; safe to call from several threads.
+    """Functions that run in up to `size` processes; thread-safe.
 
-    A process that exceeds its time or dies is replaced by another before the next call.
+    A process that exceeds its time or dies is replaced before the next call.
 
     Args:
         tools: name -> `module:function`, called with keyword arguments.
@@ -71,7 +75,7 @@ class ToolBox:
             self._free.put(None)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-        """Run one of its tools; whatever goes wrong inside it is an answer too."""
+        """Run one tool. Errors inside it become an answer."""
         process = self._free.get()
         try:
             process = process or self._start()
@@ -93,14 +97,14 @@ class ToolBox:
 
     def close(self) -> None:
         """End all processes."""
-        # all of them before one is put back, which would be the next to come
+        # Take all processes out before putting one back: the queue would return that one again.
         for process in [self._free.get() for _ in range(self.size)]:
             if process is not None:
                 process.close()
             self._free.put(None)
 
     def _start(self) -> LineProcess:
-        # Nothing of this process's environment: no keys, no addresses.
+        # Do not pass on this process's environment, which may hold keys and addresses.
         environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-I", str(Path(tool_worker.__file__).resolve())]
         process = LineProcess(command, environment, folder=tempfile.gettempdir())
@@ -145,12 +149,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression: + - * / // % **, brackets, and a few functions.
+    """Evaluate an arithmetic expression with + - * / // % **, brackets and a few functions.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is anything else.
     """
-    if not isinstance(expression, str):  # a model may write a number into its call
+    # A model may write a number into its call.
+    if not isinstance(expression, str):
         raise ValueError(f"expression must be text, found {expression!r:.80}")
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
@@ -175,7 +180,7 @@ def _values(nodes: Sequence[ast.expr]) -> list[Any]:
     return [_value(node) for node in nodes]
 
 
-# How Qwen and Hermes models write a call: a JSON object with a name and arguments.
+# Syntax of a call in Qwen and Hermes models: a JSON object with a name and arguments.
 JSON_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"
 KINDS = ("network", "files", "processes")
 OWN_LIMITS = ("seconds", "memory_mb", "max_characters", "allow")
@@ -186,7 +191,8 @@ class ToolSet:
     """All tools of a configuration, with their limits.
 
     Raises:
-        ConfigError: a tool that is badly named. EpisodeError, DataError: what a tool needs is not there.
+        ConfigError: a tool is specified wrongly.
+        EpisodeError, DataError: something that a tool needs does not exist.
     """
 
     _shared: ClassVar[dict[str, ToolSet]] = {}
@@ -212,7 +218,7 @@ class ToolSet:
 
     @classmethod
     def shared(cls, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> ToolSet:
-        """The one of this process for these tools, closed when the process ends."""
+        """Return this process's tools for this specification. They are closed when the process ends."""
         key = json.dumps([tools, asdict(limits), workers], sort_keys=True)
         with cls._sharing:
             if key not in cls._shared:
@@ -221,35 +227,43 @@ class ToolSet:
             return cls._shared[key]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-        """Run one tool; whatever goes wrong inside it is an answer too."""
+        """Run one tool. Errors inside it become an answer."""
         if name not in self.tools:
             return Answer(f"there is no tool '{name}'; there are: {', '.join(sorted(self.tools))}", False)
         answer = self.tools[name].call(name, arguments)
         return Answer(clean(answer.text), answer.ok)
 
     def close(self) -> None:
-        """End what they have started."""
+        """End all processes and connections of the tools."""
         for each in {id(tool): tool for tool in self.tools.values()}.values():
             each.close()
 
 
 @register_environment("tools")
 class ToolUse(Environment):
-    """The rewards of the run score the final answer; the environment gives none but `call_reward` and `error_reward`.
+    """Environment in which the model may call tools before its final answer.
+
+    The run's rewards score the final answer. The environment itself gives only `call_reward` and `error_reward`.
 
     Options:
         tools: a list of built-in names (calculator, python), or name -> `module:function`, or name -> a mapping with
-            one of `function: module:function`; `python: true` (runs its argument `code`, confined); `search: FILE`
-            (its argument `query` in a JSONL file of documents or an index, `results` passages); `mcp: URL` or
-            `mcp: [COMMAND, ...]` (all tools of that server, under their own names); and, of this tool alone, seconds,
+            one of
+            `function: module:function`; `python: true` (runs its argument `code`, confined); `search: FILE` (searches
+            its
+            argument `query` in a JSONL file of documents or an index, `results` passages); `mcp: URL` or
+            `mcp: [COMMAND, ...]` (all tools of that server, under their own names); and, for this tool alone, seconds,
             memory_mb, max_characters, allow.
-        call: a regular expression. With one tool and a group that is no JSON object, the group is that tool's one
-            argument, named `argument`; otherwise it is a JSON object {"name": ..., "arguments": {...}}.
-        argument: see `call`. result, error: how an answer is written; {text} is replaced.
-        role: under a chat template, whose message an answer is.
-        calls: of one turn, made at the same time; further ones are not.
-        seconds, memory_mb, max_characters, allow: see `ToolLimits`. workers: processes on each rank.
-        call_reward, error_reward: of a turn that calls a tool; of one with a call that fails.
+        call: a regular expression with one group. If there is one tool and the group is not a JSON object, the group is
+            that
+            tool's single argument, named `argument`. Otherwise it is a JSON object {"name": ..., "arguments": {...}}.
+        argument: see `call`.
+        result, error: formats of an answer; {text} is replaced.
+        role: role of an answer's message under a chat template.
+        calls: limit of calls in one turn, which run in parallel; further ones are ignored.
+        seconds, memory_mb, max_characters, allow: see `ToolLimits`.
+        workers: processes on each rank.
+        call_reward: reward of a turn whose calls all succeed.
+        error_reward: reward of a turn with a call that fails.
     """
 
     waits: ClassVar[bool] = True
@@ -299,7 +313,7 @@ class ToolUse(Environment):
             raise ConfigError(f"environment 'tools': python: {reason}")
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        """Answer the calls, or take the final answer."""
+        """Run the calls of the turn, or end the episode if it has none."""
         text = self.codec.decode(token_ids)
         found = [match.group(1) for match in islice(self.call.finditer(text), self.calls)]
         if not found:
@@ -321,10 +335,10 @@ class ToolUse(Environment):
         return self.box.call(name, arguments)
 
     def _read(self, call: str) -> tuple[str, Mapping[str, Any]]:
-        """(name, arguments) of a call.
+        """Return (name, arguments) of a call.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: the call cannot be parsed.
         """
         if len(self.box.tools) == 1 and not call.lstrip().startswith("{"):
             return next(iter(self.box.tools)), {self.argument: clean(call)}
@@ -336,10 +350,10 @@ class ToolUse(Environment):
 
 
 def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The tools by name, each as a mapping.
+    """Return name -> specification of every tool as a mapping.
 
     Raises:
-        ConfigError: one that is none.
+        ConfigError: a specification is wrong.
     """
     if not isinstance(tools, Mapping):
         names = [tools] if isinstance(tools, str) else list(tools)

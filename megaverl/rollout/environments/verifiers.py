@@ -1,7 +1,7 @@
-"""verifiers (Prime Intellect): the tasks of a taskset as rows, and its environments as episodes with its own rewards.
+"""verifiers (Prime Intellect): tasks of its tasksets as rows, and its environments as episodes with their own rewards.
 
-A harness of verifiers sends messages; they come to the run's gateway, which keeps the tokens that were drawn. A row
-names its taskset and the place of its task in it, and the episode takes the task from there.
+A verifiers harness sends messages to the run's gateway, which keeps the tokens that were drawn. A row names its taskset
+and the index of its task, and the episode reads the task from there.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megaverl.user_code import describe, user_code
 
 PREFIX, COLUMN = "verifiers:", "verifiers"
 HOW_TO_INSTALL = "pip install 'megaverl[verifiers]'"
-HERE = {"type": "subprocess"}  # where a harness runs, unless the options say another place
-SECONDS_TO_BEGIN, SECONDS_TO_END = 300.0, 10.0  # for the servers of shared tools
+HERE = {"type": "subprocess"}  # default runtime of a harness
+SECONDS_TO_BEGIN, SECONDS_TO_END = 300.0, 10.0  # time limits for the start and end of shared tool servers
 T = TypeVar("T")
 
 
 def read_taskset(path: str) -> tuple[dict[str, Any], int | None]:
-    """The configuration of the taskset in `verifiers:NAME?OPTION=VALUE&...`, and the number of tasks that `size` says.
+    """Parse `verifiers:NAME?OPTION=VALUE&...` into the taskset's configuration and the number of tasks in `size`.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: the text does not have this form.
     """
     name, options = read_task(path, PREFIX, r"[\w./@-]+")
     size = options.pop("size", None)
@@ -48,7 +48,7 @@ def read_taskset(path: str) -> tuple[dict[str, Any], int | None]:
 
 
 def why_no_taskset(path: str) -> str:
-    """What is wrong with a taskset's name as it is written, or that the package is missing; "" where nothing is."""
+    """Return why a taskset's name is wrong, or that the package is missing; "" if all is well."""
     if importlib.util.find_spec("verifiers") is None:
         return f"which needs the package verifiers: {HOW_TO_INSTALL}."
     try:
@@ -60,10 +60,10 @@ def why_no_taskset(path: str) -> str:
 
 @lru_cache(maxsize=16)
 def tasks_of(path: str) -> list[Any]:
-    """Every task of a taskset, in its order; of one without an end the first `size`.
+    """List all tasks of a taskset in order; for an endless one, the first `size`.
 
     Raises:
-        ValueError: the package or the taskset is missing, its configuration is refused, or it has no end and no size.
+        ValueError: the package or the taskset is missing, its configuration is wrong, or it is endless and has no size.
     """
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(f"it needs the package verifiers: {HOW_TO_INSTALL}.")
@@ -73,7 +73,8 @@ def tasks_of(path: str) -> list[Any]:
     options, size = read_taskset(path)
     try:
         taskset = load_taskset(vf.EnvConfig(taskset=options).taskset)
-    except (ImportError, AttributeError, TypeError) as error:  # what verifiers raises of names
+    except (ImportError, AttributeError, TypeError) as error:
+        # verifiers raises these for an unknown name.
         raise ValueError(f"verifiers has no taskset {options['id']!r}: {error}") from None
     if size is None and not taskset.bounded:
         raise ValueError("the taskset has no end; say how many of its tasks are rows: ?size=1000.")
@@ -82,7 +83,7 @@ def tasks_of(path: str) -> list[Any]:
 
 
 class VerifiersRows:
-    """`verifiers:NAME?OPTION=VALUE`: the tasks of a taskset of verifiers, as rows.
+    """The tasks of a verifiers taskset as rows: `verifiers:NAME?OPTION=VALUE`.
 
     Raises:
         DataError: see `tasks_of`.
@@ -107,7 +108,8 @@ class VerifiersRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         data = self._tasks[index].data
         prompt = data.prompt
-        if not isinstance(prompt, str | None):  # messages, which the harness sends itself
+        # A prompt of several messages is sent by the harness itself. The row only shows its text.
+        if not isinstance(prompt, str | None):
             prompt = "\n".join(str(getattr(message, "content", "")) for message in prompt)
         return {
             "prompt": clean(prompt or "") or data.description or data.name or f"task {index + 1}",
@@ -117,7 +119,7 @@ class VerifiersRows:
 
 
 class EnvironmentLoop:
-    """An environment of verifiers, served in a thread of its own for as long as this process lives."""
+    """A verifiers environment, served by a thread with an event loop for the lifetime of the process."""
 
     _shared: ClassVar[dict[str, EnvironmentLoop]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -143,7 +145,7 @@ class EnvironmentLoop:
 
     @classmethod
     def shared(cls, taskset: str, options: Mapping[str, Any]) -> EnvironmentLoop:
-        """The one of this process for this taskset and these options."""
+        """Return this process's environment for this taskset and these options, made at the first call."""
         key = json.dumps([taskset, options], sort_keys=True)
         with cls._lock:
             if key not in cls._shared:
@@ -151,10 +153,10 @@ class EnvironmentLoop:
             return cls._shared[key]
 
     def play(self, index: int, base_url: str, token_env: str | None) -> float:
-        """The reward of one episode of a task, whose model calls go to `base_url`: the sum over what its agents earned.
+        """Play one episode of a task with model calls to `base_url`, and return the sum of its agents' rewards.
 
         Raises:
-            EpisodeError: it did not come to its end.
+            EpisodeError: the episode failed.
         """
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
@@ -166,7 +168,7 @@ class EnvironmentLoop:
         return float(sum(trace.reward for trace in episode.traces))
 
     def close(self) -> None:
-        """End its servers; what does not end in time ends with this process."""
+        """End its servers. What does not end in time ends with the process."""
         with suppress(TimeoutError):
             self._wait(self._serving.__aexit__(None, None, None), SECONDS_TO_END)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -183,12 +185,13 @@ def _runtime_here() -> Any:
 
 @register_environment("verifiers")
 class VerifiersEpisode(ProgramEpisode):
-    """One episode of an environment of verifiers, of a row of `data.train: verifiers:NAME`; its rewards are the run's.
+    """One episode of a verifiers environment for a row of `data.train: verifiers:NAME`, with the environment's rewards.
 
     Options:
-        environment: what verifiers' `env` block takes beside the taskset: `id` of an environment, agents with their
-            harness, runtime (subprocess unless said) and limits.
-        seconds, error_reward, host, token_env: as of `gateway`.
+        environment: fields of verifiers' `env` block beside the taskset: `id` of an environment, agents with their
+            harness,
+            runtime (subprocess by default) and limits.
+        seconds, error_reward, host, token_env: as for `gateway`.
     """
 
     def __init__(self, codec: Codec, *, environment: Mapping[str, Any] | None = None, **options: Any) -> None:
