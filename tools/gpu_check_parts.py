@@ -258,7 +258,7 @@ def graphs(folder: Path) -> Outcome:
 
 @check()
 def saves(folder: Path) -> Outcome:
-    """The whole command: four steps at once, against two, a save and two more; with saves at once and in the
+    """The whole command: four steps with a save in the middle, resumed there; with saves at once and in the
     background."""
     return resumed(folder)
 

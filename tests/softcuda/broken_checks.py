@@ -136,6 +136,17 @@ def _run_commands_on_the_host() -> None:
     subprocess.run = run_there  # type: ignore[assignment]
 
 
+def _resume_with(override: str) -> None:
+    """Lay an override over the commands that resume."""
+    run = subprocess.run
+
+    def run_changed(command: list[str], **named: Any) -> Any:
+        changed = [*command, override] if "checkpoint.resume=latest" in command else command
+        return run(changed, **named)
+
+    subprocess.run = run_changed  # type: ignore[assignment]
+
+
 BREAKS = {
     "the engine adopts nothing": Break("engine", "shares no storage", _adopt_nothing),
     "the engine never sleeps": Break("engine", "gives no memory back asleep", _never_sleep),
@@ -147,6 +158,8 @@ BREAKS = {
     "boxes are not copied": Break("local_transport", "expected: equal", _copy_nothing),
     "the work is done on the CPU": Break("local_transport", "nothing ran on the GPU of ranks [0]", _use_the_host),
     "runs are on the CPU": Break("saves", "nothing ran on the GPU of ranks [0]", _run_commands_on_the_host),
+    "a resume draws other numbers": Break("saves", "(step 3,", lambda: _resume_with("run.seed=7")),
+    "a resume begins anew": Break("saves", "not resumed", lambda: _resume_with("checkpoint.resume=never")),
     "sums are wrong": Break("collectives", "2 ranks, wrong", _add_up_nothing),
     "messages are wrong": Break("point_to_point", "wrong: 1 to 0", _send_zeros),
     "IPC falls back to messages": Break("ipc", "expected: equal fingerprints; no messages with IPC", _share_nothing),
