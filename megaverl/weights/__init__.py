@@ -1,1 +1,1 @@
-"""Moving weights as a plan says: local copies, point to point, files."""
+"""Move weights between ranks, formats and files: reshard, export, load, and check that both sides are equal."""

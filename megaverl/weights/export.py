@@ -1,4 +1,4 @@
-"""Export: the sharded weights of all ranks into a Hugging Face folder, streamed through one bucket."""
+"""Export the sharded weights of all ranks as a Hugging Face folder, streamed through one bucket."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ from megaverl.weights.transports.local import copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
 
 SHARD_BYTES = 5 * 10**9
-# What belongs to a model besides its weights: configuration, tokenizer, chat template, remote code.
+# Suffixes of a model's small files: configuration, tokenizer, chat template, remote code.
 COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
 class Factors(Protocol):
-    """An adapter's: names and shapes of A [rank, columns] and B [rows, rank], whose product is added to a weight."""
+    """An adapter's factors: names and shapes of A [rank, columns] and B [rows, rank], whose product is added to a
+    weight.
+    """
 
     @property
     def a(self) -> str: ...
@@ -54,7 +56,7 @@ AddFactors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (rows
 
 
 class _Chunk(NamedTuple):
-    """A run of a global tensor's elements, contiguous in its file; or an adapter's factor."""
+    """A range of a global tensor's elements that is contiguous in its file, or an adapter's factor."""
 
     name: str
     tensor: str
@@ -63,7 +65,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class _Window:
-    """What is gathered at a time: at most a bucket of weights, with the adapters' factors that belong to them."""
+    """The data that is gathered at one time: at most a bucket of weights, and the adapter factors that they need."""
 
     weights: list[_Chunk]
     factors: list[_Chunk]
@@ -89,26 +91,29 @@ def save_folder(
     adapters: Mapping[str, Factors] | None = None,
     add: AddFactors | None = None,
 ) -> None:
-    """Write the model as Hugging Face does: safetensors (with an index if several), config.json, tokenizer.
+    """Write the model in Hugging Face format: safetensors (with an index if several), config.json, tokenizer.
 
-    Collective over `group`, whose first rank writes; it holds no more than one bucket of others' weights at
-    a time. Everything goes to `folder.tmp`, which takes the folder's name at the very end.
+    Collective over `group`, whose first rank writes. That rank holds at most one bucket of other ranks' weights at a
+    time.
+    Files are written to `folder.tmp`, which is renamed to `folder` at the very end.
 
     Args:
-        source_folder: the folder that the model came from: gives config.json and the other small files.
-        weights: the model's global arrays; all of them are written, without padding, tied ones once.
+        source_folder: the folder that the model came from; provides config.json and the other small files.
+        weights: the model's global arrays. All of them are written, without padding, tied ones once.
         layouts: rank -> layout of `tensors` on that rank.
         tensors: this rank's parameters by local name.
-        dtype: of the files; None: that of the parameters.
-        tokenizer_folder: where the tokenizer's files are, when not in `source_folder`.
-        shard_bytes: the largest file, unless one tensor is larger.
-        overwrite: replace a folder that exists; else that is an error.
-        adapters: by the weight that `add` merges each into, in its bucket; `layouts` and `tensors` have their factors.
+        dtype: dtype of the files; None: that of the parameters.
+        tokenizer_folder: folder of the tokenizer's files, if not `source_folder`.
+        shard_bytes: size of the largest file, unless one tensor is larger.
+        overwrite: replace an existing folder; otherwise one is an error.
+        adapters: adapters by the weight that `add` merges each into, in its bucket; `layouts` and `tensors` include
+            their
+            factors.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written.
         ModelError: `source_folder` has no config.json.
-        ReshardError: parameters that do not fit their layout, or a weight that no rank holds.
+        ReshardError: parameters do not fit their layout, or no rank holds some weight.
     """
     folder, rank, adapters = Path(folder), dist.get_rank(group), adapters or {}
     temporary, layout = folder.with_name(folder.name + ".tmp"), layouts(rank)
@@ -132,7 +137,7 @@ def save_folder(
     failures, options = Failures(group, rank, None), TransportOptions(bucket_bytes=bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, of_files, shard_bytes, writes=rank == 0) as writer:
         for window, plan in zip(windows, plans, strict=True):
-            # every rank sends its parts of this window to the first, which alone has chunks to fill
+            # Every rank sends its parts of this window to the first rank, the only one that has chunks to fill.
             landed = {
                 chunk.name: torch.empty(chunk.box.shape, dtype=of_files, device=platform.device)
                 for chunk in (window.chunks if rank == 0 else ())
@@ -152,7 +157,7 @@ def save_folder(
 
 
 def _windows(weights: Sequence[Weight], adapters: Mapping[str, Factors], max_numel: int) -> list[_Window]:
-    """The model's elements in the order of the files, in windows of at most `max_numel`."""
+    """Divide the model's elements, in file order, into windows of at most `max_numel` elements."""
     windows: list[list[_Chunk]] = [[]]
     filled = 0
     for weight in weights:
@@ -188,7 +193,7 @@ def _plans(
     world: int,
     rank: int,
 ) -> list[Plan]:
-    """One plan to gather everything on rank 0, cut into one plan a window."""
+    """Plan to gather everything on rank 0, and split the plan into one plan per window."""
     shapes: dict[str, tuple[int, ...]] = {weight.name: weight.shape for weight in weights}
     for adapter in adapters.values():
         shapes |= adapter.shapes
@@ -223,7 +228,7 @@ def _plans(
 
 
 def model_files(folder: Path) -> Iterator[Path]:
-    """What belongs to a model besides its weights: its small files, and its licence."""
+    """Yield a model folder's files beside the weights: the small files, and the licence."""
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
         if file.is_file() and (is_small or file.name.startswith(("LICENSE", "NOTICE"))):
@@ -231,7 +236,7 @@ def model_files(folder: Path) -> Iterator[Path]:
 
 
 def _prepare(folder: Path, temporary: Path, sources: Sequence[Path], dtype: torch.dtype, overwrite: bool) -> None:
-    """An empty `folder.tmp` with all that is not weights; of a file in several sources, the last is taken."""
+    """Create an empty `folder.tmp` with all files except weights. If several sources have a file, the last one wins."""
     if not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: exists already. Name another folder, or remove this one first.")
     config_file = sources[0] / "config.json"

@@ -1,15 +1,15 @@
-"""Fingerprints: whether the weights on both sides of a reshard are the same, element by element.
+"""Fingerprints: verify that the weights on both sides of a reshard are equal, element by element.
 
-The fingerprint of a box of a global array is the sum, modulo 2**64, of each element's bits (as an integer of
-its own width) times an odd 64-bit weight that depends on the element's place in the *global* array: the product
-over the axes of a hash of the index along that axis. So
-- it is exact and independent of order: the sums of disjoint boxes add up to that of their union, whichever
+The fingerprint of a box of a global array is the sum, modulo 2**64, of each element's bits (as an integer of its own
+width) times an odd 64-bit weight. The weight depends on the element's place in the *global* array: it is the product
+over the axes of a hash of the index along that axis. It follows that
+- fingerprints are exact and independent of order: the sums of disjoint boxes add up to that of their union, whichever
   ranks hold them;
-- one changed element always shows (its change, less than 2**32, times an odd number is not zero), and the bits
-  of zero and of minus zero differ;
-- two elements or two rows that changed places, a shifted or stale part, or any change that was not made
-  with these hashes in mind goes unnoticed with a probability of about 2**-31 (float32) or 2**-47 (16 bits);
-- padding is in no box and counts nowhere.
+- a single changed element always shows (its change, less than 2**32, times an odd number is not zero), and the bits of
+  zero and of minus zero differ;
+- two swapped elements or rows, a shifted or stale part, or any change that was not made with these hashes in mind goes
+  unnoticed with a probability of about 2**-31 (float32) or 2**-47 (16 bits);
+- padding belongs to no box, so it does not count.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import MAX_NAMED, Layouts
 from megaverl.weights.transports import Tensors, agree_on_dtypes, view, viewed
 
-# Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
+# Elements that are widened to 64 bits at a time. A CPU's chunk fits into its cache; a GPU's keeps it busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
-# The box of a local tensor -> its elements.
+# From a local tensor's name and a box to its elements.
 ViewOf = Callable[[str, Box], torch.Tensor]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """This rank's part of every global tensor's fingerprint, each between 0 and 2**64 - 1.
+    """Return this rank's part of every global tensor's fingerprint, each between 0 and 2**64 - 1.
 
-    Parts of disjoint boxes, on one rank or several, add up modulo 2**64. A box that a rank holds twice counts
-    twice.
+    Parts of disjoint boxes, on one rank or several, add up modulo 2**64. A box that a rank holds twice counts twice.
 
     Args:
         tensors: local name -> tensor, as in `layout`.
-        dtype: elements are rounded to it first; None: taken as they are.
+        dtype: round elements to this dtype first; None: use them as they are.
     """
     sums: dict[str, torch.Tensor] = {}
     tensors = viewed(layout, tensors)
@@ -64,12 +63,12 @@ def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = N
 
 @torch.no_grad()
 def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The fingerprint of one box, as an int64 scalar on the data's device.
+    """Return the fingerprint of one box as an int64 scalar on the data's device.
 
     Args:
-        data: the elements of `box`, in its shape up to axes of size one.
-        box: where they stand in the global array.
-        dtype: elements are rounded to it first.
+        data: elements of `box`, in its shape up to axes of size one.
+        box: place of the elements in the global array.
+        dtype: round elements to this dtype first.
     """
     dtype = dtype or data.dtype
     shape = box.shape or (1,)
@@ -98,7 +97,7 @@ def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = No
 
 @lru_cache(maxsize=32)
 def _axis_weights(axis: int, low: int, high: int, device: torch.device) -> torch.Tensor:
-    """Odd hashes [high - low] of the indices along an axis: splitmix64, in wrapping int64."""
+    """Return odd hashes [high - low] of the indices along an axis: splitmix64, in wrapping int64."""
     mixed = torch.arange(low, high, dtype=torch.int64, device=device) + (axis + 1) * 2**40
     mixed = mixed * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -107,7 +106,7 @@ def _axis_weights(axis: int, low: int, high: int, device: torch.device) -> torch
 
 
 def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
-    """Shifted right without the sign."""
+    """Shift right without the sign."""
     return (bits >> shift) & (2 ** (64 - shift) - 1)
 
 
@@ -116,7 +115,7 @@ def _signed(unsigned: int) -> int:
 
 
 class Held(NamedTuple):
-    """A cell (an intersection of a source and a destination box) in one local tensor of this rank."""
+    """A cell (the intersection of a source and a destination box) in one local tensor of this rank."""
 
     cell: int
     side: str
@@ -127,10 +126,12 @@ class Held(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A copy whose elements are not those of the source, and a rank whose source copy is right.
+    """A copy whose elements differ from the source's, and a rank whose source copy is right.
 
     Attributes:
         side: "source" or "destination".
+        rank: the rank of the wrong copy.
+        right: the rank of a right copy.
     """
 
     tensor: str
@@ -149,7 +150,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckStats:
-    """What one comparison did on this rank: tensors compared in all, bytes read here, and seconds."""
+    """Cost of one comparison: tensors compared over all ranks, bytes read on this rank, and seconds."""
 
     num_tensors: int
     bytes_read: int
@@ -157,17 +158,24 @@ class CheckStats:
 
 
 class ReshardCheck:
-    """Compares both sides of a reshard, as often as asked.
+    """Compares both sides of a reshard, any number of times. Construction and comparison are collective over the group.
 
-    Every copy is compared by itself, in cells: the intersections of what source and destination ranks hold. One
-    source holder gives a cell's value to all, in one all-reduce of 8 bytes a cell; each rank then looks at its
-    own copies. Every rank of the group takes part in making one and in comparing.
+    Every copy is compared on its own, in cells: the intersections of the boxes that source and destination ranks hold.
+    One
+    source rank provides the fingerprint of each cell to all ranks, in one all-reduce of 8 bytes a cell. Each rank then
+    compares its own copies.
 
     Args:
-        source_layouts, dest_layouts: rank -> layout, the same functions of the rank on every rank.
-        source_tensors, dest_tensors: local name -> tensor, looked up anew at every comparison. Where the
-            dtypes differ, the source is rounded to the destination's.
+        source_layouts, dest_layouts: rank -> layout; the same functions on every rank.
+        source_tensors, dest_tensors: local name -> tensor, looked up again in every comparison. If the dtypes differ,
+            the
+            source is rounded to the destination's.
         group: the ranks of the layouts, in order; None: all.
+
+    Example:
+        check = ReshardCheck(actor.layouts, engine.layouts, actor_tensors, engine_tensors)
+        resharder.run()
+        check.compare()  # raises ReshardError if any copy differs
     """
 
     def __init__(
@@ -190,11 +198,11 @@ class ReshardCheck:
 
     @property
     def tensors(self) -> frozenset[str]:
-        """All weights of the source, by their global names."""
+        """Global names of all weights of the source."""
         return frozenset(self._cells.tensors)
 
     def compare(self, only: Collection[str] | None = None, landed: ViewOf | None = None) -> CheckStats:
-        """Compare every copy of every element of both sides.
+        """Compare every copy of every element on both sides.
 
         Args:
             only, landed: as in `differences`.
@@ -215,11 +223,13 @@ class ReshardCheck:
     def differences(
         self, limit: int = MAX_NAMED, only: Collection[str] | None = None, landed: ViewOf | None = None
     ) -> tuple[CheckStats, list[Difference], int]:
-        """What differs in the first `limit` cells that do, on every rank alike, and how many cells are left out.
+        """Return the differences in the first `limit` cells that have some, equal on every rank, and the number of
+        further
+        cells.
 
         Args:
-            only: these weights, the same on every rank; None: all.
-            landed: the box of a local tensor of the destination, where it is not in its place yet.
+            only: weights to compare, equal on every rank; None: all.
+            landed: returns the box of a local destination tensor that is not in its place yet.
         """
         start, rank = time.perf_counter(), dist.get_rank(self._group)
         if self._dtypes is None:
@@ -239,7 +249,8 @@ class ReshardCheck:
         index = torch.tensor([held.cell for held in cells.held], dtype=torch.int64, device=values.device)
         expected = torch.zeros(cells.num_cells, dtype=torch.int64, device=values.device)
         expected[index[cells.given]] = values[cells.given]
-        dist.all_reduce(expected, group=self._group)  # one rank gives each cell's value, all others zero
+        # One rank contributes each cell's value and all others zero, so the sum is that value.
+        dist.all_reduce(expected, group=self._group)
         wrong = (values != expected[index]).nonzero().flatten()
         found: list[Difference] = []
         num_more = 0
@@ -250,7 +261,7 @@ class ReshardCheck:
     def _name(
         self, held_here: list[Held], wrong: set[int], values: list[int], limit: int
     ) -> tuple[list[Difference], int]:
-        """Every rank tells its values of the first cells that differ: all see which copies are the odd ones.
+        """Gather every rank's values of the first cells that differ, so that all ranks can tell which copies are wrong.
 
         Args:
             wrong: positions in `held_here`.
@@ -282,7 +293,7 @@ class _Copy(NamedTuple):
 
 
 def _odd_ones(copies: list[_Copy]) -> Iterator[Difference]:
-    """The copies that differ from most of the source's (when these are even: from the lowest rank's)."""
+    """Yield the copies that differ from most of the source's; in a tie, those that differ from the lowest rank's."""
     votes: dict[int, int] = {}
     for copy in copies:
         if copy.side == "source":
@@ -295,10 +306,10 @@ def _odd_ones(copies: list[_Copy]) -> Iterator[Difference]:
 
 
 class _Cells:
-    """The cells of two sides, numbered alike on every rank, and those that this rank holds.
+    """The cells of both sides, numbered equally on every rank, and those that this rank holds.
 
     Attributes:
-        given: positions in `held` of the copies whose values this rank gives to all.
+        given: positions in `held` of the copies whose values this rank provides to all.
     """
 
     def __init__(self, source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int) -> None:
@@ -307,7 +318,7 @@ class _Cells:
         self.num_cells = 0
         self.held: list[Held] = []
         self.given: list[int] = []
-        # of each tensor: the numbers of its cells, and where in `held` they are
+        # Tensor -> the numbers of its cells, and their positions in `held`.
         self._numbers: dict[str, range] = {}
         self._positions: dict[str, list[int]] = {}
         for tensor in sorted(sources):
@@ -327,11 +338,11 @@ class _Cells:
 
     @property
     def tensors(self) -> Collection[str]:
-        """Of the source, on whichever rank."""
+        """Names of the source's tensors on all ranks."""
         return self._numbers.keys()
 
     def only(self, tensors: Collection[str]) -> _Cells:
-        """The cells of these tensors, numbered anew."""
+        """Return the cells of these tensors, with new numbers."""
         part = copying.copy(self)
         part.num_cells, part.held, part.given = 0, [], []
         given = self._given
@@ -353,7 +364,7 @@ class _Cells:
 
 
 def _holders(layouts: Layouts, world: int) -> dict[str, dict[Box, int]]:
-    """Tensor -> distinct box -> first rank that holds it."""
+    """Return tensor -> distinct box -> the first rank that holds it."""
     found: dict[str, dict[Box, int]] = {}
     seen: dict[int, Layout] = {}
     for rank in range(world):
@@ -373,11 +384,11 @@ def _own(layout: Layout) -> dict[tuple[str, Box], list[Piece]]:
 
 
 def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
-    """16 hexadecimal digits that depend on every element of every weight. Every rank of the group takes part.
+    """Return 16 hexadecimal digits that depend on every element of every weight. Collective over the group.
 
     Args:
-        layouts: rank -> layout; of boxes that several ranks hold, the first one's counts.
-        tensors: this rank's, by local name.
+        layouts: rank -> layout. If several ranks hold a box, the first one counts.
+        tensors: this rank's tensors by local name.
     """
     rank = dist.get_rank(group)
     layout, first = layouts(rank), _holders(layouts, dist.get_world_size(group))
@@ -392,5 +403,5 @@ def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup 
                 total[name] = (total.get(name, 0) + int(value)) % 2**64
         return hashlib.blake2b(json.dumps(sorted(total.items())).encode(), digest_size=8).hexdigest()
 
-    # 64 bits: no JSON number
+    # JSON numbers cannot hold 64 bits exactly, so send the values as text.
     return str(reduce_json({name: str(value) for name, value in parts.items()}, digest, group))

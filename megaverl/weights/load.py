@@ -1,4 +1,4 @@
-"""From files to a model: a rank's own boxes out of safetensors files or a distributed checkpoint, into its tensors."""
+"""Load a model from files: read a rank's boxes of safetensors files or a distributed checkpoint into its tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megaverl.weights.torch_dist import locate
 from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
 from megaverl.weights.transports import check_tensors, view, viewed
 
-MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place
-# Tensors that some files hold though no model reads them: buffers that are computed from the configuration.
+MAX_READ = 1 << 24  # elements per read if they cannot be read directly into their place
+# Tensors in some files that no model reads: buffers that are computed from the configuration.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 LM_HEAD = "lm_head.weight"
 
@@ -48,22 +48,23 @@ def load_folder(
 ) -> list[str]:
     """Fill this rank's tensors from a folder, reading only the boxes that the layout names.
 
-    Values are converted to the tensors' dtype; padding (vocabulary rows beyond the model's) becomes zero.
+    Values are converted to the tensors' dtype. Padding (vocabulary rows beyond the model's) becomes zero.
 
     Args:
-        folder: a Hugging Face folder, one safetensors file or sharded with an index; or a Megatron distributed
-            checkpoint with a config.json in it, as `megaverl convert` writes it.
-        layout: this rank's layout, from `megatron_layouts` or another.
-        tensors: local name -> tensor or parameter, any device and floating dtype; more may be in it.
+        folder: a Hugging Face folder with one or several safetensors files, or a Megatron distributed checkpoint with a
+            config.json, as `megaverl convert` writes it.
+        layout: this rank's layout, from `megatron_layouts` or another function.
+        tensors: local name -> tensor or parameter, on any device and in any floating dtype; extra entries are ignored.
         weights: all weights of the model, so that every rank finds the same mistakes.
         optional: names that the folder may lack, such as a critic's `score.weight`.
 
     Returns:
-        The optional names that the folder lacks: the caller initialises them.
+        The optional names that the folder lacks. The caller initialises them.
 
     Raises:
-        ModelError: a missing or damaged file, missing or left-over tensors, wrong shapes: names them all.
-        CheckpointError: the same of a distributed checkpoint.
+        ModelError: files are missing or damaged, tensors are missing or unknown, or shapes are wrong; lists all
+            problems.
+        CheckpointError: the same for a distributed checkpoint.
     """
     folder = Path(folder)
     check_tensors(layout, tensors, "the model", ModelError)
@@ -72,7 +73,7 @@ def load_folder(
     stored = read_folder(folder)
     absent = [weight.name for weight in weights if weight.name in optional and weight.name not in stored]
     check_stored(folder, stored, weights, absent)
-    # the weights decide which tensors are read: a second head stored beside tied embeddings is none of them
+    # Read only the model's weights. Some folders also store an output layer that is tied to the embedding.
     held = {weight.name: stored[weight.name] for weight in weights if weight.name in stored}
     wanted = layout.without(absent)
     clear_padding(wanted, tensors)
@@ -81,10 +82,10 @@ def load_folder(
 
 
 class ArrivingFolder:
-    """`load_folder` file by file, so that one is read while the next is on its way.
+    """Load a folder file by file, so that one file is read while the next is downloaded.
 
-    Names are checked before the first one where there is an index, shapes with each file. Arguments and errors as
-    `load_folder`; `finish` returns the optional names that the files lack.
+    Arguments and errors are those of `load_folder`. With an index, names are checked before the first file; shapes are
+    checked with each file.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ArrivingFolder:
         clear_padding(layout, tensors)
 
     def read(self, file: Path) -> None:
-        """Take what this rank needs from a file that is there."""
+        """Read what this rank needs from a file that has arrived."""
         stored = read_header(file)
         check_shapes(self._folder, stored, self._weights)
         held = {name: tensor for name, tensor in stored.items() if name in self._names}
@@ -120,7 +121,7 @@ class ArrivingFolder:
         self._seen.update(stored)
 
     def finish(self) -> list[str]:
-        """After the last file."""
+        """Check after the last file that nothing is missing; return the optional names that the files lack."""
         absent = [
             weight.name for weight in self._weights if weight.name in self._optional and weight.name not in self._seen
         ]
@@ -147,7 +148,7 @@ def _load_checkpoint(
 def fill(
     source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read the boxes that `wanted` names out of stored arrays into their places."""
+    """Read the boxes that `wanted` names from stored arrays into their places."""
     tensors = viewed(wanted, tensors)
     with torch.no_grad(), StoredArrayReader(arrays) as reader:
         for transfer in intersect_layouts(source, wanted):
@@ -160,21 +161,21 @@ def fill(
 
 
 def clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Zero what has padding in it, before the rest is read into its place."""
+    """Zero the tensors that contain padding, before weights are read into them."""
     with torch.no_grad():
         for name in padded_tensors(layout):
             tensors[name].zero_()
 
 
 def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight], absent: Collection[str]) -> None:
-    """Every weight is there, and every tensor is a weight of the model.
+    """Check that every weight exists, and that every stored tensor is a weight of the model.
 
     Args:
         files: tensor -> the file that holds it.
         absent: weights that may be missing.
 
     Raises:
-        ModelError: names every tensor that is missing or left over.
+        ModelError: lists every tensor that is missing or unknown.
     """
     names = {weight.name for weight in weights}
     ignored = further_predictors(folder, weights)
@@ -186,7 +187,7 @@ def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight
     problems += [
         f"{name}: in {file}, but config.json describes a model without it"
         for name, file in files.items()
-        # tied models and critics have no head of their own, yet some folders store one
+        # Some folders of tied models and of critics store an output layer that the model does not use.
         if name not in names
         and name != LM_HEAD
         and not name.endswith(IGNORED_SUFFIXES)
@@ -196,8 +197,10 @@ def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight
 
 
 def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ...]:
-    """How the names begin of the layers behind the last one that predict tokens further on (`num_nextn_predict_layers`
-    of DeepSeek-V3 and GLM-4.5): a policy is the model without them."""
+    """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
+
+    DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last decoder layer.
+    """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}
     first = 1 + max((weight.stage for weight in weights if isinstance(weight.stage, int)), default=-1)
@@ -205,7 +208,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
 
 
 def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight]) -> None:
-    """Raise a ModelError that names every stored tensor of another shape than the model's weight."""
+    """Raise a ModelError that lists every stored tensor whose shape differs from the model's weight."""
     _refuse(
         folder,
         [
@@ -220,7 +223,7 @@ def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequ
 def check_stored(
     folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight], absent: Collection[str]
 ) -> None:
-    """`check_names`, then `check_shapes`."""
+    """Run `check_names`, then `check_shapes`."""
     check_names(folder, {name: tensor.file.name for name, tensor in stored.items()}, weights, absent)
     check_shapes(folder, stored, weights)
 
@@ -235,16 +238,16 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 HEAD_KEY = "output_layer.weight"
-RECORDS = ("manifest.json", "conversion.json")  # which runs and conversions leave beside an index
-BESIDE_KEY = "value_head.weight"  # of a critic on the actor's backbone
+RECORDS = ("manifest.json", "conversion.json")  # files that runs and conversions of megaverl write beside an index
+BESIDE_KEY = "value_head.weight"  # value head of a critic that shares the actor's backbone
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedCheckpoint:
-    """The index of a checkpoint, and what stands in front of the keys of the wanted model.
+    """The index of a checkpoint, with the key prefix of the wanted model.
 
     Attributes:
-        as_critic: of an actor that is its own critic, its backbone with the value head is wanted.
+        as_critic: whether the wanted model is the actor's backbone with its value head.
     """
 
     folder: Path
@@ -254,18 +257,19 @@ class OpenedCheckpoint:
 
     @property
     def has_value_head(self) -> bool:
-        """Whether the wanted model is a critic, with one value a position."""
+        """True if the wanted model is a critic, with one value per position."""
         if self.as_critic:
             return self.index[self.prefix + BESIDE_KEY].shape[0] == 1
         head = self.index.get(self.prefix + HEAD_KEY)
         return head is not None and head.shape[0] == 1 < self.index[self.prefix + EMBEDDING_KEY].shape[0]
 
     def layout(self, weights: Sequence[Weight], spec: ModelSpec) -> Layout:
-        """Where the weights lie in the arrays.
+        """Return the places of the weights in the arrays.
 
         Raises:
-            CheckpointError: arrays that are missing, of another shape, or no weights of this model: names them all; or
-                a checkpoint of others whose experts have another order.
+            CheckpointError: arrays are missing, have other shapes or belong to another model (all are listed), or
+                another
+                program wrote the checkpoint and orders its experts differently.
         """
         if spec.activation == "clamped_swiglu" and not any((self.folder / name).is_file() for name in RECORDS):
             raise CheckpointError(
@@ -285,7 +289,7 @@ class OpenedCheckpoint:
         return found
 
     def arrays(self, layout: Layout) -> dict[str, StoredArray]:
-        """The arrays that the layout names and their views, with the places of their elements."""
+        """Return the arrays that the layout names, and their views, with the places of their elements."""
         return with_views(locate({name: self.index[name] for name in layout.local_shapes}), layout)
 
     def _check(self, layout: Layout) -> None:
@@ -314,10 +318,10 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
-    """Read the index of a checkpoint, and find the model in it: `role`'s, or the only one, or the actor's.
+    """Read the index of a checkpoint and find a model in it: `role`'s, or the only one, or the actor's.
 
     Raises:
-        CheckpointError: as `read_arrays`; no model of that role, or several to choose from.
+        CheckpointError: as `read_arrays`; or no model has that role, or several could be meant.
     """
     index = read_arrays(folder)
     found = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
@@ -350,6 +354,6 @@ def _choose(folder: Path, prefixes: Sequence[str], role: str | None) -> str:
 
 
 def without_head(weights: Sequence[Weight], opened: OpenedCheckpoint, optional: Collection[str]) -> list[str]:
-    """The optional weights (a critic's head) that the checkpoint has no array for."""
+    """List the optional weights (a critic's head) that the checkpoint does not have."""
     absent = {HEAD_KEY: not opened.has_value_head, BESIDE_KEY: opened.prefix + BESIDE_KEY not in opened.index}
     return [weight.name for weight in weights if weight.name in optional and absent.get(weight.megatron, False)]

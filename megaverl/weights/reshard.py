@@ -1,4 +1,11 @@
-"""Resharding: a plan, the tensors on both sides, and the transports that carry it out."""
+"""Resharding: execute a plan on the tensors of both sides, through transports.
+
+A run has these stages:
+
+    start()   begins what can proceed on its own; a background version moves part by part
+    finish()  waits for all transports; then all ranks agree on the version
+    version   increases by one; only now is the destination consistent
+"""
 
 from __future__ import annotations
 
@@ -42,26 +49,26 @@ from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.transports.quantised import QuantisedDestination, QuantisedLanding
 from megaverl.weights.transports.shared_folder import SharedFolder
 
-# Each takes what it can carry and leaves the rest to the next.
+# Each transport takes the transfers that it supports and leaves the rest to the next one.
 TRANSPORTS: tuple[TransportKind, ...] = (Alias, LocalCopy, CrossMemory, CudaIpc, SharedFolder, PointToPoint)
 
 HIDDEN = "reshard/hidden_fraction"
-# Of a version that moves in the background: each makes transports of its own, with an agreement or two in each run.
+# Limit of parts of a background version. Each part has transports of its own, with one or two collectives per run.
 MAX_PARTS = 8
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one run moved on this rank.
+    """Statistics of one run on this rank.
 
     Attributes:
-        bytes_local: copied within the rank.
-        bytes_sent, bytes_received: to and from other ranks.
-        seconds: that this rank spent in the run, in the background too.
-        hidden_seconds: of these, while the main thread made new weights or did something else; None: it waited.
+        bytes_local: bytes copied within the rank.
+        bytes_sent, bytes_received: bytes to and from other ranks.
+        seconds: time of the run, including background work.
+        hidden_seconds: the part of it that overlapped with other work of the main thread; None: the main thread waited.
         num_messages: sends and receives.
-        bytes_aliased: in tensors that share their storage with the source, of which nothing moved.
-        version: of the weights that the destination now holds.
+        bytes_aliased: bytes of tensors that share their storage with the source, which do not move.
+        version: version of the weights that the destination now holds.
     """
 
     bytes_local: int
@@ -74,7 +81,7 @@ class ReshardStats:
     hidden_seconds: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that a step's metrics have them by."""
+        """Return the statistics under their metric names."""
         found = {
             "reshard/seconds": self.seconds,
             "reshard/bytes_received": float(self.bytes_received),
@@ -84,32 +91,42 @@ class ReshardStats:
 
 
 class Resharder:
-    """Moves one set of weights into another's layout, in place, as often as asked.
+    """Moves one set of weights into another's layout, in place, any number of times.
 
-    Making one is collective over `group`, and so is every run. Between `start` and `finish` the source's tensors
-    must stay as they are, and the destination holds neither version whole. After a run that failed the destination
-    counts as inconsistent until a whole one has passed.
+    Construction and every run are collective over `group`. Between `start` and `finish` the source's tensors must not
+    change, and the destination holds no complete version. After a failed run the destination counts as inconsistent
+    until
+    a complete run has succeeded.
 
     Args:
         plan: this rank's plan; checked here.
-        source_tensors: local name -> tensor, all of `plan.source_layout` and no others; their storage is looked
-            up anew at every run, so that offloading may move them in between.
+        source_tensors: local name -> tensor, exactly those of `plan.source_layout`. Their storage is looked up again in
+            every run, so that offloading may move them in between.
         dest_tensors: the same for the destination.
         group: the ranks of the plan, in order; None: all.
-        options: how weights may be moved. With `alias`, destination tensors that share the source's storage change when
-            the source does: call `source_changes` before.
-        background: the same ranks once more, for transports that work in a thread while the main threads use `group`:
-            every version after the first moves there, in parts. None: nothing does.
-        in_order: sets of source tensors, in the order in which they get their new values on this rank; what is in none
-            comes last. It says what is in which part.
-        changing: the weights that the source changes or `options.never_alias` speaks of; the others travel until they
-            have arrived whole, and then no more. None: all.
-        quantised: the weights that the destination holds in 8 bits. Of them, `dest_tensors` has the shape of the
-            layout and the dtype in which they travel, on the meta device: their place is in here.
+        options: permitted ways to move weights. With `alias`, destination tensors that share the source's storage
+            change
+            with the source: call `source_changes` first.
+        background: a second group of the same ranks, for transports that work in a thread while main threads use
+            `group`.
+            Every version after the first moves there, in parts. None: no background work.
+        in_order: sets of source tensors, in the order in which they get their new values on this rank; tensors in no
+            set
+            come last. Determines the parts.
+        changing: the weights that the source changes, or that `options.never_alias` names. Other weights move only in
+            runs
+            that bring everything. None: all change.
+        quantised: the weights that the destination holds in 8 bits. For these, `dest_tensors` has meta tensors with the
+            shape of the layout and the dtype that is sent; `quantised` has their storage.
 
     Raises:
-        ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit. Nothing
-            has moved then.
+        ReshardError: the plan is not exact, or parameters or dtypes do not fit. Nothing has moved then.
+
+    Example:
+        resharder = Resharder(plan, actor_tensors, engine_tensors, group)
+        resharder.source_changes()
+        optimizer.step()
+        stats = resharder.run()   # or start(), other work, finish()
     """
 
     def __init__(
@@ -155,27 +172,28 @@ class Resharder:
         self._parts: list[list[Transport]] = []
         if background is not None:
             self._later_transports = self._take_parts(replace(later), background, in_order)
-        self.brings_all = True  # the next run: not only what changes
+        self.brings_all = True  # the next run moves all weights, not only those that change
         travels = bool(plan.sends or plan.receives)
         self._anything_travels = plan.world > 1 and reduce_json(travels, any, group)
         self._background: Future[tuple[Moved, float]] | None = None
         self._started = self._hides = False
 
     def run(self) -> ReshardStats:
-        """Bring the destination up to date. Every rank of the group takes part.
+        """Bring the destination up to date. Collective over the group.
 
         Raises:
-            ReshardError: a rank died or stalled, by number and with the weights concerned.
+            ReshardError: a rank died or stalled; names the rank and the weights.
         """
         self.start()
         return self.finish()
 
     def start(self, final: FinalParts | None = None) -> None:
-        """Set the next version going.
+        """Begin to move the next version.
 
         Args:
-            final: of a version that moves in the background, which parts of the source have their new values; those
-                that have not follow when they do. None: all have.
+            final: for a background version, reports which parts of the source have their new values; the others are
+                moved once
+                they have. None: all have.
         """
         assert not self._started, "finish() the version that was started"
         begin = time.perf_counter()
@@ -193,7 +211,7 @@ class Resharder:
         self._seconds = time.perf_counter() - begin
 
     def finish(self) -> ReshardStats:
-        """Wait until the started version is whole on every rank, and make it the destination's.
+        """Wait until the started version is complete on every rank, and make it the destination's version.
 
         Raises:
             ReshardError: as `run`.
@@ -224,7 +242,7 @@ class Resharder:
         )
 
     def _result_of(self, background: Future[tuple[Moved, float]]) -> tuple[Moved, float]:
-        """What the thread has moved: it may take as long as all of its parts may wait for other ranks."""
+        """Return what the background thread has moved. Its time limit allows every part one wait for other ranks."""
         seconds = None if self._timeout is None else self._timeout.total_seconds() * (self.num_parts + 1)
         if not futures.wait([background], seconds).done:
             raise ReshardError(
@@ -234,22 +252,26 @@ class Resharder:
         return background.result()
 
     def source_changes(self) -> None:
-        """To be called before the source's weights change: what shares storage with them changes as well, and
-        what does not stays behind, so the destination holds no version whole until the next run."""
+        """Declare that the source's weights are about to change.
+
+        Tensors that share storage change with the source, while copies stay behind. So the destination holds no
+        complete
+        version until the next run.
+        """
         if self.inconsistent is None and any(alias.shares() for alias in self._aliases):
             self.inconsistent = (
                 f"part of it shares storage with the source, which has changed since version {self.version}"
             )
 
     def destination_lost(self) -> None:
-        """Its tensors hold nothing any more: the next run brings all weights, those that do not change as well."""
+        """Declare that the destination's tensors have lost their contents: the next run moves all weights."""
         self.brings_all = True
 
     def check_whole(self) -> None:
         """Refuse to use a destination that holds parts of two versions.
 
         Raises:
-            ReshardError: says why.
+            ReshardError: gives the reason.
         """
         if self.inconsistent is not None:
             raise ReshardError(
@@ -264,7 +286,7 @@ class Resharder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around everything that writes to the destination."""
+        """Mark the destination as inconsistent while it is written, and keep the reason if the block fails."""
         wanted = self.version + 1
         self.inconsistent = f"version {wanted} is being written over version {self.version}"
         try:
@@ -278,7 +300,7 @@ class Resharder:
     def _take_parts(
         self, job: TransferJob, background: dist.ProcessGroup, in_order: Sequence[Collection[str]]
     ) -> list[Transport]:
-        """Make `_parts` of all that moves; what shares storage stays, and is looked at when all have moved."""
+        """Make the transports of each background part. Aliases move nothing, so they are updated once at the end."""
         aliases = Alias.take(job)
         left = replace(job.plan, copies=tuple(job.copies))
         first = parts_of(job.plan.source_layout, in_order, self._group)
@@ -290,11 +312,11 @@ class Resharder:
 
     @property
     def num_parts(self) -> int:
-        """Of a version that moves in the background; the same on every rank."""
+        """Number of parts of a background version, equal on every rank."""
         return len(self._parts)
 
     def _move(self, final: FinalParts) -> tuple[Moved, float]:
-        """One part after the other, the same order on every rank: what moved, and the seconds that this took."""
+        """Move one part after the other, in the same order on every rank; return what moved, and the seconds."""
         moved, seconds = Moved(), 0.0
         for number, transports in enumerate(self._parts):
             final.wait_for(number, self._timeout)
@@ -306,7 +328,9 @@ class Resharder:
         return moved, seconds
 
     def _agree(self) -> None:
-        """Every rank has got here with the same version: one number from each. Nothing if nothing travels."""
+        """Check that every rank has reached the same version, by an all-gather of one number. Skipped if nothing
+        travels.
+        """
         if not self._anything_travels:
             return
         mine = torch.tensor([self.version + 1], device=platform.device)
@@ -324,11 +348,10 @@ class Resharder:
 
 
 def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> list[Transport]:
-    """Give every copy, send and receive of the job to a transport, in the order in which they work. Every rank of the
-    group takes part.
+    """Assign every copy, send and receive of the job to a transport, in working order. Collective over the group.
 
     Raises:
-        ReshardError: something is left that no transport carries.
+        ReshardError: no transport supports some transfer.
     """
     last: list[Transport] = [] if quantised is None else [QuantisedLanding.take(job, quantised, assign)]
     found = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
@@ -339,7 +362,7 @@ def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> l
 
 
 def finished(transports: Sequence[Transport]) -> Moved:
-    """Finish them, on the device too."""
+    """Finish the transports, including their work on the device."""
     moved = Moved()
     for transport in transports:
         moved = moved.plus(transport.finish())
@@ -351,13 +374,14 @@ def finished(transports: Sequence[Transport]) -> Moved:
 def parts_of(
     source: Layout, in_order: Sequence[Collection[str]], group: dist.ProcessGroup | None
 ) -> list[frozenset[str]]:
-    """The weights of each part that a version moves in, but the last part, which has all others; the same on every
-    rank, and all take part.
+    """Return the weights of each part of a background version except the last, which has the rest. Collective over the
+    group.
 
-    A weight of which several ranks hold some goes with the part in which the last of them has its new values.
+    A weight that several ranks hold belongs to the part in which the last of them gets its new values.
 
     Args:
-        source: what this rank has. in_order: as `Resharder` has it.
+        source: this rank's layout.
+        in_order: as in `Resharder`.
     """
     number = min(MAX_PARTS, reduce_json(len(in_order), max, group)) if dist.is_initialized() else 0
     if number < 2:
@@ -377,12 +401,16 @@ def parts_of(
 
 
 class FinalParts:
-    """Which parts of a version have their new values on this rank: said by the thread that trains, waited for by the
-    one that moves them.
+    """Tracks which parts of a version have their new values on this rank.
+
+        training thread                          reshard thread
+        optimizer step 1, after(1)  ---------->  wait_for(0) returns, part 0 moves
+        optimizer step 2, after(2)  ---------->  wait_for(1) returns, part 1 moves
+        after(None)                 ---------->  all remaining parts move
 
     Args:
-        num_parts: of the version.
-        num_steps: in how many steps the new values come here.
+        num_parts: parts of the version.
+        num_steps: steps in which the new values are made.
     """
 
     def __init__(self, num_parts: int, num_steps: int = 1) -> None:
@@ -391,7 +419,7 @@ class FinalParts:
         self._event: torch.cuda.Event | None = None
 
     def after(self, step: int | None) -> None:
-        """So many of the steps, None: all of them, are behind what the current stream has been given."""
+        """Report that the first `step` steps (None: all of them) have been enqueued on the current stream."""
         event = record_event()
         with self._condition:
             self._final = self._num_parts if step is None else step * self._num_parts // self._num_steps
@@ -399,10 +427,10 @@ class FinalParts:
             self._condition.notify_all()
 
     def wait_for(self, part: int, timeout: timedelta | None) -> None:
-        """Until a part has its new values, on the device too.
+        """Wait until a part has its new values, on the device too.
 
         Raises:
-            ReshardError: that took longer than `timeout`.
+            ReshardError: this took longer than `timeout`.
         """
         with self._condition:
             seconds = None if timeout is None else timeout.total_seconds()
@@ -416,16 +444,18 @@ Result = TypeVar("Result")
 
 
 def in_background(function: Callable[[], Result]) -> Future[Result]:
-    """Run `function` in a thread, on a stream of its own, that is behind what the function waits for alone."""
+    """Run `function` in a thread with its own CUDA stream, which waits only for events that the function waits for."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            platform.start()  # the current device belongs to the thread
+            # The current device is a property of the thread.
+            platform.start()
             stream = torch.cuda.Stream() if platform.is_cuda else None
             with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
                 future.set_result(function())
-        except BaseException as error:  # raised again where the result is asked for
+        except BaseException as error:
+            # Raised again by future.result().
             future.set_exception(error)
 
     threading.Thread(target=run, name="reshard", daemon=True).start()

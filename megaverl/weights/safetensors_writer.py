@@ -1,5 +1,8 @@
-"""Safetensors files as a stream: headers first, then the elements as they come; safetensors' own writer wants all of
-a file in memory, and torch's (DCP's HuggingFaceStorageWriter) writes every byte twice."""
+"""Stream tensors into safetensors files: headers first, then elements as they arrive.
+
+safetensors' own writer needs all of a file in memory, and torch's (DCP's HuggingFaceStorageWriter) writes every byte
+twice.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from megaverl.sharding.boxes import whole
 from megaverl.sharding.weight import Weight
 from megaverl.weights.stored import DTYPES, INDEX_FILE, SINGLE_FILE
 
-# name, shape, dtype
+# (name, shape, dtype)
 Tensor = tuple[str, tuple[int, ...], torch.dtype]
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FolderWriter:
-    """Streams tensors into safetensors files in the order of the weights. A rank that does not write idles.
+    """Streams tensors into safetensors files in the order of the weights. On ranks that do not write, it does nothing.
 
-    A disk that fails must not keep the other ranks waiting: the error is kept until `finish`, and what still
-    comes is dropped. The folder is removed when anything went wrong.
+    A disk error must not block the other ranks. So the error is kept until `finish`, and later chunks are dropped. The
+    folder is removed if anything fails.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class FolderWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def write(self, chunks: Iterable[torch.Tensor]) -> None:
-        """Append chunks, each contiguous and no longer than what is left of its tensor."""
+        """Append contiguous chunks, each at most as long as the rest of its tensor."""
         if not self._writes or self._error is not None:
             return
         try:
@@ -64,7 +67,7 @@ class FolderWriter:
             self._error = cannot_write(self._folder, error)
 
     def finish(self) -> CheckpointError | None:
-        """Close the last file and write the index. Returns what went wrong on the way, if anything did."""
+        """Close the last file and write the index; return the first error, if any."""
         if not self._writes:
             return None
         try:
@@ -92,10 +95,10 @@ class FolderWriter:
 
 
 def shard_headers(tensors: Iterable[Tensor], shard_bytes: int) -> dict[str, str]:
-    """The files that hold the tensors, in order, and the JSON header of each.
+    """Return file name -> JSON header of the files that hold the tensors, in order.
 
-    A file has at most `shard_bytes`, or one larger tensor. In a file the wider dtypes come first, so that every tensor
-    lies where its dtype can be read.
+    A file has at most `shard_bytes`, or one larger tensor. Wider dtypes come first in a file, so that every tensor is
+    aligned to its dtype.
     """
     shards: list[list[Tensor]] = [[]]
     filled = 0
@@ -123,23 +126,25 @@ def _header(shard: Sequence[Tensor]) -> str:
 
 
 def framed(header: str) -> bytes:
-    """A header as a file begins with it."""
+    """Return the bytes with which a file of this header begins."""
     text = header.encode()
     return len(text).to_bytes(8, "little") + text
 
 
 def entries_of(header: str) -> dict[str, dict[str, Any]]:
-    """Every tensor of a header: its `dtype`, `shape` and `data_offsets` (begin, end; from the first element on)."""
+    """Return tensor -> its header entry: `dtype`, `shape` and `data_offsets` (begin, end) from the first element of the
+    file.
+    """
     return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
 
 
 def data_bytes(header: str) -> int:
-    """Of all tensors of a file."""
+    """Return the bytes of all tensors of a file."""
     return max((entry["data_offsets"][1] for entry in entries_of(header).values()), default=0)
 
 
 def index_text(headers: Mapping[str, str]) -> str:
-    """The index of files (name -> header)."""
+    """Return the text of the index of these files (name -> header)."""
     weight_map = {name: file for file, header in headers.items() for name in entries_of(header)}
     total = sum(map(data_bytes, headers.values()))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -152,10 +157,10 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def replace_folder(finished: Path, folder: Path) -> None:
-    """Give a finished folder its name; an older one of that name goes only then.
+    """Rename a finished folder to its final name, and remove an older folder of that name afterwards.
 
     Raises:
-        CheckpointError: it cannot be done; the older one is as it was.
+        CheckpointError: the renaming failed; the older folder is unchanged.
     """
     old = folder.with_name(folder.name + ".old")
     try:
@@ -171,4 +176,5 @@ def replace_folder(finished: Path, folder: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a path that cannot be written."""
     return CheckpointError(f"{path}: cannot be written ({error}). Free space or choose another folder.")

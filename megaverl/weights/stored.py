@@ -1,8 +1,9 @@
-"""Arrays in files, whole or in chunks, and any box of them read straight into its place, without the rest.
+"""Arrays in files, whole or in chunks, any box of which can be read directly into its place.
 
-One reader for both formats: safetensors' `get_slice` makes a tensor to copy from and knows no chunks; torch's
-`mmap=True` wants one tensor in a file. Runs of elements are not read through a map, where a failing disk is a crash.
-Headers are read here as well, for safetensors does not say where in its file a tensor lies.
+One reader serves both formats. safetensors' `get_slice` makes a tensor that must be copied, and does not know chunks;
+torch's `mmap=True` needs one tensor per file. Contiguous runs are read with `pread`, not through a memory map, where a
+disk error would kill the process. Headers are parsed here because safetensors does not report where a tensor lies in
+its file.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from megaverl.outside import read_json, read_json_file
 from megaverl.sharding.boxes import Box, BoxIndex, whole
 from megaverl.sharding.layout import Layout, whole_layout
 
-# by safetensors' words for them; None: not in this torch
+# safetensors' dtype name -> torch dtype. safetensors maps names that this torch version lacks to None.
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 
-MAPPED_BYTES = 1 << 20  # of a file that are in memory at a time where only columns are wanted
+MAPPED_BYTES = 1 << 20  # bytes of a file in memory at a time when only some columns are read
 
 
 class Extent(NamedTuple):
-    """A box of an array, contiguous in a file in row-major order, or with the given strides (in elements)."""
+    """A box of an array that is contiguous in a file in row-major order, or has the given strides (in elements)."""
 
     box: Box
     file: Path
@@ -42,7 +43,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An array in files."""
+    """An array in files: its shape, dtype, and the places of its parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,10 +51,11 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements."""
         return whole(self.shape).numel * self.dtype.itemsize
 
     def transposed(self, axes: Sequence[int]) -> StoredArray:
-        """The same elements, the axes in this order."""
+        """Return the array with its axes in this order. No element moves."""
 
         def moved(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values[axis] for axis in axes)
@@ -69,14 +71,15 @@ class StoredArray:
 
     @cached_property
     def index(self) -> BoxIndex:
+        """Spatial index of the extents' boxes."""
         return BoxIndex([extent.box for extent in self.extents])
 
 
 def stored_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, StoredArray]:
-    """The tensors of safetensors files, by name.
+    """Return the tensors of safetensors files as arrays, by name.
 
     Raises:
-        ModelError: a tensor of a dtype that is not known here.
+        ModelError: a tensor has an unknown dtype.
     """
     unknown = [f"{name} ({tensor.dtype})" for name, tensor in stored.items() if tensor.dtype not in DTYPES]
     if unknown:
@@ -90,12 +93,12 @@ def stored_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, StoredArray]:
 
 
 def with_views(arrays: Mapping[str, StoredArray], layout: Layout) -> dict[str, StoredArray]:
-    """With the views that a layout has of them, which transpose alone."""
+    """Add the views of a layout to the arrays. Views of stored arrays can only transpose."""
     return {**arrays, **{name: arrays[local].transposed(view.axes) for name, (local, view) in layout.views.items()}}
 
 
 class StoredArrayReader:
-    """Reads boxes of stored arrays; several threads may share one. Holds open files, and no data."""
+    """Reads boxes of stored arrays. Several threads may share a reader. It holds open files, but no data."""
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
         self.arrays = arrays
@@ -111,16 +114,18 @@ class StoredArrayReader:
         self.close()
 
     def close(self) -> None:
+        """Close all files."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
-        self._maps.clear()  # a map goes when the last tensor on it goes
+        # A map is unmapped when the last tensor that uses it is freed.
+        self._maps.clear()
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
-        """Fill `out` (CPU, any strides, any dtype) with a box of an array; shapes agree up to axes of size one.
+        """Fill `out` (CPU, any strides, any dtype) with a box of an array. Shapes agree up to axes of size one.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends too early.
+            CheckpointError: the file cannot be read, or is too short.
         """
         array = self.arrays[name]
         target = out.view(box.shape)
@@ -151,14 +156,17 @@ class StoredArrayReader:
             data, offset = data[count:], offset + count
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """This thread's own, made once: a new one for each read leaves the allocator's arenas full of holes."""
+        """Return this thread's buffer.
+
+        It is reused, since a new one for each read would fragment the allocator's memory.
+        """
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             buffer = self._local.buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes]
 
     def _copy_strided(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
-        """Columns, or a chunk stored transposed: through the page cache, some rows at a time."""
+        """Copy columns, or a transposed chunk, through the page cache, some rows at a time."""
         mapped, size = self._map(extent.file), dtype.itemsize
         numel, strides = whole(extent.box.shape).numel, extent.strides or row_major(extent.box.shape)
         if extent.offset + numel * size > len(mapped):
@@ -166,14 +174,15 @@ class StoredArrayReader:
                 f"{extent.file}: truncated: it ends before byte {extent.offset + numel * size}. {AGAIN}"
             )
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * size, offset=extent.offset)
-        # as bytes: chunks lie at odd places, where there is no view of another dtype
+        # View the file as bytes, since chunks may start at addresses that are not aligned to their dtype.
         array = flat.as_strided((*extent.box.shape, size), (*(stride * size for stride in strides), 1))
         source, dest = array[_within(box, extent.box)], out.unsqueeze(-1).view(torch.uint8)
         if extent.strides is not None:
             dest.copy_(source)
             _give_back(mapped, extent.offset, extent.offset + numel * size)
             return
-        axis = next(axis for axis, length in enumerate(box.shape) if length > 1)  # there is one: it is no single run
+        # The box is not a single run, so some axis is longer than one.
+        axis = next(axis for axis, length in enumerate(box.shape) if length > 1)
         row, length = strides[axis] * size, box.shape[axis]
         begin = extent.offset + size * sum(
             (low - base) * stride
@@ -195,7 +204,7 @@ class StoredArrayReader:
         descriptor = self._descriptor(file)
         with self._lock:
             if file not in self._maps:
-                # copy on write, for torch takes only buffers that may be written to; nothing writes
+                # torch accepts only writable buffers, so map copy-on-write. Nothing writes to it.
                 self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             return self._maps[file]
 
@@ -207,7 +216,7 @@ def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of an array that lies row by row."""
+    """Return the strides in elements of an array in row-major order."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -215,9 +224,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _run_start(inner: Box, outer: Box) -> int | None:
-    """Where `inner` begins in `outer`'s elements, if it is one run of them; else None."""
+    """Return the offset of `inner` in `outer`'s elements if it is one contiguous run; otherwise None."""
     strides = row_major(outer.shape)
-    free = False  # whether an axis before took only a part of more than one
+    free = False  # True once a faster axis is taken only in part; every slower axis must then have length one
     for low, high, base, end in zip(
         reversed(inner.start), reversed(inner.stop), reversed(outer.start), reversed(outer.stop), strict=True
     ):
@@ -228,7 +237,7 @@ def _run_start(inner: Box, outer: Box) -> int | None:
 
 
 def _give_back(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Take the pages of a range out of this process's memory; the system keeps them cached."""
+    """Drop the pages of a range from this process's memory. The kernel keeps them cached."""
     page = mmap.PAGESIZE
     low = start // page * page
     mapped.madvise(mmap.MADV_DONTNEED, low, min(stop, len(mapped)) - low)
@@ -242,7 +251,10 @@ AGAIN = "Copy or download the file again from its source."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its shape, its dtype in safetensors' words (`F32`, `BF16`, ...), its first byte."""
+    """A tensor in a file: its shape, its dtype in safetensors' notation (`F32`, `BF16`, ...), and the offset of its
+    first
+    byte.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -251,11 +263,11 @@ class StoredTensor:
 
 
 def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of a Hugging Face folder by name, from the headers alone.
+    """Read the names and places of all tensors of a Hugging Face folder, from the headers alone.
 
     Raises:
-        ModelError: no weights, a shard that the index names but is not there or lacks a tensor, a truncated
-            or damaged file.
+        ModelError: there are no weights, a shard of the index is missing or lacks a tensor, or a file is truncated or
+            damaged.
     """
     folder = Path(folder)
     index = folder / INDEX_FILE
@@ -286,7 +298,7 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def folder_layout(stored: dict[str, StoredTensor]) -> Layout:
-    """The layout of a folder: every tensor whole under its own name."""
+    """Return the layout of a folder, where every tensor is whole under its own name."""
     return whole_layout((name, tensor.shape) for name, tensor in stored.items())
 
 
@@ -294,7 +306,7 @@ MAX_DIMS = 16
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, by name.
+    """Read the tensors of one safetensors file, by name.
 
     Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes (safetensors' README).
 
@@ -331,7 +343,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """tensor -> file, of a `model.safetensors.index.json`; ModelError if it is none."""
+    """Read tensor -> file from a `model.safetensors.index.json`.
+
+    Raises:
+        ModelError: the file is not such an index.
+    """
     try:
         weight_map = read_json_file(index)["weight_map"]
         return {str(tensor): str(file) for tensor, file in weight_map.items()}

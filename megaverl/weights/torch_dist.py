@@ -1,7 +1,8 @@
-"""The chunks of `torch_dist` checkpoints: where their elements lie, and zips as `torch.save` makes them, by parts.
+"""Chunks of `torch_dist` checkpoints: find their elements, and write zip archives like `torch.save` in parts.
 
-`torch.save` and `torch.load` move whole tensors. Here ranks and threads write a chunk slab by slab, its length known
-before its elements are, and read any box of it. (torch 2.13, `caffe2/serialize/inline_container.cc`.)
+`torch.save` and `torch.load` handle whole tensors. Here several ranks and threads write one chunk slab by slab, since
+its length is known before its elements are, and any box of it can be read. (torch 2.13,
+`caffe2/serialize/inline_container.cc`.)
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from megaverl.weights.stored import Extent, StoredArray, row_major
 from megaverl.weights.torch_dist_index import BACKEND, COPY_AGAIN, FORMAT_FILE, INDEX_FILE, Chunk, IndexedArray
 
 COMMON_FILE = "common.pt"
-MAX_NAMED = 12  # damaged chunks that a message names
-CHUNK_BYTES = 1 << 28  # the largest chunk: parts that several threads work on, far from zip's limit of 4 GiB
-# what megatron-core stores for the extra state of a linear layer that has none
+MAX_NAMED = 12  # damaged chunks that a message lists
+CHUNK_BYTES = 1 << 28  # largest chunk: small enough to share work between threads, and below zip's limit of 4 GiB
+# megatron-core stores this as the extra state of a linear layer that has none.
 NO_EXTRA_STATE: list[None] = [None]
 
-# dtype -> the name under which a chunk's pickle gives it
+# dtype -> name of its storage class in a chunk's pickle.
 STORAGES = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
@@ -43,15 +44,16 @@ STORAGES = {
 
 
 def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
-    """The arrays with the places of their elements, found from the chunks' own descriptions; no element is read.
+    """Find the places of the arrays' elements from the chunks' own pickles. No element is read.
 
     Raises:
-        CheckpointError: a chunk is damaged, or is not what the index says.
+        CheckpointError: a chunk is damaged, or does not match the index.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     found = {}
-    with ExitStack() as stack, FakeTensorMode():  # under which torch.load reads the description alone
+    # Under FakeTensorMode, torch.load reads a tensor's description but none of its elements.
+    with ExitStack() as stack, FakeTensorMode():
 
         @cache
         def opened(path: Path) -> BinaryIO:
@@ -65,17 +67,17 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
 
 
 def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: int = 1) -> None:
-    """Read every byte of this share (of so many) of the chunks, and compare with the checksums in their zips.
+    """Read every byte of one of `shares` equal parts of the chunks, and compare the checksums in their zips.
 
     Raises:
-        CheckpointError: names every chunk whose bytes were changed.
+        CheckpointError: lists every chunk whose bytes have changed.
     """
     wrong = []
     chunks = [(name, chunk) for name, array in arrays.items() for chunk in array.chunks]
     for name, chunk in chunks[share::shares]:
         try:
             with chunk.file.open("rb", buffering=0) as file, zipfile.ZipFile(_ChunkFile(file, chunk)) as archive:
-                # torch stores its records as they are; compressed ones may unpack without end
+                # torch does not compress its records. A compressed one could unpack to any size.
                 stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
                 intact = stored and archive.testzip() is None
         except (OSError, zipfile.BadZipFile):
@@ -104,8 +106,9 @@ def _extent(name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path]
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{chunk.file}: {name} {chunk.box} is damaged: it names more than a plain tensor's parts. {COPY_AGAIN}"
-        ) from None  # torch's advice is to load it without its checks
-    except Exception as error:  # a damaged pickle can raise anything
+        ) from None  # torch's message would advise loading without safety checks
+    except Exception as error:
+        # A damaged pickle can raise anything.
         raise CheckpointError(
             f"{chunk.file}: {name} {chunk.box} is damaged ({type(error).__name__}: {error}). {COPY_AGAIN}"
         ) from error
@@ -113,7 +116,7 @@ def _extent(name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path]
 
 
 class _ChunkFile(io.RawIOBase):
-    """The bytes of a chunk as a file."""
+    """File-like view of a chunk's bytes."""
 
     def __init__(self, file: BinaryIO, chunk: Chunk) -> None:
         self._file, self._chunk, self._at = file, chunk, 0
@@ -139,7 +142,7 @@ class _ChunkFile(io.RawIOBase):
 
 
 class Frame:
-    """What stands around a chunk's elements in its zip; only its checksum depends on them."""
+    """The bytes around a chunk's elements in its zip archive. Only the checksum depends on the elements."""
 
     ALIGNMENT = 64
 
@@ -156,19 +159,20 @@ class Frame:
         self.length = self.data_offset + self.nbytes + len(self.tail(0))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The tensor that it stands around, as `torch.save` pickles it."""
-        hooks: dict[str, Any] = OrderedDict()  # none, and with its type's parameters it would be pickled otherwise
+        """Pickle like the tensor that it frames, as `torch.save` does."""
+        # Empty. OrderedDict[str, Any]() would be pickled differently from torch's.
+        hooks: dict[str, Any] = OrderedDict()
         arguments = (self._storage, 0, self._shape, row_major(self._shape), False, hooks)
         return torch._utils._rebuild_tensor_v2, arguments
 
     def head(self, crc: int) -> bytes:
-        """All before the elements."""
+        """Return all bytes before the elements."""
         parts = [_local_header(name, zlib.crc32(data), len(data)) + data for name, data in self._small]
         extra = struct.pack("<HH", 0x4246, self._padding) + b"Z" * self._padding
         return b"".join([*parts, _local_header("data/0", crc, self.nbytes, extra)])
 
     def tail(self, crc: int) -> bytes:
-        """All behind them."""
+        """Return all bytes after the elements."""
         entries, at = [], 0
         for name, data in self._small:
             entries.append(_directory_entry(name, zlib.crc32(data), len(data), at))

@@ -1,7 +1,8 @@
-"""The index of a `torch_dist` checkpoint, read by a reader of its own: torch's runs whatever the pickle names.
+"""Read the index of a `torch_dist` checkpoint safely: torch's own reader would execute whatever its pickle names.
 
-`.metadata` (torch's distributed checkpointing) names arrays, their chunks and where these lie in `*.distcp` files. Here
-every class that it may name is a stand-in that keeps what it is given; all else is refused. Works without torch.
+`.metadata` (torch's distributed checkpointing) names arrays, their chunks and the chunks' places in `*.distcp` files.
+This reader replaces every class that may occur by a stand-in without behaviour, and refuses all others. It does not
+need torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # megatron-core leaves its plans in the index
+    # megatron-core also stores its save plans in the index.
     "torch.distributed.checkpoint.planner": {
         "BytesIOWriteData",
         "SavePlan",
@@ -60,7 +61,7 @@ _CLASSES = {
 
 
 class Chunk(NamedTuple):
-    """Where the zip of an array's box, or of an object (an empty box), lies."""
+    """Place of the zip archive that holds a box of an array, or an object (an empty box)."""
 
     box: Box
     file: Path
@@ -70,10 +71,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexedArray:
-    """An array of a checkpoint; layers are often stacked along the first axis.
+    """An array of a checkpoint. Layers are often stacked along the first axis.
 
     Attributes:
-        dtype: without "torch.".
+        dtype: name of the dtype without "torch.".
     """
 
     shape: tuple[int, ...]
@@ -82,22 +83,24 @@ class IndexedArray:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements."""
         return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """What a checkpoint holds, by name, in the index's order; objects are what is no array."""
+    """Contents of a checkpoint by name, in the order of the index: arrays, and objects that are not arrays."""
 
     arrays: dict[str, IndexedArray]
     objects: dict[str, Chunk]
 
     def wrong_sizes(self) -> list[str]:
-        """Every file that is missing or too short for what the index says is in it, in words."""
+        """List every file that is missing, or shorter than the index requires, in words."""
         ends: dict[Path, int] = {}
         for chunk in [*(chunk for array in self.arrays.values() for chunk in array.chunks), *self.objects.values()]:
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
@@ -112,16 +115,17 @@ class CheckpointIndex:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder looks like a distributed checkpoint."""
+    """Return whether the folder looks like a distributed checkpoint."""
     return (folder / INDEX_FILE).is_file()
 
 
 def read_arrays(folder: Path) -> dict[str, IndexedArray]:
-    """Every array of a checkpoint by key, and that its files are there and long enough.
+    """Read the arrays of a checkpoint by key, and check that its files exist and are long enough.
 
     Raises:
-        CheckpointError: no checkpoint, another format or a newer one, a damaged index, files that are missing or
-            end too early (all of them are named).
+        CheckpointError: there is no checkpoint, its format is unknown or newer, its index is damaged, or files are
+            missing
+            or too short (all are listed).
     """
     _check_format(folder)
     index = read_index(folder)
@@ -131,13 +135,13 @@ def read_arrays(folder: Path) -> dict[str, IndexedArray]:
 
 
 def read_index(folder: Path, fix: str = COPY_AGAIN) -> CheckpointIndex:
-    """Read the index alone, no other file.
+    """Read the index, but no other file.
 
     Args:
-        fix: what to do, for messages.
+        fix: advice that ends error messages.
 
     Raises:
-        CheckpointError: there is none, it is damaged, names what it must not, or a place outside of the folder.
+        CheckpointError: the index is missing or damaged, names a forbidden class, or a path outside the folder.
     """
     path = folder / INDEX_FILE
     try:
@@ -148,7 +152,8 @@ def read_index(folder: Path, fix: str = COPY_AGAIN) -> CheckpointIndex:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}). {fix}") from error
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:
+        # A damaged pickle can raise anything.
         raise CheckpointError(f"{path}: refused: {type(error).__name__}: {error}. {fix}") from error
 
 
@@ -205,18 +210,18 @@ def _check_format(folder: Path) -> None:
 
 
 class _StandIn:
-    """For any class of the index: keeps its state, and does nothing with it."""
+    """Stand-in for any class of the index: stores its state, and does nothing with it."""
 
     def __init__(self, *_: Any) -> None:
-        """Of an enum's value, with which pickle calls its class."""
+        """Accept any arguments: pickle calls an enum's class with its value."""
 
     def __setstate__(self, state: Any) -> None:
-        # TensorProperties gives a tuple, its dtype first
+        # TensorProperties pickles a tuple whose first element is its dtype.
         self.__dict__.update({"dtype": state[0]} if isinstance(state, tuple) else state)
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """What this takes, torch may unpickle as well."""
+    """Unpickler that refuses all classes except those in `_CLASSES`. An index that it accepts is safe for torch too."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in ITEM_BYTES:

@@ -1,5 +1,8 @@
-"""Transports: what carries a plan's boxes, one file each; `megaverl.weights.reshard` has their order. What moves are
-tensors that fit their layout, in agreed dtypes: here are a transport's job, and messages of bounded size."""
+"""Transports: they carry the boxes of a plan, one module each; `megaverl.weights.reshard` defines their order.
+
+This module has what they share: checks that tensors fit their layout, agreement on dtypes, a transport's job, and
+messages of bounded size.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ MOVABLE = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.b
 
 
 class Viewed(Mapping[str, torch.Tensor]):
-    """Local tensors and a layout's views of them, which are made anew each time they are asked for: a tensor's storage
-    may be another one by then."""
+    """Local tensors and a layout's views of them.
+
+    Views are made again in every access, since a tensor's storage may have changed.
+    """
 
     def __init__(self, layout: Layout, tensors: Tensors) -> None:
         self._views, self._tensors = layout.views, tensors
@@ -48,12 +53,12 @@ class Viewed(Mapping[str, torch.Tensor]):
 
 
 def viewed(layout: Layout, tensors: Tensors) -> Tensors:
-    """The tensors that the pieces of a layout name."""
+    """Return the tensors that the pieces of a layout name, views included."""
     return Viewed(layout, tensors) if layout.views else tensors
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The box of a tensor or parameter, sharing its storage, outside autograd."""
+    """Return a box of a tensor or parameter that shares its storage, outside autograd."""
     return tensor.detach()[box.slices]
 
 
@@ -65,13 +70,13 @@ def check_tensors(
     *,
     exact: bool = False,
 ) -> None:
-    """Every local tensor of the layout is in `tensors`, with the layout's shape.
+    """Check that `tensors` has every local tensor of the layout, with the layout's shape.
 
     Args:
-        exact: `tensors` must hold nothing else either.
+        exact: whether `tensors` must contain nothing else.
 
     Raises:
-        error: names every tensor that is missing, of another shape or, if `exact`, that no weight belongs to.
+        error: lists every tensor that is missing, has another shape or, if `exact`, belongs to no weight.
     """
     missing = [name for name in layout.local_shapes if name not in tensors]
     problems = [f"{holder} has no such parameter: {', '.join(listed(missing))}"] if missing else []
@@ -91,13 +96,13 @@ def check_tensors(
 
 
 class SideDtypes:
-    """The dtypes of one side's tensors over all ranks: one for almost all, and the others by name.
+    """The dtypes of one side's tensors over all ranks: one for most tensors, and exceptions by name.
 
     Args:
-        name: of the side, for messages.
+        name: name of the side, for messages.
         common: dtype of most tensors.
-        others: tensor -> its dtype, and a rank that has it so.
-        odd: ranks most of whose tensors have another dtype, and which.
+        others: tensor -> its dtype, and a rank that holds it in this dtype.
+        odd: (rank, dtype) of ranks most of whose tensors have another dtype.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class SideDtypes:
 
     @staticmethod
     def summary(reports: Sequence[Any]) -> list[Any]:
-        """The arguments after the name, of each rank's report, in rank order; JSON."""
+        """Return the constructor's arguments after the name, as JSON, from every rank's report in rank order."""
         counts = Counter(report["common"] for report in reports if report["common"])
         common = counts.most_common(1)[0][0] if counts else ""
         others: dict[str, tuple[str, int]] = {}
@@ -120,15 +125,15 @@ class SideDtypes:
 
     @property
     def common(self) -> torch.dtype:
-        """Of most tensors."""
+        """Dtype of most tensors."""
         return MOVABLE[self._common]
 
     def of(self, tensor: str) -> torch.dtype | None:
-        """Of a global tensor, whichever rank holds it; None where the side holds nothing that could be moved."""
+        """Return the dtype of a global tensor on any rank; None if the side holds nothing that could be moved."""
         return MOVABLE.get(self._others[tensor][0] if tensor in self._others else self._common)
 
     def problems(self, layout: Layout, tensors: Tensors) -> Iterator[tuple[str, str]]:
-        """(what is wrong, tensor) for each tensor of this rank."""
+        """Yield (problem, tensor) for each tensor of this rank."""
         for tensor, dtypes in _dtypes(layout, tensors).items():
             wanted, rank = self._others.get(tensor, (self._common, None))
             for dtype in dtypes:
@@ -145,15 +150,15 @@ class SideDtypes:
 def agree_on_dtypes(
     sides: Mapping[str, tuple[Layout, Tensors]], group: dist.ProcessGroup | None
 ) -> dict[str, SideDtypes]:
-    """The dtypes of each side, on all ranks; all of them take part.
+    """Return the dtypes of each side over all ranks. Collective over the group.
 
     Args:
         sides: name -> this rank's layout and tensors; the source first.
 
     Raises:
-        ReshardError: on every rank, naming every tensor whose dtype differs between ranks of one side, is no
-            floating-point one of at least 16 bits, or cannot be converted without loss of
-            range (float16 and bfloat16).
+        ReshardError: on every rank; lists every tensor whose dtype differs between ranks of one side, is not a
+            floating-point type of at least 16 bits, or cannot be converted without loss of range (float16 and
+            bfloat16).
     """
     mine = {name: _report(layout, tensors) for name, (layout, tensors) in sides.items()}
 
@@ -182,8 +187,12 @@ def agree_on_dtypes(
 
 
 def wire_dtypes(sides: Mapping[str, SideDtypes]) -> Callable[[str], torch.dtype]:
-    """Global tensor -> the dtype in which it travels: the smallest of the sides' (the last side's when they are
-    as large), so that float32 masters reach a bfloat16 engine at half the bytes."""
+    """Return a function from a global tensor to the dtype in which it is sent.
+
+    This is the smallest dtype of the sides (in a tie, the last side's). So float32 masters reach a bfloat16 engine in
+    half
+    the bytes.
+    """
 
     def wire(tensor: str) -> torch.dtype:
         dtypes = [dtype for side in reversed(list(sides.values())) if (dtype := side.of(tensor)) is not None]
@@ -193,7 +202,7 @@ def wire_dtypes(sides: Mapping[str, SideDtypes]) -> Callable[[str], torch.dtype]
 
 
 def converting(sides: Mapping[str, SideDtypes]) -> Callable[[str], bool]:
-    """Global tensor -> whether the sides hold it in different dtypes."""
+    """Return a function from a global tensor to whether the sides hold it in different dtypes."""
     return lambda tensor: len({side.of(tensor) for side in sides.values()}) > 1
 
 
@@ -205,7 +214,7 @@ def _dtypes(layout: Layout, tensors: Tensors) -> dict[str, list[str]]:
 
 
 def _report(layout: Layout, tensors: Tensors) -> dict[str, Any]:
-    """This rank's dtypes, short for almost all models: the commonest, and the names of what has another."""
+    """Return this rank's dtypes in compact form: the most common one, and the names of tensors with another."""
     by_dtype: dict[str, list[str]] = {}
     for tensor, dtypes in _dtypes(layout, tensors).items():
         for dtype in dtypes:
@@ -215,24 +224,25 @@ def _report(layout: Layout, tensors: Tensors) -> dict[str, Any]:
 
 
 BUCKET_BYTES = 64 * 2**20
-# A box of at least this part of a message travels alone, so that it can be sent from and land in its place.
+# A box of at least this fraction of a message has a message of its own, so that it can be sent and received in place.
 ALONE = 1 / 16
 
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """How weights may be moved; the same on every rank.
+    """Permitted ways to move weights, equal on every rank.
 
     Attributes:
-        bucket_bytes: buffer for each of sending and receiving.
-        alias: let the destination take the source's storage where it can.
-        may_rebind: the destination's tensors may take other storage at any time: no captured graph holds their
+        bucket_bytes: size of the send buffer and of the receive buffer.
+        alias: whether the destination may share the source's storage.
+        may_rebind: whether the destination's tensors may move to other storage at any time: no captured graph holds
+            their
             addresses.
-        node_of: the node of a rank; None: all on one.
-        timeout: how long to wait for another rank; None: the group's own timeout.
-        folder: where weights between nodes go through files; None: over the network.
-        ipc: let processes of one node read each other's memory.
-        never_alias: destination tensors that must keep a storage of their own, as they are written to after a run.
+        node_of: returns the node of a rank; None: all ranks share one node.
+        timeout: longest wait for another rank; None: the group's timeout.
+        folder: folder for files through which weights pass between nodes; None: use the network.
+        ipc: whether processes of one node may read each other's memory.
+        never_alias: destination tensors that need their own storage, because they are written after a run.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -245,17 +255,18 @@ class TransportOptions:
     never_alias: frozenset[str] = frozenset()
 
     def same_node(self, a: int, b: int) -> bool:
+        """Return whether two ranks are on one node."""
         return self.node_of is None or self.node_of(a) == self.node_of(b)
 
 
 @dataclass
 class TransferJob:
-    """One rank's plan and tensors; the three lists hold what no transport has taken yet.
+    """One rank's plan and tensors. `copies`, `sends` and `receives` hold the transfers that no transport has taken yet.
 
     Attributes:
-        wire: global tensor -> the dtype in which it travels.
+        wire: global tensor -> the dtype in which it is sent.
         converts: global tensor -> whether its dtype differs between source and destination.
-        failures: turns what goes wrong between ranks into an error that names the rank.
+        failures: converts errors between ranks into an error that names the rank.
     """
 
     plan: Plan
@@ -275,27 +286,29 @@ class TransferJob:
         self.sends, self.receives = dict(self.plan.sends), dict(self.plan.receives)
 
     def leave_out(self, tensors: Collection[str]) -> None:
-        """Take everything that concerns these weights, for another to carry."""
+        """Remove all transfers of these weights, which another job carries."""
         left = replace(self.plan, copies=tuple(self.copies), sends=self.sends, receives=self.receives)
         left = left.only(lambda tensor: tensor not in tensors)
         self.copies, self.sends, self.receives = list(left.copies), left.sends, left.receives
 
     def wire_of(self, transfer: Transfer) -> torch.dtype:
+        """Return the dtype in which a transfer is sent."""
         return self.wire(transfer.tensor)
 
     def wire_bytes(self, transfers: Iterable[Transfer]) -> int:
+        """Return the bytes of these transfers on the wire."""
         return sum(transfer.box.numel * self.wire_of(transfer).itemsize for transfer in transfers)
 
     def origins(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
-        """The boxes that are read here, in their place."""
+        """Return the boxes to read on this rank, in place."""
         return [view(self.source[transfer.source_local], transfer.source_box) for transfer in transfers]
 
     def targets(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
-        """The boxes that are written here, in their place."""
+        """Return the boxes to write on this rank, in place."""
         return [view(self.dest[transfer.dest_local], transfer.dest_box) for transfer in transfers]
 
     def take_peers(self, wanted: Callable[[int], bool]) -> tuple[dict[int, tuple[Transfer, ...]], ...]:
-        """All (sends, receives) to and from the peers that are wanted; both ends must decide alike."""
+        """Remove and return all (sends, receives) with the wanted peers. Both ends must decide alike."""
         taken = []
         for lists in (self.sends, self.receives):
             peers = [peer for peer in lists if wanted(peer)]
@@ -304,7 +317,7 @@ class TransferJob:
 
 
 class Moved(NamedTuple):
-    """What one transport did in one run, in bytes; messages count sends and receives."""
+    """Bytes that one transport moved in one run. `messages` counts sends and receives."""
 
     aliased: int = 0
     local: int = 0
@@ -313,6 +326,7 @@ class Moved(NamedTuple):
     messages: int = 0
 
     def plus(self, other: Moved) -> Moved:
+        """Return the sum of two results."""
         return Moved(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -320,28 +334,38 @@ class TransportKind(Protocol):
     """A class of transports."""
 
     def take(self, job: TransferJob) -> Transport | None:
-        """Take from the job what such a transport carries; None when that is nothing.
+        """Take the transfers that this kind supports from the job; return None if there are none.
 
-        Every rank of the group calls this, in the same order: small collectives are allowed.
+        Every rank of the group calls this in the same order, so small collectives are allowed.
         """
 
 
 class Transport(Protocol):
-    """Carries its share of a plan, as often as asked."""
+    """Carries its share of a plan, any number of times.
+
+    Example:
+        transport = PointToPoint.take(job)
+        transport.start(version=1)   # post sends and receives
+        moved = transport.finish()   # wait until the destination is complete
+    """
 
     def start(self, version: int) -> None:
-        """Begin what can go on by itself while other transports work. `version` numbers the run, from 1."""
+        """Begin what can proceed while other transports work.
+
+        Args:
+            version: number of the run, from 1.
+        """
 
     def finish(self) -> Moved:
-        """Do the rest; afterwards the transport's part of the destination is whole.
+        """Do the rest. Afterwards the transport's part of the destination is complete.
 
         Raises:
-            ReshardError: a rank that died or stalled, by its number.
+            ReshardError: a rank died or stalled; names the rank.
         """
 
 
 class Message(NamedTuple):
-    """Boxes that travel together from one rank to another, and the byte at which each starts: no byte between."""
+    """Boxes that are sent together from one rank to another, and the byte offset of each, without gaps."""
 
     transfers: tuple[Transfer, ...]
     offsets: tuple[int, ...]
@@ -358,9 +382,10 @@ def messages(
 ) -> list[Message]:
     """Pack the boxes from one rank to another into messages of at most `max_bytes`.
 
-    Both ranks call this with the same boxes and get the same messages: it looks at sizes only. Their number
-    grows with the bytes, not with the boxes: small boxes share a message, large ones travel alone, and those
-    larger than a message in several parts. Wider dtypes go first, so that every box is aligned without padding.
+    Both ranks call this with the same boxes and get the same messages, since only sizes matter. The number of messages
+    grows with the bytes, not with the boxes: small boxes share a message, large ones have one of their own, and larger
+    ones
+    are split. Wider dtypes come first, so that every box is aligned without padding.
     """
     out: list[Message] = []
     packed: list[Transfer] = []
@@ -407,8 +432,10 @@ def _parts(
 
 
 def copy_boxes(targets: Sequence[torch.Tensor], origins: Sequence[torch.Tensor]) -> None:
-    """Copy each origin into its target, of the same shape up to axes of size one, converting the dtype; few kernels on
-    a GPU, one call on a CPU."""
+    """Copy each origin into its target of the same shape (up to axes of size one), converting the dtype.
+
+    This takes a few kernels on a GPU, and one call on a CPU.
+    """
     if targets:
         torch._foreach_copy_(
             list(targets), [origin.reshape(target.shape) for origin, target in zip(origins, targets, strict=True)]

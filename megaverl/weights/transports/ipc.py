@@ -1,24 +1,28 @@
-"""Processes of one node read boxes straight out of each other's memory: cross-memory attach on CPUs, CUDA IPC on GPUs.
+"""Transports within a node: processes read each other's memory, by cross-memory attach on CPUs and CUDA IPC on GPUs.
 
-A reader needs nothing of the other side but that its weights are ready, which one number per rank and run says; and
-they stay as they are until every rank has finished. No bucket and no packing. What tells another process where the
-tensors lie goes to its readers as JSON, never as pickles, and again whenever some rank's tensors have moved.
+A reader only needs to know that the other side's weights are ready, which one number per rank and run tells it. The
+weights stay unchanged until every rank has finished. There are no buckets and no packing. The addresses of tensors are
+sent to readers as JSON, never as pickles, and again whenever the tensors of some rank have moved.
 
-Cross-memory attach (MPI's and UCX's word) is Linux's `process_vm_readv(2)`: one copy between processes, from place to
-place, where a socket copies twice and needs both sides awake.
+    source rank                     all-reduce                    reading rank
+    weights are ready   --------->  all ranks are ready  ------>  read boxes into place
+    weights unchanged   <---------  all ranks agree on the version at the end of the run
 
-What torch does for CUDA IPC (torch 2.11 to 2.13: `torch/csrc/StorageSharing.cpp`, `torch/csrc/CudaIPCTypes.h` and
-`.cpp`, `getIpcDevPtr` in `c10/cuda/CUDACachingAllocator.cpp`), and what follows from it here:
+Cross-memory attach (the term of MPI and UCX) is Linux's `process_vm_readv(2)`: one copy between processes, from place
+to place. A socket copies twice and needs both sides to run.
 
-- `_share_cuda_` puts the storage that it is called on behind a count of readers in a file, which starts at one and is
-  unsigned: none or two readers never bring it to zero, and then the storage, once freed, stays allocated for good. So
-  it is called on a storage of the same bytes that owns nothing (`_handle`), and the parameter's own stays as it was:
-  emptying it gives its memory back. That nobody reads it then is this module's own rule: whoever opened it has closed
-  it before it comes to `Resharder`'s agreement at the end of a run. CUDA demands it: memory that is freed while it
-  is open elsewhere is undefined behaviour (cudaIpcOpenMemHandle).
-- A handle names an allocation, not an address: memory that is freed and allocated again at the same place gets another
-  (cudaIpcGetMemHandle). So as long as the handles are the same, what readers were told holds.
-- `_new_shared_cuda` makes the device that it is given the current one. The sender's would cost a CUDA context of some
+CUDA IPC relies on these properties of torch (torch 2.11 to 2.13: `torch/csrc/StorageSharing.cpp`,
+`torch/csrc/CudaIPCTypes.h` and `.cpp`, `getIpcDevPtr` in `c10/cuda/CUDACachingAllocator.cpp`):
+
+- `_share_cuda_` puts its storage behind an unsigned count of readers in a file, which starts at one. With no reader or
+  with two it never reaches zero, and the storage then stays allocated forever once it is freed. So `_handle` calls it
+  on a storage of the same bytes that owns nothing, and the parameter's own storage is unaffected: emptying it frees its
+  memory. This module ensures that nobody is reading at that time: every rank closes what it opened before the ranks
+  agree at the end of a run (`Resharder`). CUDA requires this: freeing memory that is open elsewhere is undefined
+  behaviour (cudaIpcOpenMemHandle).
+- A handle names an allocation, not an address: memory that is freed and allocated again at the same address gets
+  another handle (cudaIpcGetMemHandle). So readers' information is valid as long as the handles are the same.
+- `_new_shared_cuda` makes the given device the current one. The sender's device would cost a CUDA context of some
   hundred MB on every peer's GPU; torch's own test (`test/distributed/test_p2p_ipc.py`) opens on the receiver's.
 """
 
@@ -46,16 +50,18 @@ from megaverl.weights.transports.point_to_point import PointToPoint
 
 logger = logging.getLogger(__name__)
 
-MAX_PARTS = 1024  # of memory on either side of one call: IOV_MAX of Linux
-MAX_BYTES = 2**30  # of one call; Linux stops just below 2 GiB
-# one `struct iovec`: where a part of memory starts, and its bytes
+MAX_PARTS = 1024  # memory ranges on either side of one call: IOV_MAX of Linux
+MAX_BYTES = 2**30  # bytes of one call; Linux stops just below 2 GiB
+# One `struct iovec`: start and size of a memory range.
 PART = np.dtype([("start", np.uint64), ("nbytes", np.uint64)])
 
-Transfers = Mapping[int, Sequence[Transfer]]  # by peer
+Transfers = Mapping[int, Sequence[Transfer]]  # peer -> transfers
 
 
 def no_problem(problem: str, job: TransferJob) -> bool:
-    """Whether no rank has a problem, the same on all; one line says which one stands in the way. All take part."""
+    """Return whether no rank has a problem, equal on all ranks; rank 0 logs the first problem. Collective over the
+    group.
+    """
     found = [f"rank {rank}: {text}" for rank, text in enumerate(gather_json(problem, job.group)) if text]
     if found and job.plan.rank == 0:
         logger.warning("weights go over the network within nodes: %s", found[0])
@@ -63,17 +69,20 @@ def no_problem(problem: str, job: TransferJob) -> bool:
 
 
 class NodeReaders:
-    """What both transports share: every rank learns that all sources are ready, and its readers where they lie."""
+    """Base of both transports: every rank learns that all sources are ready, and readers learn their addresses."""
 
     def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers) -> None:
         self._job, self._sends, self._receives = job, sends, receives
         self._sent = sum(map(job.wire_bytes, sends.values()))
         self._version = 0
-        self._described: Any = None  # as the readers were told last
-        self._told: dict[int, Any] = {}  # by rank that is read from
+        self._described: Any = None  # this rank's addresses, as its readers know them
+        self._told: dict[int, Any] = {}  # peer -> addresses of its tensors
 
     def _meet(self, described: Any) -> bool:
-        """Whether a rank's tensors have moved since the last time, and all know where they lie now."""
+        """Return whether tensors of some rank have moved; then all readers have received the new addresses.
+
+        Collective.
+        """
         what = "waiting until all ranks' weights are ready to be read"
         moved = self._any_rank(described != self._described, what)
         if moved:
@@ -82,7 +91,7 @@ class NodeReaders:
         return moved
 
     def _any_rank(self, mine: bool, what: str) -> bool:
-        """Whether it holds on any rank; all take part."""
+        """Return whether the condition holds on any rank. Collective over the group."""
         flag = torch.tensor([mine], dtype=torch.int64, device=platform.device)
         try:
             self._wait(dist.all_reduce(flag, group=self._job.group, async_op=True))
@@ -91,7 +100,7 @@ class NodeReaders:
         return bool(flag)
 
     def _exchange(self, value: Any) -> dict[int, Any]:
-        """This rank's `value` to its readers, and those of the ranks that it reads from."""
+        """Send this rank's `value` to its readers, and return those of the ranks that it reads from."""
         device = device_of(self._job.group)
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
         lengths = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in self._receives}
@@ -118,7 +127,7 @@ class NodeReaders:
 
 
 class TensorAddress(NamedTuple):
-    """Where a tensor lies: address, strides in elements, bytes of an element."""
+    """Place of a tensor: address, strides in elements, bytes of an element."""
 
     address: int
     strides: tuple[int, ...]
@@ -126,7 +135,7 @@ class TensorAddress(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One call: so many bytes from the other process's parts, in order, into this one's."""
+    """One call: copy `nbytes` bytes from the other process's memory ranges, in order, into this process's."""
 
     here: np.ndarray
     there: np.ndarray
@@ -134,8 +143,10 @@ class Read(NamedTuple):
 
 
 class CrossMemory(NodeReaders):
-    """Takes what goes between CPU processes of one node in one dtype, where the kernel lets them read each other:
-    boxes go from where they lie to where they belong, many to a call."""
+    """Takes transfers between CPU processes of one node that need no conversion, if the kernel permits the reads.
+
+    Boxes are copied from place to place, many in one call.
+    """
 
     def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers, pids: Sequence[int]) -> None:
         super().__init__(job, sends, receives)
@@ -193,7 +204,8 @@ class CrossMemory(NodeReaders):
 
 
 def parts(place: TensorAddress, box: Box) -> np.ndarray:
-    """The runs of memory that a box of a tensor consists of, in its order: an array of PART."""
+    """Return the memory ranges of a box of a tensor, in its order: an array of PART."""
+    # Find the longest contiguous run: the trailing axes that lie without gaps.
     run, axis = 1, len(box.shape)
     while axis and (box.shape[axis - 1] == 1 or place.strides[axis - 1] == run):
         axis -= 1
@@ -209,7 +221,7 @@ def parts(place: TensorAddress, box: Box) -> np.ndarray:
 
 
 def joined(found: np.ndarray) -> np.ndarray:
-    """The same memory, with parts that lie one behind the other made one."""
+    """Merge ranges that directly follow each other in memory."""
     opens = np.ones(len(found), dtype=bool)
     opens[1:] = found["start"][1:] != found["start"][:-1] + found["nbytes"][:-1]
     out = found[opens]
@@ -218,7 +230,7 @@ def joined(found: np.ndarray) -> np.ndarray:
 
 
 def calls_for(here: np.ndarray, there: np.ndarray) -> list[Read]:
-    """Cut two descriptions of as many bytes into calls of at most MAX_PARTS parts on each side."""
+    """Split two descriptions of equally many bytes into calls of at most MAX_PARTS ranges on each side."""
     ends = [np.cumsum(side["nbytes"]) for side in (here, there)]
     total, done = int(ends[0][-1]), 0
     reads = []
@@ -232,7 +244,7 @@ def calls_for(here: np.ndarray, there: np.ndarray) -> list[Read]:
 
 
 def _cut(side: np.ndarray, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """The bytes from `start` to `stop` of all that `side` describes."""
+    """Return the bytes from `start` to `stop` of the ranges in `side`."""
     first, last = (int(np.searchsorted(ends, byte, side="right")) for byte in (start, stop - 1))
     out = side[first : last + 1].copy()
     out["nbytes"][-1] -= np.uint64(int(ends[last]) - stop)
@@ -243,7 +255,11 @@ def _cut(side: np.ndarray, ends: np.ndarray, start: int, stop: int) -> np.ndarra
 
 
 def _read(pid: int, read: Read) -> None:
-    """Raises OSError when the process is gone, may not be read, or has no such memory."""
+    """Copy memory of another process.
+
+    Raises:
+        OSError: the process is gone, may not be read, or has no such memory.
+    """
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.restype = ctypes.c_ssize_t
     sides = [
@@ -260,7 +276,7 @@ def _read(pid: int, read: Read) -> None:
 
 
 def _cannot_read(probe: Sequence[Any]) -> str:
-    """Why another process's memory cannot be read from here, or ''."""
+    """Return why another process's memory cannot be read from here, or ''."""
     pid, address, secret = probe
     found = np.zeros(len(secret) // 2, dtype=np.uint8)
     here, there = (np.array([(start, found.nbytes)], dtype=PART) for start in (found.ctypes.data, address))
@@ -278,15 +294,16 @@ def _places(tensors: Tensors) -> dict[str, TensorAddress]:
     return {name: TensorAddress(t.data_ptr(), tuple(t.stride()), t.element_size()) for name, t in tensors.items()}
 
 
-# Where torch would look for a count of readers, and finds none: it takes that for a sender that has ended, and goes on.
+# Name of a counter file that does not exist. torch then assumes that the sender has ended, and proceeds.
 NO_COUNTER = b"/megaverl_counts_by_itself"
 
 
 class CudaIpc(NodeReaders):
-    """Takes what goes between processes of one node that can open each other's GPU memory, converting the dtype.
+    """Takes transfers between processes of one node that can open each other's GPU memory, converting the dtype.
 
-    Whether they can is tried once, before anything moves, and all ranks go by the result: else their weights go through
-    the process group. It may also end later, as when memory comes back from a pool that cannot be shared.
+    One trial before anything moves decides for all ranks; if it fails, weights go through the process group. Opening
+    memory
+    may also fail later, for example if it comes from a pool that cannot be shared.
     """
 
     def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers) -> None:
@@ -311,7 +328,7 @@ class CudaIpc(NodeReaders):
         return None
 
     def start(self, version: int) -> None:
-        """All ranks' weights are ready to be read, and open on their readers."""
+        """Wait until all ranks' weights are ready, and open them."""
         self._version = version
         if self._instead is None:
             problem = self._open_all()
@@ -319,7 +336,8 @@ class CudaIpc(NodeReaders):
                 self._opened.clear()
                 no_problem(problem, self._job)
                 self._instead = PointToPoint(self._job, self._sends, self._receives)
-        if self._instead is not None:  # whole, before the network's own transport begins: one group, one order
+        # The fallback uses the same group as the network's transport, so complete it before that one starts.
+        if self._instead is not None:
             self._instead.start(version)
             self._moved = self._instead.finish()
 
@@ -340,7 +358,7 @@ class CudaIpc(NodeReaders):
         return Moved(sent=self._sent, received=received)
 
     def _open_all(self) -> str:
-        """Open the memory of all ranks that this one reads from; why that does not work, or ''."""
+        """Open the memory of all ranks that this one reads from; return why that failed, or ''."""
         torch.cuda.current_stream().synchronize()  # the weights are ready to be read
         problem, described = "", None
         try:
@@ -367,8 +385,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _describe(source: Tensors) -> dict[str, Any]:
-    """JSON: handles of the storages, and for each tensor its storage, place, shape, strides and dtype. What is not in
-    memory for now (offloaded) is left out."""
+    """Return handles of the storages and, for each tensor, its storage, offset, shape, strides and dtype, as JSON.
+
+    Offloaded tensors have no storage on the device, and are left out.
+    """
     numbers: dict[int, int] = {}
     handles: list[list[Any]] = []
     tensors = {}
@@ -390,16 +410,17 @@ def _describe(source: Tensors) -> dict[str, Any]:
 
 
 def _handle(storage: torch.UntypedStorage) -> list[Any]:
-    """[handle of the allocation, the storage's bytes, where it begins in the allocation]."""
+    """Return [handle of the allocation, the storage's bytes, its offset in the allocation]."""
     made = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
     alias = cast(torch.UntypedStorage, made)
     _, handle, nbytes, offset, counter, place, *_ = alias._share_cuda_()
-    torch.UntypedStorage._release_ipc_counter_cuda(counter, place)  # no reader counts, so that it goes at once
+    # No reader uses the counter, so release it at once.
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
     return [handle.hex(), nbytes, offset]
 
 
 def _open(described: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Another process's tensors, from its `_describe`; it is closed when the last of them goes."""
+    """Open another process's tensors from its `_describe`. The memory is closed when the last of them is freed."""
     storages = [
         torch.UntypedStorage._new_shared_cuda(
             torch.cuda.current_device(), bytes.fromhex(handle), nbytes, offset, NO_COUNTER, 0, b"", False

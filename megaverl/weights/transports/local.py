@@ -1,4 +1,4 @@
-"""Within a rank: a destination tensor that agrees with the source's takes its storage; the rest is copied."""
+"""Transports within a rank: share the source's storage where both sides agree, and copy the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaverl.weights.transports import Moved, Tensors, TransferJob, copy_boxes,
 
 
 def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> int:
-    """Copy each box within this rank, converting the dtype. Returns the bytes written."""
+    """Copy each box within this rank, converting the dtype; return the bytes written."""
     targets = [view(dest[transfer.dest_local], transfer.dest_box) for transfer in copies]
     origins = [view(source[transfer.source_local], transfer.source_box) for transfer in copies]
     copy_boxes(targets, origins)
@@ -34,32 +34,34 @@ class LocalCopy:
         return cls(copies, job.source, job.dest) if copies else None
 
     def start(self, version: int) -> None:
-        """What is on the wire goes first; a copy needs no head start."""
+        """Do nothing: a copy needs no head start, and messages should leave first."""
 
     def finish(self) -> Moved:
         return Moved(local=copy_local(self._copies, self._source, self._dest))
 
 
 class Pair(NamedTuple):
-    """A destination tensor and the box of a source tensor, contiguous there, that holds all of it."""
+    """A destination tensor, and the contiguous box of a source tensor that holds all of it."""
 
     dest: str
     source: str
     box: Box
-    numel: int  # elements of weights in it, padding not counted
+    numel: int  # elements of weights, without padding
 
 
 class Alias:
     """Takes the copies into every destination tensor whose elements lie in one source tensor in the same order.
 
-    Where the storage of a source tensor is another one than in the last run (its owner was moved out of device
-    memory and back), the destination takes the new one. Where it must not (`may_rebind` false: a captured graph
-    holds the address) or cannot (the source is on another device for now), it is copied into.
+    If a source tensor's storage has changed since the last run (it was offloaded and brought back), the destination
+    takes
+    the new storage. It is copied instead if it must not move (`may_rebind` is False: a captured graph holds the
+    address) or
+    cannot (the source is on another device at the moment).
     """
 
     def __init__(self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool) -> None:
         self._pairs, self._source, self._dest, self._may_rebind = pairs, source, dest, may_rebind
-        # all that a run looks at where nothing has changed: two addresses, and how far apart they must be
+        # A run without changes only compares two addresses with their expected distance.
         self._links = []
         for pair in pairs:
             origin = source[pair.source]
@@ -77,7 +79,7 @@ class Alias:
         return cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
 
     def start(self, version: int) -> None:
-        """Nothing travels."""
+        """Do nothing: no bytes travel."""
 
     def finish(self) -> Moved:
         changed = [not shared for shared in self._shared()]
@@ -85,7 +87,7 @@ class Alias:
         return Moved(aliased=self._nbytes - local, local=local)
 
     def _bring(self, pair: Pair) -> int:
-        """Let a tensor take the source's new storage, or else copy it; the bytes that were copied."""
+        """Move a tensor to the source's new storage, or copy it; return the bytes that were copied."""
         target, origin = self._dest[pair.dest], view(self._source[pair.source], pair.box)
         if self._may_rebind and target.device == origin.device:
             target.data = origin
@@ -101,15 +103,15 @@ class Alias:
         return pair.numel * target.element_size()
 
     def shares(self) -> bool:
-        """Whether any destination tensor has the source's storage now."""
+        """Return whether any destination tensor shares the source's storage now."""
         return any(self._shared())
 
     def _shared(self) -> list[bool]:
-        """Of each pair, whether the destination has the source's storage now."""
+        """List for each pair whether the destination shares the source's storage now."""
         return [target.data_ptr() - origin.data_ptr() == start for target, origin, start in self._links]
 
     def freed(self) -> list[str]:
-        """Destination tensors whose storage was freed together with the source's."""
+        """List the destination tensors whose storage was freed together with the source's."""
         return [
             pair.dest
             for pair in self._pairs
@@ -118,8 +120,10 @@ class Alias:
 
 
 def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[str] = ()) -> int:
-    """Alias at once all that can be but `never_alias`, before an engine captures graphs. Returns how many
-    tensors were. Tensors of the plan that the destination does not have yet are left out."""
+    """Alias everything possible except `never_alias`, before an engine captures graphs; return the number of tensors.
+
+    Tensors of the plan that the destination does not have yet are left out.
+    """
     found = 0
     for pair in _pairs(plan, plan.copies, plan.receives, source, dest, never_alias):
         dest[pair.dest].data = view(source[pair.source], pair.box)
@@ -135,8 +139,10 @@ def _pairs(
     dest: Tensors,
     never_alias: Collection[str],
 ) -> Iterator[Pair]:
-    """Of every destination tensor that can take a source's storage: one that no other rank fills, and that no views
-    are of."""
+    """Yield a pair for every destination tensor that can share a source's storage.
+
+    Tensors that other ranks fill, and tensors with views, cannot.
+    """
     seen = {name for layout in (plan.source_layout, plan.dest_layout) for name in layout.views}
     own = {*never_alias, *(name for name, _ in plan.dest_layout.views.values())}
     arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers}
@@ -152,7 +158,11 @@ def _pairs(
 
 
 def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pair | None:
-    """How the destination tensor of these copies, all there are into it, can take a source's storage, if it can."""
+    """Return how a destination tensor can share a source's storage, or None if it cannot.
+
+    Args:
+        copies: all copies into the tensor.
+    """
     first = copies[0]
     if any(transfer.source_local != first.source_local for transfer in copies):
         return None

@@ -1,4 +1,4 @@
-"""The point-to-point transport: sends and receives over the process group, gloo or NCCL, through bounded buckets."""
+"""Point-to-point transport: sends and receives over the process group (gloo or NCCL), through bounded buckets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
 
-# Parts of a bucket, per direction, that are packed, on their way or being unpacked at the same time.
+# Slots of a bucket in each direction: messages that are packed, in flight or being unpacked at the same time.
 SLOTS = 4
-# Rounds on their way at the same time, with those that need no bucket on either side of this rank.
+# Limit of rounds in flight, including those that need no slot on this rank.
 DEPTH = 16
 
 
 class Round(NamedTuple):
-    """One message out and one in, either of which may be missing."""
+    """One outgoing and one incoming message; either may be missing."""
 
     to: int
     outgoing: Message | None
@@ -31,14 +31,17 @@ class Round(NamedTuple):
     incoming: Message | None
 
     def describe(self, message: Message | None) -> tuple[int, str]:
-        """The rank at the other end, and what is done with it."""
+        """Return the rank at the other end, and a description of the message for errors."""
         if message is not None and message is self.incoming:
             return self.from_, f"receiving {message} ({message.nbytes} bytes) from rank {self.from_}"
         return self.to, f"sending {message} to rank {self.to}"
 
 
 class Pending(NamedTuple):
-    """A round that is on its way, the bytes where its message lands (None: in place), whether it has a slot."""
+    """A round in flight.
+
+    `landing` has the received bytes (None: received in place). `has_slot` says whether the round uses a slot.
+    """
 
     round: Round
     messages: list[Message]
@@ -48,13 +51,17 @@ class Pending(NamedTuple):
 
 
 class PointToPoint:
-    """Takes all that must go from rank to rank and that no faster way was found for.
+    """Takes everything that must go from rank to rank and that no faster transport has taken.
 
-    In shift s, rank r sends to r + s and receives from r - s. All ranks walk through the shifts in this order,
-    a message each way in every round, with several rounds begun at a time: the earliest round that is not over has
-    been begun by both its ends, so no order of messages can lock up. A bucket for sending and one for receiving, of
-    SLOTS parts each, are all the memory that it takes; boxes that are contiguous and of the dtype that travels are
-    sent from and land in their place, up to DEPTH rounds of them at a time.
+    In shift s, rank r sends to r + s and receives from r - s. All ranks go through the shifts in this order, with one
+    message each way in every round, and several rounds in flight. The earliest unfinished round has been started by
+    both
+    its ends, so no order of messages can deadlock. Memory use is one bucket for sending and one for receiving, of SLOTS
+    parts each. Contiguous boxes in the dtype that is sent need no bucket: they are sent and received in place, up to
+    DEPTH
+    rounds at a time.
+
+        world of 4, rank 0:   shift 1: to 1, from 3    shift 2: to 2, from 2    shift 3: to 3, from 1
     """
 
     def __init__(
@@ -71,13 +78,14 @@ class PointToPoint:
 
     @classmethod
     def take(cls, job: TransferJob) -> PointToPoint | None:
-        if platform.is_cuda and job.plan.world > 1:  # NCCL wants a collective of all before the first of these
+        # NCCL requires a collective of all ranks before the first batch of point-to-point operations.
+        if platform.is_cuda and job.plan.world > 1:
             dist.all_reduce(torch.zeros(1, device=platform.device), group=job.group)
         sends, receives = job.take_peers(lambda peer: True)
         return cls(job, sends, receives) if sends or receives else None
 
     def start(self, version: int) -> None:
-        """Send off the first rounds."""
+        """Start the first rounds."""
         self._version, self._begun, self._slots_given = version, 0, 0
         self._pending.clear()
         self._on_device.clear()
@@ -96,7 +104,9 @@ class PointToPoint:
         return Moved(sent=self._sent, received=self._received, messages=self._num_messages)
 
     def _may_begin(self) -> bool:
-        """Whether there is a next round, and a slot for it if it needs one: rounds end in order, and so do slots."""
+        """Return whether there is a next round, and a slot for it if it needs one. Rounds and slots are released in
+        order.
+        """
         if self._begun == len(self._rounds) or len(self._pending) == DEPTH:
             return False
         needs_slot = any(self._needed[self._begun].values())
@@ -131,7 +141,7 @@ class PointToPoint:
         self._pending.append(Pending(round_, carried, works, landing, has_slot))
 
     def _end(self) -> None:
-        """Wait for the earliest round, and unpack what it brought."""
+        """Wait for the earliest round and unpack its message."""
         pending = self._pending.popleft()
         for index, work in enumerate(pending.works):
             try:
@@ -155,7 +165,7 @@ class PointToPoint:
         return self._job.failures.blame(self._version, *pending.round.describe(pending.messages[index]), error)
 
     def _make_buckets(self) -> dict[str, list[torch.Tensor]]:
-        """Memory for the slots, none for messages that need no packing on this side."""
+        """Allocate the slots, only as large as the messages that need packing on this rank."""
         needed = {"in": [0] * SLOTS, "out": [0] * SLOTS}
         number = 0
         for needs in self._needed:
@@ -168,7 +178,9 @@ class PointToPoint:
         }
 
     def _needs(self, round_: Round) -> dict[str, int]:
-        """Bytes of a slot that a round takes on this side: none where its boxes travel from and to their place."""
+        """Return the bytes of a slot that a round needs on each side; none for a message that is sent or received in
+        place.
+        """
         sides = (("in", round_.incoming, self._job.targets), ("out", round_.outgoing, self._job.origins))
         return {
             side: message.nbytes if message and self._in_place(message, boxes_of) is None else 0
@@ -178,18 +190,19 @@ class PointToPoint:
     def _in_place(
         self, message: Message, boxes_of: Callable[[Sequence[Transfer]], list[torch.Tensor]]
     ) -> torch.Tensor | None:
-        """The bytes of a lone box where it lies, if they can travel from or land there as they are."""
+        """Return the bytes of a message's single box if it can be sent or received in place, else None."""
         if len(message.transfers) > 1:
             return None
         (data,) = boxes_of(message.transfers)
         if data.dtype != self._job.wire_of(message.transfers[0]) or not data.is_contiguous():
             return None
-        if data.device.type != platform.device.type:  # an FSDP2 shard in host memory
+        # An offloaded FSDP2 shard is in host memory, which the group's backend may not support.
+        if data.device.type != platform.device.type:
             return None
         return data.view(-1).view(torch.uint8)
 
     def _parts(self, message: Message, space: torch.Tensor) -> list[torch.Tensor]:
-        """The elements of each box of a message, in its bytes."""
+        """Return the elements of each box of a message, as views of its bytes."""
         dtypes = [self._job.wire_of(transfer) for transfer in message.transfers]
         ends = (*message.offsets[1:], message.nbytes)
         return [space[a:b].view(dtype) for a, b, dtype in zip(message.offsets, ends, dtypes, strict=True)]
@@ -198,7 +211,7 @@ class PointToPoint:
 def make_rounds(
     job: TransferJob, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
 ) -> list[Round]:
-    """The messages of these boxes, in the order in which they go."""
+    """Return the messages of these boxes in the order in which they are sent."""
     rank, world, size = job.plan.rank, job.plan.world, max(1, job.options.bucket_bytes // SLOTS)
     rounds: list[Round] = []
     for shift in range(1, world):

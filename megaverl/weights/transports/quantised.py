@@ -1,15 +1,15 @@
-"""What lands in quantised weights: part by part in a buffer, in the dtype that travels, then as 8-bit numbers and
-scales, as vLLM makes them when it loads a model.
+"""Transport into quantised weights: receive parts in a buffer, then write them as 8-bit numbers and scales, as vLLM
+does.
 
-A part is some whole matrices (`sharding/vllm.py`), carried by the other transports as if the engine held them in
-floating point; so their bytes are what they would be there, and the buffer is all the memory that it takes. Quantising
-where weights come from would halve the bytes and need the largest element of a block that lies on several ranks, one
-more exchange and layout for each way in which a source is cut.
+A part consists of whole matrices (`sharding/vllm.py`), which other transports carry as if the engine held them in
+floating point. So it has as many bytes as without quantisation, and the buffer is the only extra memory. Quantising at
+the source would halve the bytes. But blocks may lie on several ranks, which would need one more exchange for their
+largest elements, and a layout for each way in which a source is split.
 
 Rules (vLLM 0.32): a block of 128 x 128 has the scale max|w| / 448 and the numbers w * (1 / scale), rounded to
-float8_e4m3fn (`utils/deep_gemm.py`, `per_block_cast_to_fp8`; 448 is the largest such number); a whole matrix the same
-(`layers/quantization/online/fp8.py`), where each rank goes by its own part of the matrix: a product needs no more,
-and the scales are closer to the weights than with one for all ranks.
+float8_e4m3fn (`utils/deep_gemm.py`, `per_block_cast_to_fp8`; 448 is the largest such number). A whole matrix follows
+the same rule (`layers/quantization/online/fp8.py`), where each rank scales its own part of the matrix: a product needs
+no more, and the scales are closer to the weights than one scale for all ranks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megaverl.weights.transports import Moved, TransferJob, Transport, view
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# Of max|w| in a block, and in a whole matrix: zeros have a scale too. The first is vLLM's.
+# Lower bounds of max|w| in a block (vLLM's value) and in a whole matrix, so that zeros have a positive scale.
 LEAST, LEAST_WHOLE = 1e-4, 1e-30
-CHUNK = 1 << 22  # elements that are widened to float32 at a time
+CHUNK = 1 << 22  # elements that are converted to float32 at a time
 
 
 @torch.no_grad()
 def quantise(matrix: torch.Tensor, into: QuantisedWeight, expert: int = 0) -> None:
-    """Write a matrix [rows, columns] of any floating-point dtype into its place, a slice of rows at a time.
+    """Write a matrix [rows, columns] of any floating-point dtype into its place, some rows at a time.
 
     Args:
-        into: of the matrix's shape; or of several experts'.
-        expert: which of these it is.
+        into: a weight of the matrix's shape, or of several experts.
+        expert: index of the expert.
     """
     several = into.numbers.dim() > 2
     numbers = into.numbers[expert] if several else into.numbers
@@ -81,7 +81,7 @@ def _scale(largest: torch.Tensor, powers_of_two: bool) -> torch.Tensor:
 
 
 def dequantise(weight: QuantisedWeight, expert: int = 0) -> torch.Tensor:
-    """The matrix [rows, columns] in float32 that the numbers and scales stand for."""
+    """Return the matrix [rows, columns] in float32 that the numbers and scales represent."""
     several = weight.numbers.dim() > 2
     numbers = (weight.numbers[expert] if several else weight.numbers).float()
     scales = weight.scales[expert] if several else weight.scales
@@ -91,9 +91,9 @@ def dequantise(weight: QuantisedWeight, expert: int = 0) -> torch.Tensor:
     return numbers * by_row.repeat_interleave(weight.block, 1)[:, : numbers.shape[1]]
 
 
-# Given a job, the transports that carry all of it.
+# From a job to the transports that carry all of it.
 Assign = Callable[[TransferJob], list[Transport]]
-# Called with the weights of a part that has landed, and where on this rank a box of a local tensor has.
+# Called with the weights of a received part, and a function from a local tensor's box to its place in the buffer.
 Landed = Callable[[frozenset[str], Callable[[str, Box], torch.Tensor]], None]
 
 
@@ -106,12 +106,12 @@ class Matrix(NamedTuple):
 
 @dataclass
 class QuantisedDestination:
-    """What a reshard into quantised weights needs to know of them.
+    """The destination of a reshard into quantised weights.
 
     Attributes:
-        parts: the weights that land there, in the parts of `landing_parts`: the same on every rank.
-        weights: this rank's, by local name; none where it has no engine.
-        landed: what else to do with every part before it is quantised, on every rank.
+        parts: the weights of each part, equal on every rank (`landing_parts`).
+        weights: this rank's weights by local name; empty on ranks without an engine.
+        landed: called with every part before it is quantised, on every rank.
     """
 
     parts: Sequence[frozenset[str]]
@@ -120,29 +120,31 @@ class QuantisedDestination:
 
     @property
     def tensors(self) -> frozenset[str]:
-        """Weights that land in one of the parts."""
+        """All weights in the parts."""
         return frozenset().union(*self.parts)
 
     def changing(self, tensors: Collection[str]) -> QuantisedDestination:
-        """The parts in which any of these weights is: all of a matrix comes anew when some of it does."""
+        """Keep the parts that contain any of these weights. A matrix is always brought whole, even if only some of it
+        changes.
+        """
         return replace(self, parts=[part for part in self.parts if not part.isdisjoint(tensors)])
 
 
 class QuantisedLanding:
-    """Takes everything that goes into quantised weights. Asked before the other transports, it works after them."""
+    """Takes all transfers into quantised weights. It is asked before the other transports, and works after them."""
 
     def __init__(self, dest: QuantisedDestination, parts: Sequence[_Part]) -> None:
         self._dest, self._parts = dest, parts
 
     @classmethod
     def take(cls, job: TransferJob, dest: QuantisedDestination, assign: Assign) -> QuantisedLanding:
-        """Every rank takes part, those without an engine too."""
+        """Make the parts' transports. Collective over the group, including ranks without an engine."""
         parts = [_Part(job, tensors, assign) for tensors in dest.parts]
         job.leave_out(dest.tensors)
         return cls(dest, parts)
 
     def start(self, version: int) -> None:
-        """The buffer holds one part at a time: nothing can go ahead."""
+        """Do nothing: the buffer holds one part at a time, so no part can start early."""
         self._version = version
 
     def finish(self) -> Moved:
@@ -159,7 +161,7 @@ class QuantisedLanding:
 
 
 class _Part:
-    """Some matrices, the way there, and their places in the buffer while they land."""
+    """Some matrices, their transports, and their places in the buffer."""
 
     def __init__(self, job: TransferJob, tensors: frozenset[str], assign: Assign) -> None:
         self.tensors = tensors
@@ -168,7 +170,7 @@ class _Part:
         for name in sorted(tensors & layout.global_shapes.keys()):
             for piece in layout.by_tensor.get(name, ()):
                 shape = layout.local_shapes[piece.local]
-                # an expert's matrix keeps an axis for the experts, of one
+                # An expert's matrix keeps the axis of experts, with length one.
                 self._shapes[Matrix(piece.local, slot_of(piece))] = (1,) * (len(shape) - 2) + shape[-2:]
         self._dtypes = {matrix: job.dest[matrix.local].dtype for matrix in self._shapes}
         self.nbytes = sum(prod(shape) * self._dtypes[matrix].itemsize for matrix, shape in self._shapes.items())
@@ -192,7 +194,7 @@ class _Part:
         )
 
     def bring(self, buffer: torch.Tensor, version: int) -> Moved:
-        """Let the matrices land in the buffer."""
+        """Receive the matrices in the buffer."""
         start = 0
         for matrix, shape in self._shapes.items():
             stop = start + prod(shape) * self._dtypes[matrix].itemsize
@@ -206,14 +208,16 @@ class _Part:
         return moved
 
     def view(self, local: str, box: Box) -> torch.Tensor:
-        """The box of a local tensor, where it has landed."""
+        """Return a box of a local tensor in the buffer."""
         matrix, box = _in_matrix(local, box)
         return view(self._staged[_name(matrix)], box)
 
     def landed(self) -> Collection[tuple[Matrix, torch.Tensor]]:
+        """List the received matrices."""
         return [(matrix, self._staged[_name(matrix)].view(shape[-2:])) for matrix, shape in self._shapes.items()]
 
     def close(self) -> None:
+        """Drop the views of the buffer."""
         self._staged.clear()
 
 
@@ -223,7 +227,7 @@ def _staged_transfer(transfer: Transfer) -> Transfer:
 
 
 def _in_matrix(local: str, box: Box) -> tuple[Matrix, Box]:
-    """The matrix that a box of a local tensor is in, and the box there."""
+    """Return the matrix that a box of a local tensor lies in, and the box within it."""
     if len(box.start) < 3:
         return Matrix(local, 0), box
     return Matrix(local, box.start[0]), Box((0, *box.start[1:]), (1, *box.stop[1:]))

@@ -1,4 +1,4 @@
-"""The file transport: between nodes without a fast network, boxes go through safetensors files in a shared folder."""
+"""File transport: nodes without a fast network exchange boxes as safetensors files in a shared folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
 
 POLL_SECONDS = 0.02
-PATIENCE_SECONDS = 1800.0  # where no timeout was given
+PATIENCE_SECONDS = 1800.0  # longest wait for a file if no timeout is set
 
 
 class SharedFolder:
-    """Takes what goes from node to node where the options name a folder.
+    """Takes transfers between nodes if the options name a folder.
 
-    A sender writes a file for every message, complete under its name; the receiver waits for it, reads it into
-    place and removes it. Nobody waits before having written all of its own.
+    A sender writes a file for every message, and renames it when it is complete. The receiver waits for it, reads it
+    into
+    place and removes it. No rank waits before it has written all of its own files, so ranks cannot deadlock.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class SharedFolder:
         folder, rank = job.options.folder, job.plan.rank
         if folder is None or job.plan.world == 1:
             return None
-        # files of another run, or of another resharder, must never be taken for these
+        # The random name keeps files of other runs and of other resharders apart.
         token = broadcast_json(os.urandom(8).hex(), 0, job.group)
         sends, receives = job.take_peers(lambda peer: not job.options.same_node(rank, peer))
         own = folder / f"reshard-{token}"
@@ -57,8 +58,9 @@ class SharedFolder:
         return cls(job, own, sends, receives) if sends or receives else None
 
     def start(self, version: int) -> None:
-        """Write everything that others wait for, one message in memory at a time."""
-        for peer, number, _ in self._sends:  # what a failed run has left
+        """Write all files that other ranks wait for, with one message in memory at a time."""
+        # A failed run may have left files.
+        for peer, number, _ in self._sends:
             self._file(self._version, self._job.plan.rank, peer, number).unlink(missing_ok=True)
         self._version = version
         for peer, number, message in self._sends:
