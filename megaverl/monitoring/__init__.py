@@ -1,4 +1,4 @@
-"""Numbers of a run and what a person sees of them. Imports neither torch nor vLLM."""
+"""Record and show a run: metrics, traces, alerts, console, reports, and the doctor. Imports neither torch nor vLLM."""
 
 from megaverl.monitoring.backends import BACKENDS, check_backends, read_metrics
 from megaverl.monitoring.console import (

@@ -1,7 +1,7 @@
-"""Alerts: conditions on metrics, on time and on the disk, told on the console and posted to a URL.
+"""Alerts: conditions on metrics, stalls and disk space, shown on the console and posted to a URL.
 
-A receiver that is slow, fails or hangs holds nothing up: each has a thread of its own, a queue that is bounded, and for
-every message a deadline.
+A receiver that is slow, fails or hangs must not delay training. Each one has a thread, a bounded queue, and a deadline
+for every message.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from typing import Any
 from megaverl.config.errors import did_you_mean
 from megaverl.config.watching import AlertConfig, Condition, post_address, read_condition
 
-WAITING = 100  # messages to one receiver; further ones are dropped
+WAITING = 100  # queued messages to one receiver; further ones are dropped
 ATTEMPTS, SECONDS_OF_ONE = 3, 10.0
 SECONDS_TO_FINISH = 10.0
-LOOKS_EVERY = 5.0  # seconds between looks at the clock and the disk
-SEEN_AFTER = 20  # records after which a name that was in none of them is told
+LOOKS_EVERY = 5.0  # seconds between checks of stalls and the disk
+SEEN_AFTER = 20  # records after which a warning names metrics that have not occurred
 
 
 @dataclass
 class _Watched:
-    """One alert. `count`: records in a row in which its condition holds. `is_told`: since it last did not."""
+    """An alert and its state.
+
+    Attributes:
+        count: consecutive records in which its condition held.
+        is_told: whether it was reported since its condition last failed.
+        was_seen: whether its metric has occurred.
+    """
 
     alert: AlertConfig
     condition: Condition
@@ -39,7 +45,7 @@ class _Watched:
     was_seen: bool = False
 
     def becomes_due(self, holds: bool) -> bool:
-        """Whether this is to be told now."""
+        """Update the state, and return whether the alert is to be reported now."""
         self.count = self.count + 1 if holds else 0
         self.is_told &= holds
         if self.is_told or self.count < self.condition.records:
@@ -49,11 +55,11 @@ class _Watched:
 
 
 class Alerts:
-    """Those of a run, on the rank that keeps its records.
+    """The alerts of a run, on the rank that keeps its records.
 
     Args:
-        name: of the run.
-        warn: shows a person what happened, and what could not be sent.
+        name: name of the run.
+        warn: shows a line to the user: alerts, and failures to send them.
     """
 
     def __init__(self, alerts: Sequence[AlertConfig], run_dir: Path, name: str, warn: Callable[[str], None]) -> None:
@@ -70,7 +76,7 @@ class Alerts:
             self._thread.start()
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A record of metrics was written."""
+        """Check the alerts on metrics against a new record."""
         self._step, self._last_step, self._records = step, time.monotonic(), self._records + 1
         self._known.update(metrics)
         for each in self._watched:
@@ -89,7 +95,7 @@ class Alerts:
             self._tell_of_unseen()
 
     def close(self) -> None:
-        """Wait for what is still to be sent, for a short while only."""
+        """Wait briefly until queued messages are sent."""
         self._stop.set()
         if self._records < SEEN_AFTER:
             self._tell_of_unseen()
@@ -98,7 +104,9 @@ class Alerts:
             receiver.close(max(0.0, end - time.monotonic()))
 
     def _tell_of_unseen(self) -> None:
-        """A name cannot be checked before the run: which metrics there are, its parts decide."""
+        """Warn about metrics that have not occurred. They cannot be checked earlier, since a run's parts decide its
+        metrics.
+        """
         for number, each in enumerate(self._watched):
             if each.condition.is_of_metrics and not each.was_seen and self._known:
                 name = each.condition.metric
@@ -106,7 +114,7 @@ class Alerts:
                 self._warn(f"alerts.{number}: no record so far has a metric {name!r}.{hint}")
 
     def _look(self) -> None:
-        """Stalls and the disk, beside the training."""
+        """Check stalls and disk space in a thread, beside the training."""
         spans = (each.condition.value for each in self._watched if each.condition.metric == "stalled")
         every = min([LOOKS_EVERY, *spans])
         while not self._stop.wait(every):
@@ -136,7 +144,7 @@ class Alerts:
 
 @dataclass
 class Receiver:
-    """Sends messages to one address, in order, from a thread of its own."""
+    """Thread that sends messages to one address in order."""
 
     address: str
     warn: Callable[[str], None]
@@ -149,14 +157,14 @@ class Receiver:
         self._thread.start()
 
     def give(self, message: dict[str, Any]) -> None:
-        """Returns at once."""
+        """Queue a message, without waiting."""
         try:
             self._messages.put_nowait(message)
         except queue.Full:
             self._complain(f"{WAITING} messages wait already; this one is dropped")
 
     def close(self, seconds: float) -> None:
-        """Wait until all is sent, but no longer than so many seconds."""
+        """Wait up to `seconds` until all messages are sent."""
         try:
             self._messages.put_nowait(None)
         except queue.Full:
@@ -176,21 +184,26 @@ class Receiver:
                 self._complain(problem)
 
     def _complain(self, problem: str) -> None:
-        """Once: a receiver that is gone would fill the console."""
+        """Warn once, so that a receiver that is gone does not fill the console."""
         if not self._has_warned:
             self._has_warned = True
-            host = self.address.split("//")[-1].split("/")[0].rpartition("@")[2]  # the rest may be a secret
+            # Show only the host: credentials, path and query may be secret.
+            host = self.address.split("//")[-1].split("/")[0].rpartition("@")[2]
             self.warn(f"alerts: {host} does not take them: {problem}. The run goes on; this is told once")
 
 
 def post(address: str, message: Mapping[str, Any], seconds: float | None = None) -> str:
-    """What went wrong; "" where the receiver took it (2xx). Over after so many seconds (`SECONDS_OF_ONE`)."""
+    """Post a message; return the problem, or "" if the receiver accepted it (2xx).
+
+    Args:
+        seconds: limit for the whole exchange; None: `SECONDS_OF_ONE`.
+    """
     import httpx
 
     seconds = SECONDS_OF_ONE if seconds is None else seconds
     end = time.monotonic() + seconds
     try:
-        # by parts: httpx's timeout is of each read, and a server may send a byte a minute
+        # httpx's timeout applies to each read, and a server may send a byte a minute. So read in parts.
         with httpx.stream("POST", address, content=json.dumps(message), headers=JSON, timeout=seconds) as response:
             for _ in response.iter_raw(1):
                 if time.monotonic() > end:

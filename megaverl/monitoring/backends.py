@@ -1,4 +1,4 @@
-"""Places that metrics are written to: files, TensorBoard, Weights & Biases, MLflow, SwanLab, own trackers."""
+"""Backends for metrics: files, TensorBoard, Weights & Biases, MLflow, SwanLab, and trackers of the user."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from megaverl.outside import read_json
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object a line, flushed at once.
+    """Backend of `metrics.jsonl`: one JSON object per line, flushed at once.
 
-    Numbers that JSON has no word for are the strings "NaN", "Infinity", "-Infinity"; `read_metrics` turns
-    them back. On resume, lines after the resumed step and a torn last line are dropped. A fresh run in a used
-    folder keeps the older file aside as metrics.N.jsonl.
+    Numbers that JSON cannot express are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` converts
+    back.
+    A resumed run drops lines after the resumed step and an incomplete last line. A fresh run in a used folder renames
+    the
+    older file to metrics.N.jsonl.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -43,7 +45,9 @@ class JsonLines:
 
 
 class Csv:
-    """`metrics.csv`: a column per metric. A metric not seen before rewrites the file with its column."""
+    """Backend of `metrics.csv`: one column per metric. The first value of a new metric rewrites the file with its
+    column.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         self._path = info.run_dir / "metrics.csv"
@@ -66,7 +70,7 @@ class Csv:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     def close(self) -> None:
-        """Nothing is held open between writes."""
+        """Do nothing: no file is open between writes."""
 
     def _rows(self) -> list[dict[str, Any]]:
         with self._path.open(newline="", encoding="utf-8") as file:
@@ -89,13 +93,13 @@ class Csv:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`. On resume, events after the resumed step are purged from the view."""
+    """Backend of event files in `tensorboard/`. A resumed run hides events after the resumed step."""
 
     def __init__(self, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if info.resume_step is None else info.resume_step + 1
-        # as long a queue as a step has metrics: `write` flushes it
+        # The queue must hold all metrics of a step, so that only `write` flushes it.
         self._writer = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=purge, max_queue=1000)
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -111,17 +115,18 @@ class TensorBoard:
         self._writer.close()
 
 
-# name in the configuration: (how it is made, module that must be importable)
 class Wandb:
-    """Weights & Biases. WANDB_MODE, WANDB_API_KEY and `wandb login` say whether and where to send.
+    """Weights & Biases. WANDB_MODE, WANDB_API_KEY and `wandb login` decide whether and where to send.
 
-    Without a login: offline, into the run's folder; `wandb sync` sends it. A run that is resumed goes on in its own one
-    there, whose id is kept in `wandb_run_id`; a fresh one gets a new id.
+    Without a login it works offline, in the run's folder; `wandb sync` sends the data later. A resumed run continues
+    its
+    own Weights & Biases run, whose id is in `wandb_run_id`; a fresh run gets a new id.
     """
 
     def __init__(self, info: RunInfo) -> None:
         wandb = self._wandb = importlib.import_module("wandb")
-        asks = "prompt" in inspect.signature(wandb.login).parameters  # newer ones can be told not to
+        # Newer versions of wandb can be told not to prompt for a login.
+        asks = "prompt" in inspect.signature(wandb.login).parameters
         offline = "WANDB_MODE" not in os.environ and not (wandb.login(prompt=False) if asks else wandb.api.api_key)
         self._run = wandb.init(
             project=info.project,
@@ -147,9 +152,10 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow. MLFLOW_TRACKING_URI names the server; without it, `mlflow.db` (or `mlruns`) in the run's folder.
+    """MLflow. MLFLOW_TRACKING_URI names the server; without it, metrics go to `mlflow.db` (or `mlruns`) in the run's
+    folder.
 
-    A run that is resumed goes on in its MLflow run, whose id is kept in `mlflow_run_id`.
+    A resumed run continues its MLflow run, whose id is in `mlflow_run_id`.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -157,12 +163,14 @@ class MLflow:
         folder = info.run_dir.resolve()
         if "MLFLOW_TRACKING_URI" not in os.environ:
             has_database = importlib.util.find_spec("sqlalchemy") is not None
-            if not has_database:  # mlflow-skinny; 3.17 refuses files unless one asks for them
+            # mlflow-skinny has no database, and version 3.17 refuses file stores unless this variable is set.
+            if not has_database:
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self._mlflow.set_tracking_uri(
                 f"sqlite:///{folder / 'mlflow.db'}" if has_database else f"file:{folder / 'mlruns'}"
             )
-            if self._mlflow.get_experiment_by_name(info.project) is None:  # its own rule would be the working folder
+            # By default MLflow would put an experiment's files into the working folder.
+            if self._mlflow.get_experiment_by_name(info.project) is None:
                 self._mlflow.create_experiment(info.project, (folder / "mlruns").as_uri())
         self._mlflow.set_experiment(info.project)
         known = _kept_id(info, "mlflow_run_id")
@@ -172,7 +180,7 @@ class MLflow:
             self._mlflow.log_dict(dict(info.config), "config.json")
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        # its names have fewer characters than ours: pass@1 becomes pass_1
+        # MLflow allows fewer characters in names: pass@1 becomes pass_1.
         named = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in metrics.items()}
         self._mlflow.log_metrics(named, step=step)
 
@@ -185,13 +193,16 @@ class MLflow:
 
 
 def _kept_id(info: RunInfo, name: str) -> str | None:
-    """The service's id of the run that this one goes on from; None: a fresh run."""
+    """Return the service's id of the run that this one continues; None for a fresh run."""
     kept = Path(info.run_dir, name)
     return kept.read_text().strip() if info.resume_step is not None and kept.is_file() else None
 
 
 class SwanLab:
-    """SwanLab. SWANLAB_MODE, SWANLAB_API_KEY and `swanlab login` say where to; without a key: offline."""
+    """SwanLab.
+
+    SWANLAB_MODE, SWANLAB_API_KEY and `swanlab login` decide where to send; without a key it works offline.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         self._swanlab = importlib.import_module("swanlab")
@@ -208,6 +219,7 @@ class SwanLab:
         self._swanlab.finish()
 
 
+# Name in the configuration -> (factory, module that must be importable).
 BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "jsonl": (JsonLines, None),
     "csv": (Csv, None),
@@ -216,16 +228,17 @@ BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "mlflow": (MLflow, "mlflow"),
     "swanlab": (SwanLab, "swanlab"),
 }
-# These only write files of the run, and are written to at once; all others have a thread each.
+# These backends only write local files, so they are written directly. Each of the others has a thread.
 LOCAL = ("jsonl", "csv", "tensorboard")
 
 
 def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with") -> None:
-    """Raise one ConfigError that lists every unknown or not installed backend. Imports none of them."""
+    """Raise one ConfigError that lists every backend that is unknown or not installed. No backend is imported."""
     mistakes = []
     for name in names:
         if ":" in name:
-            continue  # one of the user's own
+            # A tracker of the user is checked when it is loaded.
+            continue
         if name not in BACKENDS:
             mistakes.append(f"{key}: there is no tracker {name!r}; there are {', '.join(BACKENDS)}")
         elif missing_module(name) is not None:
@@ -235,10 +248,11 @@ def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with"
 
 
 def make_backend(name: str, info: RunInfo) -> Backend:
-    """A tracker by its name, or one of the user's own, named as module:object or file.py:object.
+    """Make a tracker by its name, or one of the user, given as module:object or file.py:object.
 
     Raises:
-        Exception: whatever the tracker's library raises; ConfigError, where there is none of this name.
+        ConfigError: there is no tracker of this name.
+        Exception: anything that the tracker's library raises.
     """
     if ":" in name:
         from megaverl.plugins import call_object
@@ -250,7 +264,7 @@ def make_backend(name: str, info: RunInfo) -> Backend:
 
 
 def check_installed(name: str) -> None:
-    """Raise a ConfigError where there is no such tracker, or its package is absent."""
+    """Raise a ConfigError if there is no such tracker, or its package is missing."""
     if ":" in name:
         return
     if name not in BACKENDS:
@@ -260,18 +274,18 @@ def check_installed(name: str) -> None:
 
 
 def missing_module(name: str) -> str | None:
-    """The module that a known backend needs and that is not installed; None when it can be used."""
+    """Return the missing module that a known backend needs; None if the backend can be used."""
     module = BACKENDS[name][1]
     return module if module is not None and importlib.util.find_spec(module) is None else None
 
 
 def how_to_install(name: str) -> str:
-    """What to do about a backend whose package is absent."""
+    """Return the error text for a backend whose package is missing."""
     return f"the tracker {name!r} is not installed: pip install 'megaverl[{name}]', or leave it out"
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """The records of a metrics.jsonl, numbers as floats; a torn last line is left out."""
+    """Read the records of a metrics.jsonl, with numbers as floats. An incomplete last line is left out."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
@@ -294,7 +308,7 @@ def _json_lines_until(path: Path, step: int | None) -> Iterator[str]:
 
 
 def _start_file(path: Path, resume_step: int | None, kept: Callable[[], Iterator[str]]) -> None:
-    """Cut an existing file to what a resumed run keeps, or put it aside for a fresh run."""
+    """Cut an existing file to what a resumed run keeps, or rename it for a fresh run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.stat().st_size == 0:
         return
@@ -313,19 +327,19 @@ Samples = Sequence[Mapping[str, Any]]
 
 
 def column_names(samples: Samples) -> list[str]:
-    """Those that any of the samples has."""
+    """List the names that occur in any of the samples."""
     return list(dict.fromkeys(name for each in samples for name in each))
 
 
 def cell(value: Any) -> Any:
-    """A number or text, as a table holds it; all else as JSON."""
+    """Return a value for a table: numbers and text unchanged, everything else as JSON."""
     if value is None or isinstance(value, str | int | float):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def markdown_table(samples: Samples) -> str:
-    """The samples as Markdown shows them: what a model wrote is shown as code, and stays text."""
+    """Format samples as a Markdown table. Text of a model is shown as code, so that it is not interpreted."""
     names = column_names(samples)
     lines = [names, ["---"] * len(names), *([_code(each.get(name)) for name in names] for each in samples)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -339,10 +353,11 @@ def _code(value: Any) -> str:
 
 
 class Backend(Protocol):
-    """Where metrics go. A write may raise anything: the tracker then leaves this backend out.
+    """Destination of metrics. `write` may raise anything; the tracker then stops using this backend.
 
-    One that has `write_samples(step, split, samples)` gets the samples too: split is train or validation, each sample a
-    mapping such as prompt, response, reference, reward.
+    A backend with `write_samples(step, split, samples)` gets samples too. `split` is train or validation, and each
+    sample
+    is a mapping with keys such as prompt, response, reference, reward.
     """
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None: ...
@@ -352,10 +367,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a backend needs to know of the run."""
+    """Facts about the run that backends need."""
 
     run_dir: Path
     name: str
     project: str
     config: Mapping[str, Any]
-    resume_step: int | None  # the last step that counts, None for a fresh run
+    resume_step: int | None  # the step that the run resumes from; None for a fresh run

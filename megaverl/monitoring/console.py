@@ -1,5 +1,6 @@
-"""What a person sees: a line per step, a progress bar, and curves in the terminal and as a PNG; what the libraries say
-goes to a log file."""
+"""Output for the user: a line per step, progress bars, and curves in the terminal or as PNG. Libraries print to log
+files.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ logger = logging.getLogger("megaverl")
 
 @dataclass(frozen=True)
 class Column:
-    """One entry of a step's line: the first of `keys` that the metrics hold, formatted."""
+    """One entry of a step's line: the first of `keys` that the metrics contain, formatted."""
 
     label: str
     keys: tuple[str, ...]
-    form: str  # applied to value * scale
+    form: str  # format specification for value * scale
     scale: float = 1.0
     unit: str = ""
 
     def text(self, metrics: Mapping[str, float]) -> str | None:
-        """E.g. "reward 0.532"; None when no key is there."""
+        """Return the entry, e.g. "reward 0.532"; None if no key is present."""
         for key in self.keys:
             if key in metrics:
                 value = metrics[key] * self.scale
@@ -61,10 +62,10 @@ STEP_COLUMNS: tuple[Column, ...] = (
 
 
 class Console:
-    """Writes to the person's terminal. One rank prints (`speaks`; rank 0), every rank may report an error.
+    """Writes to the user's terminal. Only rank 0 prints (`speaks`), but every rank may report an error.
 
-    `out` and `err` are the terminal's own streams, not the ones that libraries write to. Without them, in a program
-    that configures logging, its handlers show what is printed here instead: the logger "megaverl" carries it in any
+    `out` and `err` are the terminal's streams, not the ones that libraries write to. Without them, in a program that
+    configures logging, the program's handlers show the lines instead. The logger "megaverl" receives every line in any
     case, warnings and errors under their levels.
     """
 
@@ -83,7 +84,7 @@ class Console:
         self._progress: Progress | None = None
 
     def print(self, text: str = "") -> None:
-        """One or more lines, from the rank that speaks; above the progress bar while there is one."""
+        """Print one or more lines on the speaking rank, above a progress bar if there is one."""
         if self.speaks:
             self._tell(logging.INFO, text, text)
 
@@ -95,24 +96,26 @@ class Console:
         columns: Sequence[Column] = STEP_COLUMNS,
         name: str = "step",
     ) -> None:
-        """The line of one step: what it has of `columns`, in their order."""
+        """Print the line of one step, with the `columns` that the metrics contain."""
         texts = [text for column in columns if (text := column.text(metrics)) is not None]
         self.print("  ".join([f"{name} {step:>{len(str(total))}}/{total}", *texts]))
 
     def warn(self, text: str) -> None:
-        """A warning, from the rank that speaks: to the terminal, and to its log, where a report finds it."""
+        """Print a warning on the speaking rank, to the terminal and to its log, where a report finds it."""
         if self.speaks:
             self._tell(logging.WARNING, text, f"warning: {text}")
         if self.speaks and self._err is not None and self._err is not sys.stderr:
-            with contextlib.suppress(OSError):  # the terminal has it
+            # If the log cannot be written, the terminal has shown the warning.
+            with contextlib.suppress(OSError):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
-        """An error, from any rank, to the terminal's stderr and to this rank's log.
+        """Report an error from any rank, to the terminal's stderr and to this rank's log.
 
-        Ranks of one machine that report the same text in one run show it once.
+        If several ranks of one machine report the same text in one run, it is shown once.
         """
-        with contextlib.suppress(OSError):  # a full disk must not keep the error from the terminal
+        # A full disk must not keep the error from the terminal.
+        with contextlib.suppress(OSError):
             if not self._is_logged(logging.ERROR, text):
                 print(f"error: {text}", file=sys.stderr, flush=True)
         if self._err is None or self._err is sys.stderr or not self._is_first(text):
@@ -121,7 +124,7 @@ class Console:
         self._err_line(f"{where}error: {text}")
 
     def announce(self, text: str, *, is_warning: bool = False) -> None:
-        """Show a line from any rank, on the terminal and in this rank's log."""
+        """Show a line from any rank on the terminal and in this rank's log."""
         line = f"warning: {text}" if is_warning else text
         self._rich.print(line)
         if self._has_terminal:
@@ -129,9 +132,9 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar over long work: yields a function that takes how many more are done.
+        """Show a bar over long work; yield a function that takes the number of further items done.
 
-        Without a terminal: a plain line at each quarter. On ranks that do not speak: nothing.
+        Without a terminal, print a line at each quarter. On ranks that do not speak, show nothing.
         """
         if not self.speaks:
             yield lambda done: None
@@ -153,19 +156,20 @@ class Console:
             self._rich.print(line)
 
     def _is_logged(self, level: int, text: str) -> bool:
-        """Hand `text` to the logger; whether that shows it, and nothing else needs to."""
-        if logger.hasHandlers():  # without any, logging would write warnings to stderr by itself
+        """Pass `text` to the logger; return whether that shows it, so that nothing else needs to."""
+        # Without handlers, logging itself would write warnings to stderr.
+        if logger.hasHandlers():
             logger.log(level, "%s", text)
         return self._is_left_to_logging(level)
 
     def _is_left_to_logging(self, level: int) -> bool:
-        """Whether the program's own handlers show what is said at this level."""
+        """Return whether the program's own handlers show lines of this level."""
         handlers = logging.getLogger().handlers if logger.propagate else []
         shown = logger.isEnabledFor(level) and any(handler.level <= level for handler in handlers)
         return shown and not self._has_terminal
 
     def _is_first(self, text: str) -> bool:
-        """Whether no rank of this run on this machine has shown `text`; notes it in errors.log."""
+        """Return whether no rank of this run on this machine has shown `text` yet, and record it in errors.log."""
         if self.log_dir is None:
             return True
         mark = f"{_run_id()} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -187,7 +191,7 @@ class Console:
 
 
 def _turned_to(log: Path) -> tuple[int, int]:
-    """The descriptors that stdout and stderr had, now turned to a log file."""
+    """Redirect stdout and stderr to a log file, and return duplicates of their earlier descriptors."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -215,7 +219,7 @@ class _Announcer(logging.Handler):
 
 
 def show_announcements(console: Console) -> None:
-    """Show announcements of this process on `console` from here on, and on no other."""
+    """Show announcements of this process on `console`, and on no other, from now on."""
     for handler in [handler for handler in announcements.handlers if isinstance(handler, _Announcer)]:
         announcements.removeHandler(handler)
     announcements.addHandler(_Announcer(console))
@@ -223,11 +227,12 @@ def show_announcements(console: Console) -> None:
 
 
 def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
-    """Send whatever this process prints, from C++ too, to `log_dir`/rank_N.log; return a way to the terminal.
+    """Redirect all output of this process, also from C++, to `log_dir`/rank_N.log; return a console for the terminal.
 
-    An exception that nobody catches is shown on the terminal as well: a MegaverlError as its message, all
-    else as its last line with the name of the log that has the traceback; so is a crash in native code.
-    Loggers and streams made before the call follow, as it is the descriptors that are turned.
+    An uncaught exception also appears on the terminal: a MegaverlError as its message, others as their last line with
+    the
+    name of the log that has the traceback. So does a crash in native code. Loggers and streams that were made earlier
+    follow, since the file descriptors themselves are redirected.
     """
     # Absolute: user code may change the working folder later.
     log = Path(log_dir, f"rank_{rank}.log").absolute()
@@ -238,7 +243,7 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     faulthandler.enable(file=saved[1])
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # What goes wrong in writing the log must not hide the error from the terminal.
+        # A failure to write the log must not hide the error from the terminal.
         with contextlib.suppress(Exception):
             traceback.print_exception(kind, error, trace)
         if issubclass(kind, MegaverlError):
@@ -265,7 +270,9 @@ def _plain_progress(show: Callable[[str], None], description: str, total: int) -
 
 
 def _run_id() -> str:
-    """The same on all ranks of one run on this machine: their launcher's id, their port, and torchrun's try."""
+    """Return an id that is equal on all ranks of one run on this machine: launcher's process, port, and torchrun's
+    attempt.
+    """
     port, attempt = (os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
     return f"{os.getppid()}.{port}.{attempt}"
 
@@ -281,9 +288,9 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """One line of block characters, from the smallest to the largest finite value; a gap is a blank.
+    """Format values as one line of block characters, from the smallest to the largest finite value; gaps are blanks.
 
-    More values than `width` are averaged in equal stretches.
+    More values than `width` are averaged in equal groups.
     """
     columns = _columns([(float(i), v) for i, v in enumerate(values)], width)
     finite = [value for value in columns if value is not None]
@@ -302,7 +309,7 @@ def text_curve(
     low: float | None = None,
     high: float | None = None,
 ) -> str:
-    """A small plot of one curve for a terminal. `low` and `high` fix the ends of the vertical axis."""
+    """Plot one curve for a terminal. `low` and `high` fix the ends of the vertical axis."""
     if width < 2 or height < 2:
         raise ValueError(f"a plot needs a width and a height of at least 2, got {width} and {height}")
     columns = _columns(curve, width)
@@ -335,7 +342,7 @@ def plot_curves(
     x_label: str = "step",
     columns: int = 2,
 ) -> Path:
-    """Draw each named curve in a panel of its own and write a PNG. Needs no display."""
+    """Draw each named curve in its own panel and write a PNG. No display is needed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -365,14 +372,14 @@ def plot_curves(
 
 
 def _scale(value: float, low: float, high: float) -> float:
-    """Where `value` stands between low and high, cut to 0..1; the middle when they are equal."""
+    """Map `value` from low..high to 0..1, clipped; 0.5 if both are equal."""
     if high == low:
         return 0.5
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
 def _columns(curve: Curve, width: int) -> list[float | None]:
-    """Mean value in each of at most `width` equal stretches of points; None where none is finite."""
+    """Average at most `width` equal groups of points; None for a group without finite values."""
     count = len(curve)
     used = min(width, count)
     columns: list[float | None] = []

@@ -1,7 +1,7 @@
-"""What a step does in detail: torch's operators and kernels, memory, stacks; of all ranks in one trace.
+"""Detailed profiles of chosen steps: torch's operators and kernels, memory, stacks; joined over all ranks in one trace.
 
-`run.profile` names the steps, the ranks and the tools. Each rank writes what is its own into `profile/step_N`, with its
-stages; `megaverl trace` joins them. Nothing of this ends a run: a tool that fails is left out with a warning.
+`run.profile` names the steps, ranks and tools. Each rank writes its own files and stages to `profile/step_N`, and
+`megaverl trace` joins them. A tool that fails is left out with a warning and never ends a run.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from megaverl.outside import MAX_TRACE_BYTES, read_json_file
 from megaverl.processes import ending_with_parent
 
 NEED_A_GPU = ("memory", "nvtx", "cuda")
-SECONDS_TO_START, SECONDS_TO_WRITE = 10.0, 60.0  # that py-spy may take, to begin and for its file
+SECONDS_TO_START, SECONDS_TO_WRITE = 10.0, 60.0  # time limits of py-spy to start, and to write its file
 _SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 _FILE = re.compile(r"rank_(\d+)\.(stages|torch)\.json(?:\.gz)?")
 _COLLECTIVES = re.compile(r"rank_(\d+)\.collectives\.json")
 
 
 class Profiler:
-    """Of one rank. A step that is not chosen costs one look into a set.
+    """Profiler of one rank. A step that is not chosen costs one set lookup.
 
     Args:
-        timeline: of this rank: its stages go into the trace, and to NVTX.
+        timeline: this rank's timeline, whose stages go into the trace and to NVTX.
 
     Attributes:
-        dims: ranks of a group (none: of all) -> what of a grid it is, such as "actor tp".
+        dims: ranks of a group (empty: all ranks) -> its meaning in a grid, such as "actor tp".
 
     Raises:
-        ConfigError: a tool of CUDA's, and no GPU.
+        ConfigError: a tool needs CUDA, and there is no GPU.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Profiler:
         self._steps = frozenset(chosen.steps if here else ())
         self._chosen, self._run_dir, self._rank, self._timeline, self._warn = chosen, run_dir, rank, timeline, warn
         self._running: int | None = None
-        self._begin = self._began_at = 0  # of the step, by time.perf_counter_ns and time.time_ns
+        self._begin = self._began_at = 0  # begin of the step by time.perf_counter_ns and by time.time_ns
         self.dims: dict[tuple[int, ...], str] = {}
         self._open: list[tuple[str, AbstractContextManager[None]]] = []
         if self._steps and not _has_gpu() and (absent := [tool for tool in chosen.tools if tool in NEED_A_GPU]):
@@ -64,7 +64,7 @@ class Profiler:
             )
 
     def begin(self, step: int) -> None:
-        """`step` begins on this rank, counted from 1; the one before is over."""
+        """Start recording if `step`, counted from 1, is chosen. The step before is over."""
         if step == self._running:
             return
         self.close()
@@ -82,13 +82,14 @@ class Profiler:
             around = TOOLS[tool](self, folder / f"rank_{self._rank}")
             try:
                 around.__enter__()
-            except Exception as error:  # whatever a tool raises
+            except Exception as error:
+                # A tool may raise anything, and must not end the run.
                 self._warn(f"run.profile: {tool} does not start: {type(error).__name__}: {error}")
             else:
                 self._open.append((tool, around))
 
     def end(self, step: int) -> None:
-        """`step` is over, and the engines have its weights."""
+        """Stop recording: `step` is over, and the engines have its weights."""
         if self._running == step:
             self.close()
 
@@ -115,7 +116,7 @@ class Profiler:
 
     @contextmanager
     def _torch(self, name: Path) -> Iterator[None]:
-        """Operators on the host, kernels and copies on the device, in Chrome's trace-event format."""
+        """Record operators on the host, and kernels and copies on the device, in Chrome's trace-event format."""
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _has_gpu() else [])]
@@ -130,7 +131,7 @@ class Profiler:
 
     @contextmanager
     def _memory(self, name: Path) -> Iterator[None]:
-        """Every allocation with its stack, for https://pytorch.org/memory_viz."""
+        """Record every allocation with its stack, for https://pytorch.org/memory_viz."""
         import torch
 
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -142,7 +143,7 @@ class Profiler:
 
     @contextmanager
     def _nvtx(self, name: Path) -> Iterator[None]:
-        """The stages as ranges, for Nsight Systems."""
+        """Mark the stages as ranges for Nsight Systems."""
         import torch
 
         def mark(stage: str) -> Callable[[], None]:
@@ -155,7 +156,7 @@ class Profiler:
 
     @contextmanager
     def _cuda(self, name: Path) -> Iterator[None]:
-        """What `nsys profile --capture-range=cudaProfilerApi` waits for."""
+        """Start and stop the capture of `nsys profile --capture-range=cudaProfilerApi`."""
         import torch
 
         torch.cuda.synchronize()
@@ -166,7 +167,7 @@ class Profiler:
 
     @contextmanager
     def _py_spy(self, name: Path) -> Iterator[None]:
-        """Python's stacks, a hundred times a second, for https://www.speedscope.app."""
+        """Sample Python's stacks a hundred times a second, for https://www.speedscope.app."""
         output = name.with_name(name.name + ".speedscope.json")
         command = [py_spy() or "py-spy", "record", "--pid", str(os.getpid()), "--format", "speedscope", "--threads"]
         command = ending_with_parent([*command, "--output", str(output)])
@@ -174,7 +175,8 @@ class Profiler:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            with selectors.DefaultSelector() as selector:  # it says when it has found its way about this process
+            # py-spy prints a line once it has attached to this process.
+            with selectors.DefaultSelector() as selector:
                 selector.register(process.stdout, selectors.EVENT_READ)
                 selector.select(SECONDS_TO_START)
             yield
@@ -198,7 +200,7 @@ TOOLS: dict[str, Callable[[Profiler, Path], AbstractContextManager[None]]] = {
 
 
 def _may_be_traced(allowed: bool) -> None:
-    """Yama's rule (ptrace_scope 1) lets no child look at its parent, unless that says so."""
+    """Allow child processes to trace this one. Yama (ptrace_scope 1) forbids this unless the process permits it."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYBODY if allowed else 0, 0, 0, 0)
 
 
@@ -212,30 +214,31 @@ def _has_gpu() -> bool:
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Where the ranks write what was recorded of a step."""
+    """Return the folder of a step's recordings."""
     return run_dir / "profile" / f"step_{step}"
 
 
 def profiled_steps(run_dir: Path) -> list[int]:
-    """The steps of which something was recorded."""
+    """List the steps with recordings."""
     found = (path.name.removeprefix("step_") for path in (run_dir / "profile").glob("step_*"))
     return sorted(int(name) for name in found if name.isdigit())
 
 
 def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None = None) -> tuple[Path, list[Path]]:
-    """Join what all ranks recorded of a step, and their stages, on one time axis that begins at 0.
+    """Join the recordings and stages of all ranks for one step, on one time axis that begins at 0.
 
-    Each rank has its stages, then its host threads, then its devices. The clocks are those of the hosts. Of ranks that
-    recorded nothing the run's own timeline has the stages, where it knows them.
+    Each rank has its stages, then its host threads, then its devices. Times are those of the hosts' clocks. For ranks
+    without recordings, the stages come from the run's own timeline if it has them.
 
     Args:
-        step: None: the last one that was profiled.
-        output: None: trace_N.json.gz in the run's folder. One that ends in .gz is packed; Perfetto reads both.
+        step: None: the last profiled step.
+        output: None: trace_N.json.gz in the run's folder. A name that ends in .gz is compressed; Perfetto reads both.
 
-    Returns: the trace, and what else was recorded of the step, in formats of their own.
+    Returns:
+        The trace, and the step's files in other formats.
 
     Raises:
-        DataError: no such run, nothing of this step, or a damaged file.
+        DataError: there is no such run, it has nothing of this step, or a file is damaged.
     """
     known = profiled_steps(run_dir)
     step = step if step is not None else (known[-1] if known else None)
@@ -270,8 +273,11 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
 
 
 def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
-    """What each rank sent into collectives in a step (the last that was profiled), as lines of a table; none where no
-    rank has said."""
+    """Format what each rank sent in collectives of a step as lines of a table; empty without recordings.
+
+    Args:
+        step: None: the last profiled step.
+    """
     known = profiled_steps(run_dir)
     lines = []
     for path in sorted(step_folder(run_dir, step or (known[-1] if known else 0)).glob("rank_*.collectives.json")):
@@ -286,8 +292,10 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Events of a trace, their times in whole nanoseconds since 1970: as microseconds they would not be exact, and what
-    lies inside of something else would end after it."""
+    """Read the events of a trace, with times in whole nanoseconds since 1970.
+
+    Microseconds would not be exact, and a nested event could end after the one around it.
+    """
     try:
         found = read_json_file(path, MAX_TRACE_BYTES, not_finite=True)
         base = found.get("baseTimeNanoseconds", 0)
@@ -298,7 +306,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_of(event: dict[str, Any], step: int) -> bool:
-    """Whether an event of the run's timeline, whose steps count from 0, is of a step, or names a process."""
+    """Return whether an event of the run's timeline, whose steps count from 0, is of the step or names a process."""
     return event["ph"] == "M" or event.get("args", {}).get("step") == step - 1
 
 
@@ -306,7 +314,7 @@ PROCESSES_OF_A_RANK = 1000
 
 
 def _placed(events: list[dict[str, Any]], rank: int, first: int, name: str) -> Iterator[dict[str, Any]]:
-    """A rank's events with process numbers that no other rank has, in order of the ranks, and named after it."""
+    """Yield a rank's events with process numbers that are unique and ordered by rank, and with the rank's name."""
     numbers: dict[Any, int] = {}
     for event in events:
         number = numbers.setdefault(event.get("pid"), rank * PROCESSES_OF_A_RANK + first + len(numbers))
@@ -315,7 +323,8 @@ def _placed(events: list[dict[str, Any]], rank: int, first: int, name: str) -> I
             placed["args"] = {"name": f"rank {rank}: {name or event['args'].get('name', '')}"}
         elif event["ph"] == "M" and event["name"] == "process_sort_index":
             placed["args"] = {"sort_index": number}
-        elif event["ph"] in "stf" and isinstance(event.get("id"), int):  # arrows, numbered by each rank from 1
+        elif event["ph"] in "stf" and isinstance(event.get("id"), int):
+            # Every rank numbers its arrows (flow events) from 1, so make the ids unique.
             placed["id"] = (rank << 32) + event["id"]
         yield placed
     if name:

@@ -1,10 +1,10 @@
-"""Ranks that are slower than others at the same work, by their own work alone.
+"""Find ranks that are slower than others at the same work, from the time of their own work alone.
 
-Ranks that compute together finish together: in every collective the quick ones wait for the slow one, and how long a
-stage took says nothing of whose fault that is. So what is compared is work without waiting. On a CPU that is the
-processor seconds of each stage: whoever waits uses none. On a GPU it is the time of kernels, by name and size and
-without NCCL's, as CUPTI sees it. nvidia-resiliency-ext's `CuptiManager` measures that (0.4 to 0.7; it needs CUDA); its
-own reports are not used, as they compare the host's time of a section, with its waits, and gather pickled objects.
+Ranks that compute together finish together: in every collective, fast ranks wait for the slow one. So the duration of a
+stage does not show which rank is slow, and work must be compared without waits. On a CPU this is the processor time of
+each stage, since a waiting rank uses none. On a GPU it is the time of kernels by name and size, without NCCL's, as
+CUPTI measures it through nvidia-resiliency-ext's `CuptiManager` (0.4 to 0.7; needs CUDA). That package's own reports
+are not used: they compare the host's time of a section, including its waits, and gather pickled objects.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from megaverl.distributed.collectives import reduce_json
 from megaverl.errors import ConfigError
 from megaverl.monitoring.timeline import Timeline
 
-# stage -> what was done in it -> (seconds each time, how often)
+# Stage -> kernel (or "" for all of it) -> (seconds per call, number of calls).
 Work = Mapping[str, Mapping[str, tuple[float, float]]]
 
-SCORE = 0.75  # of the usual speed: as in nvidia-resiliency-ext, whoever is below is named
-LEAST_SHARE = 0.05  # of all usual work: what a stage must take longer by, to count
-KEPT_KERNELS = 64  # those that take longest
+SCORE = 0.75  # a rank below this fraction of the usual speed is slow, as in nvidia-resiliency-ext
+LEAST_SHARE = 0.05  # a stage counts only if it loses more than this fraction of all usual work
+KEPT_KERNELS = 64  # number of kernels that are compared: those with the most time
 KERNELS = "kernels"
 CUPTI = ("nvidia_resiliency_ext.attribution.straggler.cupti", "nvidia_resiliency_ext.straggler.cupti")
 
 
 class Slow(NamedTuple):
-    """A rank, its speed as a share of the usual one, and where it loses most: seconds of it and of ranks like it."""
+    """A rank, its fraction of the usual speed, and the stage where it loses most.
+
+    `seconds` is its own time in the stage, `usual` that of ranks with the same work.
+    """
 
     rank: int
     score: float
@@ -43,24 +46,25 @@ class Slow(NamedTuple):
 
 
 class ProcessorMeter:
-    """Processor seconds of this process, by stage, in all steps."""
+    """Measures processor seconds of this process by stage, in all steps."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
     def begin(self) -> None:
-        """The last step before a comparison begins; this one measures all the time."""
+        """Do nothing: this meter runs all the time."""
 
     def take(self) -> Work:
-        """What counts of what was done since this was last asked."""
+        """Return the work since the last call."""
         return {stage: {"": (seconds, 1.0)} for stage, seconds in self._timeline.take_work().items()}
 
 
 class KernelMeter:
-    """Kernels of this rank's GPU, by name, block and grid, in one step; NCCL's left out, as they wait for other ranks.
+    """Measures kernels of this rank's GPU in one step, by name, block and grid. NCCL's are left out, as they wait for
+    ranks.
 
     Raises:
-        ConfigError: nvidia-resiliency-ext or its CUPTI is not here.
+        ConfigError: nvidia-resiliency-ext or its CUPTI is missing.
     """
 
     def __init__(self) -> None:
@@ -80,12 +84,14 @@ class KernelMeter:
         )
 
     def begin(self) -> None:
+        """Start profiling."""
         if not self._measures:
             self._cupti.reset_results()
             self._cupti.start_profiling()
         self._measures = True
 
     def take(self) -> Work:
+        """Stop profiling and return the work of the kernels with the most time."""
         torch.cuda.synchronize()
         if self._measures:
             self._cupti.stop_profiling()
@@ -100,17 +106,18 @@ class KernelMeter:
 
 
 def _short(name: str) -> str:
-    """A kernel's name may have thousands of letters."""
+    """Hash a kernel's name, which may have thousands of letters."""
     return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 
 class Stragglers:
-    """Compares the ranks of a group every few steps. Every rank makes one, and calls both methods alike.
+    """Compares the ranks of a group every few steps. Every rank makes one, and calls both methods in the same steps.
 
     Args:
-        like: ranks that say the same do the same work.
-        every: steps from one comparison to the next. A GPU's kernels are measured in the last step before it.
-        name: of a rank, for a message. say: tells the person.
+        like: ranks with the same value do the same work.
+        every: steps between comparisons. A GPU's kernels are measured in the last step before one.
+        name: returns a rank's name for messages.
+        say: shows a message to the user.
     """
 
     def __init__(
@@ -127,15 +134,15 @@ class Stragglers:
         self._name, self._say = name, say
 
     def begin(self, step: int) -> None:
-        """Before a step, counted from 0."""
+        """Prepare for a step, counted from 0."""
         if (step + 1) % self._every == 0:
             self._meter.begin()
 
     def compare(self, done: int) -> dict[str, float]:
-        """After so many steps: metrics, the same on every rank, where a comparison is due; and who is slow is said.
+        """Compare the ranks if a comparison is due after `done` steps, report slow ranks, and return metrics.
 
-        `stragglers/count`, and of the slowest rank of all `stragglers/slowest_rank` and its `stragglers/slowest_score`,
-        the share of the usual speed that it has.
+        The metrics are equal on every rank: `stragglers/count`, and of the slowest rank `stragglers/slowest_rank` and
+        `stragglers/slowest_score`, its fraction of the usual speed.
         """
         if done % self._every:
             return {}
@@ -154,17 +161,17 @@ class Stragglers:
 
 
 def _slowest(said: Sequence[tuple[str, Work]]) -> list[Slow]:
-    """Of what every rank says: those that are slow, and the slowest in any case, that first."""
+    """Return the slow ranks and in any case the slowest one first, from all ranks' reports."""
     found = slowness([like for like, _ in said], [work for _, work in said])
     return [each for number, each in enumerate(found) if not number or each.score < SCORE]
 
 
 def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
-    """How each rank's work compares with that of ranks like it, slowest first; ranks that are like no other are left
-    out.
+    """Compare each rank's work with that of ranks that do the same; slowest first. Ranks without an equal are left out.
 
-    A rank's time for a stage is what each thing done in it took there, times how often it is usually done, of what all
-    ranks have done: a rank that had more to do is not slow for it. The usual is the lower median over the ranks.
+    A rank's time of a stage is its time per call of each kernel, times the usual number of calls over all ranks. So a
+    rank
+    with more work is not slow because of it. "Usual" is the lower median over the ranks.
     """
     found: list[Slow] = []
     for kind in dict.fromkeys(like):
@@ -190,7 +197,7 @@ def _of_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
 
 
 def _seconds(of_ranks: Mapping[int, Mapping[str, tuple[float, float]]]) -> dict[int, float]:
-    """Of each rank, for the same number of the same things."""
+    """Return rank -> seconds for the same number of the same calls."""
     common = set.intersection(*(set(things) for things in of_ranks.values()))
     often = {thing: median_low([things[thing][1] for things in of_ranks.values()]) for thing in common}
     return {rank: sum(things[thing][0] * often[thing] for thing in sorted(common)) for rank, things in of_ranks.items()}

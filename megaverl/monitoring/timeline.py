@@ -1,4 +1,4 @@
-"""Where the time of a step goes (named spans, milliseconds, a Chrome trace), and the memory of its process."""
+"""Times of a step (named spans in milliseconds, a Chrome trace), and memory of the process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from megaverl.outside import MAX_TRACE_BYTES, read_json_file
 class Timeline:
     """Spans of host time on one rank.
 
-    with timeline.step(3):
-        with timeline.span("rollout"):
-            ...
-    timeline.step_metrics()   # {"time/rollout_ms": ..., "time/step_ms": ..., "time/other_ms": ...}
-
-    Spans nest; threads may open their own. On a GPU a span ends when the host has enqueued its work, so a
-    caller that wants device time synchronises before the span closes. The last `max_events` spans are kept
-    for the trace; the sums per step are exact whatever that number is.
+    Spans nest, and threads may open their own. On a GPU a span ends when the host has enqueued its work, so a caller
+    that
+    wants device time must synchronise before the span closes. The trace keeps the last `max_events` spans; the sums per
+    step are exact regardless.
 
     Attributes:
-        roles: whose work a span of a name is; the trace says so of those that stand here.
-        mark: called with a span's name where it opens; what it returns is called where that closes. None: nothing is.
+        roles: span name -> role that does the work, for the trace.
+        mark: called with a span's name when it opens; the returned function is called when it closes. None: no calls.
+
+    Example:
+        with timeline.step(3):
+            with timeline.span("rollout"):
+                ...
+        timeline.step_metrics()   # {"time/rollout_ms": ..., "time/step_ms": ..., "time/other_ms": ...}
     """
 
     def __init__(self, rank: int = 0, max_events: int = 200_000) -> None:
@@ -44,7 +46,7 @@ class Timeline:
         self._events: deque[tuple[str, int, int, int, int | None, int | None]] = deque(maxlen=max_events)
         self._totals: defaultdict[str, int] = defaultdict(int)
         self._work: defaultdict[str, int] = defaultdict(int)
-        self._covered_ns = 0  # by outermost spans of the thread that runs the step
+        self._covered_ns = 0  # time in outermost spans of the thread that runs the step
         self._step: int | None = None
         self._is_open = False
         self._step_begin = 0
@@ -54,7 +56,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Times its block under `name`."""
+        """Time the block under `name`."""
         self._depth.value = getattr(self._depth, "value", 0) + 1
         unmark = self.mark(name) if self.mark is not None else None
         worked, begin = time.process_time_ns(), time.perf_counter_ns()
@@ -74,7 +76,7 @@ class Timeline:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one training step, or around the rest of one that has begun."""
+        """Time one training step, or the rest of a step that has begun."""
         self.begin(number)
         try:
             yield
@@ -82,7 +84,7 @@ class Timeline:
             self.end(number)
 
     def begin(self, number: int) -> None:
-        """A step begins, and sums start anew, unless it has begun already; leaving `step` ends it."""
+        """Begin a step and reset its sums, unless it has begun already. Leaving `step` ends it."""
         if self._is_open and self._step == number:
             return
         self._totals.clear()
@@ -98,11 +100,13 @@ class Timeline:
         self._events.append(("step", begin, self._step_ns, self._step_thread, number, None))
 
     def step_metrics(self, prefix: str = "time/") -> dict[str, float]:
-        """Milliseconds per span name in the current or last step.
+        """Return milliseconds per span name in the current or last step.
 
-        Also `step_ms`, the whole step, and `other_ms`, what no outermost span of its thread covered; and for every
-        role of `roles` the share of the step in which this rank worked for it, `busy/<role>`.
-        A nested span counts in its own name and in the one around it.
+        `step_ms` is the whole step, and `other_ms` the time outside all outermost spans of its thread. `busy/<role>` is
+        the
+        fraction of the step in which this rank worked for a role. A nested span counts both under its own name and in
+        the
+        span around it.
         """
         metrics = {f"{prefix}{name}_ms": total / 1e6 for name, total in sorted(self._totals.items())}
         if self._step is not None:
@@ -115,17 +119,17 @@ class Timeline:
         return metrics
 
     def take_work(self) -> dict[str, float]:
-        """Processor seconds of this process by span name, since this was last asked: without what it waited."""
+        """Return the processor seconds of this process by span name since the last call, without waits."""
         work, self._work = self._work, defaultdict(int)
         return {name: nanoseconds / 1e9 for name, nanoseconds in work.items()}
 
     def trace_events(self, since: int = 0) -> list[dict[str, Any]]:
-        """The spans in Chrome's trace-event format; the process id is the rank.
+        """Return the spans in Chrome's trace-event format. The process id is the rank.
 
-        `processor_us` of a span is what its process used of processors meanwhile, in all of its threads.
+        `processor_us` is the processor time that the process used in all its threads during a span.
 
         Args:
-            since: a reading of `time.perf_counter_ns`: spans that began before it are left out.
+            since: a value of `time.perf_counter_ns`; earlier spans are left out.
         """
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
@@ -143,12 +147,12 @@ class Timeline:
         return events
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the trace as JSON, to be opened in chrome://tracing or Perfetto."""
+        """Write the trace as JSON, for chrome://tracing or Perfetto."""
         return _write_trace(Path(path), self.trace_events())
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
-    """Join the traces of several ranks into one file, on one time axis."""
+    """Join the traces of several ranks in one file on one time axis."""
     events: list[dict[str, Any]] = []
     for source in paths:
         events += read_json_file(Path(source), MAX_TRACE_BYTES)["traceEvents"]
@@ -168,8 +172,11 @@ MB = 2**20
 
 
 def _monotonic_to_wall_ns() -> int:
-    """What added to `time.perf_counter_ns` gives nanoseconds since 1970, as other ranks and recorders count them: of
-    several readings the one in which the least time passed, for the process may lose its processor within one."""
+    """Return the offset from `time.perf_counter_ns` to nanoseconds since 1970, which other ranks and recorders use.
+
+    Of several readings, the one in which the least time passed is used, as the process may lose its processor within
+    one.
+    """
     readings = []
     for _ in range(16):
         before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -178,31 +185,33 @@ def _monotonic_to_wall_ns() -> int:
 
 
 def process_memory_mb() -> float:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process in MiB."""
     return psutil.Process(os.getpid()).memory_info().rss / MB
 
 
 def peak_process_memory_mb() -> float:
-    """The most resident memory that this process ever had."""
+    """Return the largest resident memory that this process ever had, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / MB if sys.platform == "darwin" else peak * 1024 / MB
 
 
 def memory_metrics(*roles: str) -> dict[str, float]:
-    """`memory/<role>_gpu_mem_mb` of the roles on this rank, which share its memory, and the process's resident memory.
+    """Return `memory/<role>_gpu_mem_mb` of the roles on this rank, which share its memory, and the process's resident
+    memory.
 
-    On CUDA the first is the peak that torch's allocator held on the current device since the last call, which
-    resets that peak. Without CUDA there is no device memory of its own: it is the resident memory, so that
-    the curve exists and means something on every platform. torch is used only where it is loaded already.
+    On CUDA this is the peak of torch's allocator on the current device since the last call, which resets the peak.
+    Without
+    CUDA it is the resident memory, so that the curve exists on every platform. torch is not imported for this.
     """
     resident = process_memory_mb()
     metrics = {
         **{f"memory/{role}_gpu_mem_mb": resident for role in roles},
         "memory/process_rss_mb": resident,
-        "memory/process_peak_rss_mb": max(resident, peak_process_memory_mb()),  # the system counts that one later
+        # The kernel updates the peak later than the current value.
+        "memory/process_peak_rss_mb": max(resident, peak_process_memory_mb()),
     }
     torch = sys.modules.get("torch")
-    # is_initialized: asking a device's statistics must not be what creates a CUDA context.
+    # Check is_initialized first: reading a device's statistics would create a CUDA context.
     if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
         for role in roles:
             metrics[f"memory/{role}_gpu_mem_mb"] = torch.cuda.max_memory_allocated() / MB
@@ -212,14 +221,14 @@ def memory_metrics(*roles: str) -> dict[str, float]:
     return metrics
 
 
-_GPUS: dict[str, Any] = {}  # uuid -> (handle, energy, time and sample that were read last)
+_GPUS: dict[str, Any] = {}  # uuid -> (handle, last energy, last time, last sample's time stamp)
 
 
 def gpu_metrics(uuid: Any) -> dict[str, float]:
-    """`gpu/power_w` and `gpu/utilization` of a GPU, means since the last call, by NVML's counters; nothing of the first
-    call, or where NVML (nvidia-ml-py) is absent or does not have them.
+    """Return `gpu/power_w` and `gpu/utilization` of a GPU, averaged since the last call, from NVML's counters.
 
-    Utilization is the share of time in which any kernel ran: see `train/mfu` for what these did.
+    Empty in the first call, and if NVML (nvidia-ml-py) is missing or lacks the counters. Utilization is the fraction of
+    time in which any kernel ran; `train/mfu` shows how well they used the GPU.
     """
     try:
         import pynvml

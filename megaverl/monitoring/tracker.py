@@ -1,5 +1,6 @@
-"""The numbers of a run, written to every place that was asked for, slow places behind a thread; and what it was made
-with: versions of the stack and the commit, saved beside its results."""
+"""Tracker: write a run's metrics to every requested backend, slow ones in a thread; and record versions of the
+software.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +27,30 @@ from megaverl.version import __version__
 
 
 def warn_on_stderr(text: str) -> None:
-    """How a tracker warns when nothing else is given."""
+    """Print a warning to stderr: a tracker's default."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Tracker:
-    """Writes metrics to `metrics.jsonl`, always, and to the other backends asked for.
+    """Writes metrics to `metrics.jsonl` always, and to the other requested backends.
 
-    Made by rank 0 only. A backend that cannot start or fails later is left out with one warning: no tracker
-    ever stops training, nor does training wait for one that is slow (`Queued`). (`check_backends` tells a mistake in
-    the configuration before the run begins.)
+    Only rank 0 makes one. A backend that cannot start or fails later is left out with one warning. So a tracker never
+    stops
+    training, and training never waits for a slow one (`Queued`). `check_backends` reports configuration mistakes before
+    the
+    run begins.
 
-    run_dir:      the run's folder, made when absent.
-    backends:     names out of `BACKENDS`, or module:object, see `make_backend`.
-    only:         patterns such as "reward/*": which metrics go to the others; metrics.jsonl has them all.
-    resume_step:  the last step of the checkpoint resumed from; later records are dropped. None: a fresh run.
-    config:       the resolved configuration, for the backends that show it.
-    warn:         takes each warning, e.g. `console.warn`.
+    Args:
+        run_dir: the run's folder, created if missing.
+        backends: names in `BACKENDS`, or module:object; see `make_backend`.
+        only: patterns such as "reward/*" that select metrics for other backends; metrics.jsonl has all of them.
+        resume_step: step of the checkpoint that is resumed; later records are dropped. None: a fresh run.
+        config: the resolved configuration, for backends that show it.
+        warn: called with each warning, e.g. `console.warn`.
+
+    Example:
+        with Tracker("runs/demo", ["jsonl", "wandb"]) as tracker:
+            tracker.log(step, {"reward/mean": 0.5})
     """
 
     def __init__(
@@ -67,11 +75,15 @@ class Tracker:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The backends that are still written to."""
+        """Names of the backends that still work."""
         return tuple(name for name, backend in self._backends.items() if getattr(backend, "works", True))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one record. Values are numbers or tensors of one element; anything else is a TypeError."""
+        """Write one record.
+
+        Raises:
+            TypeError: a value is neither a number nor a tensor with one element.
+        """
         numbers = {key: _number(key, value) for key, value in metrics.items()}
         seconds = time.time()
         some = {key: value for key, value in numbers.items() if any(fnmatch(key, one) for one in self._only)}
@@ -85,7 +97,7 @@ class Tracker:
                 self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")
 
     def log_samples(self, step: int, split: str, samples: Samples) -> None:
-        """Give samples to the backends that have a place for them."""
+        """Write samples to the backends that support them."""
         for name in list(self._backends):
             write = getattr(self._backends[name], "write_samples", None)
             try:
@@ -96,7 +108,7 @@ class Tracker:
                 self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")
 
     def close(self) -> None:
-        """Finish every backend. A second call does nothing."""
+        """Close every backend. A second call does nothing."""
         for name, backend in list(self._backends.items()):
             del self._backends[name]
             try:
@@ -125,7 +137,7 @@ class Tracker:
         return Queued(name, lambda: make_backend(name, info), lambda why: self._warn(f"the tracker {name!r}: {why}"))
 
 
-MetricsTracker = Tracker  # the name that programs import
+MetricsTracker = Tracker  # public name for programs
 
 
 def _number(key: str, value: Any) -> float:
@@ -136,12 +148,12 @@ def _number(key: str, value: Any) -> float:
         raise TypeError(f"metric {key!r} must be one number, got {found}") from error
 
 
-WAITING = 1000  # records that may wait; then the oldest tracker is not worth waiting for
+WAITING = 1000  # queued records after which a tracker counts as failed
 SECONDS_TO_FINISH = 60.0
 
 
 class Record(NamedTuple):
-    """What is to be written: metrics, or samples of a split."""
+    """A queued write: metrics, or samples of a split."""
 
     step: int
     seconds: float
@@ -151,11 +163,11 @@ class Record(NamedTuple):
 
 
 class Queued:
-    """Starts a tracker in a thread of its own and hands it what is written, in order.
+    """Runs a tracker in a thread, which receives everything in order.
 
     Args:
-        make: makes the tracker; called in the thread, as a login or a connection may take its time.
-        failed: told once, from the thread or from `write`, why it is left out from now on.
+        make: makes the tracker. Called in the thread, since a login or connection may take long.
+        failed: called once with the reason why the tracker is left out, from the thread or from `write`.
     """
 
     def __init__(self, name: str, make: Callable[[], Backend], failed: Callable[[str], None]) -> None:
@@ -180,7 +192,7 @@ class Queued:
                 self._leave_out(f"it has not taken the last {WAITING} records, and is left out at step {record.step}")
 
     def close(self, seconds: float = SECONDS_TO_FINISH) -> None:
-        """Wait until it has written everything, but no longer than `seconds`."""
+        """Wait until everything is written, but at most `seconds`."""
         if not self.works:
             return
         try:
@@ -203,7 +215,8 @@ class Queued:
                 elif (write_samples := getattr(backend, "write_samples", None)) is not None:
                     write_samples(step, record.split, record.samples)
             backend.close()
-        except BaseException as error:  # whatever a tracker's library raises, SystemExit too
+        except BaseException as error:
+            # A tracker's library may raise anything, even SystemExit.
             where = "could not start" if step is None else f"failed at step {step}"
             self._leave_out(f"{where}, it is left out now: {describe(error)}")
 
@@ -214,7 +227,7 @@ class Queued:
             self._failed(why)
 
 
-# What is reported, and the distributions that may provide it (the CPU build of vLLM has its own name).
+# Component -> distributions that may provide it. The CPU build of vLLM has another name.
 COMPONENTS = {
     "torch": ("torch",),
     "megatron-core": ("megatron-core",),
@@ -228,7 +241,7 @@ COMPONENTS = {
 
 
 def installed(component: str) -> tuple[str, str] | None:
-    """The distribution that provides one of `COMPONENTS` here, and its version."""
+    """Return (distribution, version) of the distribution that provides one of `COMPONENTS`, or None."""
     for distribution in COMPONENTS[component]:
         with suppress(metadata.PackageNotFoundError):
             return distribution, metadata.version(distribution)
@@ -236,7 +249,7 @@ def installed(component: str) -> tuple[str, str] | None:
 
 
 def collect_versions() -> dict[str, str]:
-    """Names and versions; a part that is not installed is "absent". Imports none of them."""
+    """Return component -> version; "absent" if it is not installed. No component is imported."""
     versions = {"megaverl": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for component in COMPONENTS:
         distribution, version = installed(component) or (component, "absent")
@@ -252,9 +265,9 @@ def collect_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with "+changes" when it was edited.
+    """Return the commit of the checkout that this package runs from, with "+changes" if files were edited.
 
-    None outside a checkout, or where git is absent or refuses the folder.
+    None outside a checkout, or if git is missing or refuses the folder.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -267,7 +280,7 @@ def git_commit() -> str | None:
 
 
 def write_versions(run_dir: str | os.PathLike[str]) -> Path:
-    """Write versions.json into the run folder."""
+    """Write versions.json into the run's folder."""
     path = Path(run_dir, "versions.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(collect_versions(), indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,4 @@
-"""What a machine has for training, what it lacks, and how to fix it: one line of the report, and the report as text and
-as JSON."""
+"""The doctor: what a machine has for training, what it lacks, and how to fix it. Findings, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ Status = Literal["ok", "note", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was looked at.
+    """Result of one check.
 
     Attributes:
-        section: which part of the report it belongs to.
-        name: what was looked at.
-        status: ok; note: good to know; warn: works, at a cost or a risk; fail: training cannot work so.
-        found: what is there, and what follows from it.
-        fix: what to do; never empty where the status is warn or fail.
+        section: section of the report.
+        name: what was checked.
+        status: ok; note: good to know; warn: works, at a cost or a risk; fail: training cannot work like this.
+        found: what was found, and its consequences.
+        fix: what to do; required for warn and fail.
     """
 
     section: str
@@ -38,7 +37,7 @@ MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One line each, by section; under what is wrong, the fix."""
+    """Format the findings by section, one line each, with the fix below each problem."""
     width = max(len(finding.name) for finding in findings)
     lines: list[str] = []
     section = None
@@ -56,7 +55,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """E.g. "1 failing, 2 warnings: see the lines with ->"; or that all is well."""
+    """Summarise the findings, e.g. "1 failing, 2 warnings: ...", or say that nothing is wrong."""
     counts = Counter(finding.status for finding in findings)
     if not counts["fail"] and not counts["warn"]:
         return "Nothing is wrong."
@@ -64,7 +63,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints; `healthy` is whether nothing fails."""
+    """Return the findings for `--json`; `healthy` says that nothing fails."""
     sections: dict[str, list[dict[str, str]]] = {}
     for finding in findings:
         entry = {"name": finding.name, "status": finding.status, "found": finding.found}

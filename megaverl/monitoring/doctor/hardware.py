@@ -1,7 +1,8 @@
-"""`megaverl doctor --gpu`: what the driver and the kernel say of GPUs and links, and what of it is wrong.
+"""`megaverl doctor --gpu`: what the driver and the kernel report about GPUs and links, and what is wrong.
 
-Read are `nvidia-smi -q -x` (the tags of nvsmi_device_v12.dtd and v13), `nvidia-smi topo -m`, `nvidia-smi nvlink -s`,
-and of InfiniBand what `ibstat` reads too: /sys/class/infiniband (the kernel's stable ABI), which containers have.
+The sources are `nvidia-smi -q -x` (the tags of nvsmi_device_v12.dtd and v13), `nvidia-smi topo -m`,
+`nvidia-smi nvlink -s`, and for InfiniBand the files that `ibstat` reads too: /sys/class/infiniband (the kernel's stable
+ABI), which containers have.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from megaverl.monitoring.doctor.network import INFINIBAND
 
 SECTION = "hardware"
 ABSENT = ("", "N/A", "None", "Requested functionality has been deprecated")
-NEAR = ("PIX", "PXB")  # a GPU and an adapter below one PCIe host bridge: RDMA does not pass the processor
+NEAR = ("PIX", "PXB")  # GPU and adapter share a PCIe host bridge, so RDMA does not pass through the processor
 MODULES = Path("/proc/modules")
 
 
 def hardware() -> Iterator[Finding]:
-    """Every finding about this machine's GPUs and links."""
+    """Yield every finding about this machine's GPUs and links."""
     if shutil.which("nvidia-smi") is None:
         fix = (
             "install NVIDIA's driver; in a container: docker run --gpus all, with nvidia-container-toolkit on the host"
@@ -48,7 +49,7 @@ def hardware() -> Iterator[Finding]:
 
 
 def ask(*arguments: str) -> str:
-    """What nvidia-smi answers.
+    """Return the output of nvidia-smi.
 
     Raises:
         subprocess.CalledProcessError: it did not end with 0.
@@ -58,12 +59,12 @@ def ask(*arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that is looked at on every GPU.
+    """A check that is made on every GPU.
 
     Attributes:
-        wrong: of a `gpu` element what is wrong with it; empty where nothing is.
-        status: of a machine on which something is.
-        fine: what is said where nothing is.
+        wrong: returns the problem of a `gpu` element; empty if there is none.
+        status: status if some GPU has the problem.
+        fine: text if no GPU has it.
     """
 
     name: str
@@ -74,11 +75,11 @@ class Check:
 
 
 def gpu_findings(query: str, torch_cuda: str | None) -> Iterator[Finding]:
-    """The driver and each check over all GPUs.
+    """Yield the finding about the driver, and one for each check over all GPUs.
 
     Args:
-        query: of `nvidia-smi -q -x`.
-        torch_cuda: the CUDA that torch is built for, such as "13.0".
+        query: output of `nvidia-smi -q -x`.
+        torch_cuda: CUDA version that torch is built for, such as "13.0".
     """
     root = ElementTree.fromstring(query)
     gpus = root.findall("gpu")
@@ -103,7 +104,7 @@ def gpu_findings(query: str, torch_cuda: str | None) -> Iterator[Finding]:
 
 
 def _text(element: ElementTree.Element, path: str) -> str:
-    """Text of a tag, empty where the GPU has no such thing."""
+    """Return the text of a tag; empty if the GPU does not have it."""
     text = (element.findtext(path) or "").strip()
     return "" if text in ABSENT else text
 
@@ -212,7 +213,7 @@ CHECKS = (
 
 
 class Topology(NamedTuple):
-    """How devices are linked: `between["GPU0", "NIC1"]` is PIX, PXB, PHB, NODE, SYS, or NV and a number of links."""
+    """Links between devices: `between["GPU0", "NIC1"]` is PIX, PXB, PHB, NODE, SYS, or NV and a number of links."""
 
     gpus: list[str]
     adapters: list[str]
@@ -220,7 +221,10 @@ class Topology(NamedTuple):
 
 
 def read_topology(text: str) -> Topology:
-    """The matrix of `nvidia-smi topo -m`; adapters are NIC0 and so on, of older drivers mlx5_0 and so on."""
+    """Parse the matrix of `nvidia-smi topo -m`.
+
+    Adapters are NIC0 and so on; older drivers name them mlx5_0 and so on.
+    """
     lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     names = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\d_\w+)\b", lines[0].split("CPU Affinity")[0]) if lines else []
     between = {}
@@ -233,7 +237,7 @@ def read_topology(text: str) -> Topology:
 
 
 def topology_findings(topology: Topology) -> Iterator[Finding]:
-    """How GPUs reach each other, and the network."""
+    """Yield findings about the paths from GPU to GPU and to the network."""
     gpus, adapters, between = topology
     pairs = {between[a, b] for a in gpus for b in gpus if (a, b) in between}
     if not pairs:
@@ -255,7 +259,7 @@ def topology_findings(topology: Topology) -> Iterator[Finding]:
 
 
 def read_links(text: str) -> list[list[float | None]]:
-    """GB/s in one direction of every NVLink of every GPU (`nvidia-smi nvlink -s`); None: the link is not active."""
+    """Parse GB/s in one direction of every NVLink of every GPU (`nvidia-smi nvlink -s`); None: the link is inactive."""
     gpus: list[list[float | None]] = []
     for line in text.splitlines():
         if line.startswith("GPU "):
@@ -266,7 +270,7 @@ def read_links(text: str) -> list[list[float | None]]:
 
 
 def link_findings(links: list[list[float | None]]) -> Iterator[Finding]:
-    """Whether all NVLinks that a GPU has are up."""
+    """Yield a finding on whether all NVLinks of every GPU are up."""
     active = [sum(rate is not None for rate in gpu) for gpu in links]
     if not any(active):
         yield Finding(SECTION, "NVLink", "note", "none: GPUs of this node talk over PCIe")
@@ -285,12 +289,12 @@ def link_findings(links: list[list[float | None]]) -> Iterator[Finding]:
 
 
 def link_rate(links: list[list[float | None]]) -> float:
-    """GB/s in one direction that the GPU with the fewest links has in all; 0 without NVLink."""
+    """Return the total GB/s in one direction of the GPU with the fewest links; 0 without NVLink."""
     return min((sum(rate or 0.0 for rate in gpu) for gpu in links), default=0.0)
 
 
 def pair_rate(topology: Topology, links: list[list[float | None]]) -> float:
-    """GB/s in one direction over the NVLinks of the pair that has the fewest; 0 where a pair has none."""
+    """Return GB/s in one direction over the NVLinks of the pair with the fewest; 0 if a pair has none."""
     counts = [
         int(link[2:]) if link.startswith("NV") else 0
         for (a, b), link in topology.between.items()
@@ -301,7 +305,7 @@ def pair_rate(topology: Topology, links: list[list[float | None]]) -> float:
 
 
 class Port(NamedTuple):
-    """A port of an adapter: `rate` in Gb/s, `state` and `link_layer` in the kernel's words."""
+    """A port of an adapter: `rate` in Gb/s, `state` and `link_layer` as the kernel names them."""
 
     name: str
     state: str
@@ -310,7 +314,7 @@ class Port(NamedTuple):
 
 
 def read_adapters(folder: Path) -> list[Port]:
-    """Every port below /sys/class/infiniband, whose files hold "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"."""
+    """Read every port in /sys/class/infiniband, whose files hold "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"."""
     ports = []
     for port in sorted(folder.glob("*/ports/*")):
         state, rate, layer = (
@@ -324,7 +328,7 @@ def read_adapters(folder: Path) -> list[Port]:
 
 
 def adapter_findings(ports: list[Port], modules: str) -> Iterator[Finding]:
-    """Ports that are up, what they carry together, and whether they read GPUs' memory themselves.
+    """Yield findings about active ports, their total rate, and direct access to GPU memory.
 
     Args:
         modules: the text of /proc/modules.

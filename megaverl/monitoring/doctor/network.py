@@ -1,4 +1,7 @@
-"""NCCL's and gloo's settings, interfaces, names, ports; disk, shared memory and the limits of a process."""
+"""Checks of network and storage:
+
+NCCL's and gloo's settings, interfaces, host names, ports, disks and process limits.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_
 INTERFACE_SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 TORCHRUN_PORT = 29500
 INFINIBAND = Path("/sys/class/infiniband")
-LOOKUPS, SLOW_LOOKUP = 32, 0.1  # tried, and seconds
+LOOKUPS, SLOW_LOOKUP = 32, 0.1  # number of trial lookups, and seconds from which one is slow
 
 
 def network() -> Iterator[Finding]:
-    """Everything that decides how ranks find and reach each other."""
+    """Yield findings about everything that decides how ranks find and reach each other."""
     yield _backend()
     interfaces = _interfaces()
     yield Finding("network", "interfaces", "ok", ", ".join(f"{k} {v}" for k, v in interfaces.items()) or "none but lo")
@@ -47,7 +50,7 @@ def _backend() -> Finding:
 
 
 def _interfaces() -> dict[str, str]:
-    """Name -> IPv4 address of every interface that is up, the loopback left out."""
+    """Return name -> IPv4 address of every interface that is up, except the loopback."""
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     found = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -58,7 +61,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _settings(interfaces: set[str]) -> Iterator[Finding]:
-    """What the environment says, and what of it cannot be."""
+    """Yield the network variables of the environment, and those that cannot work."""
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     yield Finding("network", "settings", "ok", ", ".join(f"{k}={v}" for k, v in given.items()) or "none: defaults")
     for name in INTERFACE_SETTINGS:
@@ -66,7 +69,7 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
         wanted = [part for part in value.lstrip("=").split(",") if part]
         if not wanted or value.startswith("^"):
             continue
-        # NCCL takes prefixes, gloo whole names
+        # NCCL accepts prefixes of interface names, gloo only whole names.
         fits = any(
             other == each or (name.startswith("NCCL") and other.startswith(each))
             for each in wanted
@@ -91,7 +94,7 @@ def _infiniband() -> Finding:
 
 
 def _names() -> Iterator[Finding]:
-    """Gloo looks this machine's own name up; ranks look MASTER_ADDR up."""
+    """Check that the names resolve: gloo looks up this machine's own name, and ranks look up MASTER_ADDR."""
     own = socket.gethostname()
     for what, name in (("host name", own), ("MASTER_ADDR", os.environ.get("MASTER_ADDR", ""))):
         if not name:
@@ -110,8 +113,12 @@ def _names() -> Iterator[Finding]:
 
 
 def _name_service() -> Finding:
-    """How long the name of an address takes. For every connection to its store torch asks for the other's name, one
-    after the other, of the address as one of IPv6 (torch 2.13, c10d/socket.cpp), which hosts files have not."""
+    """Measure how long a reverse lookup of an address takes.
+
+    For every connection to its store, torch looks up the peer's name, one after the other. It asks for an IPv6 form of
+    the
+    address (torch 2.13, c10d/socket.cpp), which hosts files do not contain.
+    """
     try:
         address = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())
     except OSError:
@@ -152,7 +159,7 @@ def _ports() -> Iterator[Finding]:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there."""
+    """Return whether a server could listen on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -168,7 +175,7 @@ PROCESSES = 4096
 
 
 def storage(run_dir: Path) -> Iterator[Finding]:
-    """Where a run writes, and what it may use.
+    """Yield findings about the folders that a run writes to, and about process limits.
 
     Args:
         run_dir: `run.dir`, or a folder that could become it.
@@ -215,7 +222,8 @@ def _shared_memory() -> Finding:
 
 
 def _open_files() -> Finding:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks raise the soft limit to it
+    # Ranks raise the soft limit to the hard one.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
         return Finding("storage", "open files", "ok", f"hard limit {hard if hard >= 0 else 'none'}")
     fix = "many ranks hold many sockets: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
@@ -223,7 +231,7 @@ def _open_files() -> Finding:
 
 
 def _processes() -> Finding:
-    """Of one user; threads count, and a rank has a hundred and more."""
+    """Check the limit of processes per user. Threads count too, and a rank has over a hundred."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or soft >= PROCESSES:
         return Finding("storage", "processes", "ok", f"limit {soft if soft >= 0 else 'none'}")
@@ -232,7 +240,7 @@ def _processes() -> Finding:
 
 
 def _locked_memory() -> Finding:
-    """InfiniBand registers memory, which counts as locked."""
+    """Check the limit of locked memory: memory that InfiniBand registers counts as locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("storage", "locked memory", "ok", "no limit")

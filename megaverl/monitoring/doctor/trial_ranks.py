@@ -1,9 +1,11 @@
-"""What the processes of a trial do, by name: `python -m megaverl.monitoring.doctor.trial_ranks NAME`.
+"""Processes of the trials, by name: `python -m megaverl.monitoring.doctor.trial_ranks NAME`.
 
-add_up: one of two ranks that add a tensor up. draw_token: a tiny model made on the spot, an engine for it, one token
-out of it. measure_links: one of as many ranks as there are GPUs: how fast they add up together, and how fast each pair
-talks, against NVLink. The bus bandwidth of an all-reduce is 2 (n - 1) / n of the bytes a second, as nccl-tests count it
-(its PERFORMANCE.md): what a link carries, whatever n is.
+- add_up: one of two ranks that run an all-reduce.
+- draw_token: make a tiny model and an engine, and generate one token.
+- measure_links: one rank per GPU; measures an all-reduce and every pair, and compares them with NVLink.
+
+The bus bandwidth of an all-reduce is 2 (n - 1) / n of its bytes per second, as nccl-tests define it (its
+PERFORMANCE.md): the rate of a link, whatever n is.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ ROUNDS = 5
 
 
 def add_up() -> None:
+    """Run an all-reduce with the other rank, check the sum, and answer with its time."""
     rank, _, device = join(RANKS)
     with_gpus = device.type == "cuda"
     tensor = torch.full((NUMEL,), float(rank + 1), device=device)
-    dist.all_reduce(tensor)  # the first opens the connections
+    # The first all-reduce opens the connections, so it is not timed.
+    dist.all_reduce(tensor)
     expected = sum(range(1, RANKS + 1))
     if not bool((tensor == expected).all()):
         raise SystemExit(f"the sum is wrong: found {float(tensor[0])}, expected {expected}")
@@ -56,11 +60,12 @@ def add_up() -> None:
     dist.destroy_process_group()
 
 
-# heads of 64 dimensions, which every attention kernel has
+# Heads have 64 dimensions, which every attention kernel supports.
 MODEL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def draw_token() -> None:
+    """Generate one token and answer with its times."""
     platform.start()
     dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
     answer(generate_one("vllm" if importlib.util.find_spec("vllm") is not None else "hf"))
@@ -68,7 +73,7 @@ def draw_token() -> None:
 
 
 def generate_one(engine_name: str) -> str:
-    """Make the model and the engine, draw a token, and say how long each took. A process group must be there."""
+    """Make a model and an engine, generate a token, and return a sentence with the times. Needs a process group."""
     from megaverl.models.tiny import make_tiny_folder
     from megaverl.rollout import make_engine
     from megaverl.rollout.engine import SamplingOptions
@@ -91,8 +96,8 @@ def generate_one(engine_name: str) -> str:
     )
 
 
-# Of what the links carry. H100s with NVSwitch were reported at 87 % from one GPU to another (NVIDIA/nccl, issue 1264);
-# rings and protocol take some more in an all-reduce. Below 60 % something is wrong, not only noisy.
+# Least acceptable fraction of the links' rate. H100s with NVSwitch reach 87 % from one GPU to another (NVIDIA/nccl,
+# issue 1264), and an all-reduce somewhat less. Below 60 % something is wrong, not only noisy.
 ENOUGH = 0.6
 FIX = (
     "NCCL_DEBUG=INFO shows the way taken (P2P/CUMEM or NVLS, not SHM or NET); unset NCCL_P2P_DISABLE and "
@@ -101,6 +106,7 @@ FIX = (
 
 
 def measure_links() -> None:
+    """Measure an all-reduce of all GPUs and the rate of every pair, and answer with a judgement."""
     rank, size, device = join(torch.cuda.device_count())
     on_gpus = device.type == "cuda"
     whole = torch.ones((64 if on_gpus else 1) * 2**20, device=device)  # float32: 256 MiB, or 4
@@ -125,12 +131,13 @@ def measure_links() -> None:
 def _pass(tensor: torch.Tensor, sender: int, receiver: int) -> None:
     sends = dist.get_rank() == sender
     operation = dist.P2POp(dist.isend if sends else dist.irecv, tensor, receiver if sends else sender)
-    for work in dist.batch_isend_irecv([operation]):  # on the group's own communicator: no other for each pair
+    # A batch uses the group's communicator. Single sends would create a communicator for each pair.
+    for work in dist.batch_isend_irecv([operation]):
         work.wait()
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Mean of some rounds, after one that opens connections."""
+    """Return the mean seconds of some rounds, after one that opens connections."""
     begin = 0.0
     for turn in range(ROUNDS + 1):
         if turn == 1:
@@ -147,7 +154,7 @@ def _wait() -> None:
 
 
 def expected() -> tuple[float, float]:
-    """GB/s that NVLink has in one direction: of a GPU in all, and between the two GPUs with the fewest links."""
+    """Return NVLink's GB/s in one direction: of a whole GPU, and between the two GPUs with the fewest links."""
     try:
         links, topology = read_links(ask("nvlink", "-s")), read_topology(ask("topo", "-m"))
     except (OSError, subprocess.SubprocessError):
@@ -156,12 +163,12 @@ def expected() -> tuple[float, float]:
 
 
 def judge(all_reduce: float, pairs: list[list[float]], of_a_gpu: float, of_a_pair: float) -> dict[str, str]:
-    """What is said of the rates.
+    """Return the answer about the measured rates.
 
     Args:
         all_reduce: bus bandwidth in GB/s.
         pairs: GB/s from a rank (row) to another.
-        of_a_gpu, of_a_pair: what NVLink has, 0 where there is none.
+        of_a_gpu, of_a_pair: NVLink's rates; 0 without NVLink.
     """
     each = {(a, b): rate for a, row in enumerate(pairs) for b, rate in enumerate(row) if a != b}
     (a, b), slowest = min(each.items(), key=lambda item: item[1])

@@ -1,6 +1,6 @@
-"""What is tried and not only looked at: ranks that add a tensor up, and an engine that generates a token.
+"""Trials of the doctor: two ranks run an all-reduce, and an engine generates a token.
 
-Each trial runs in processes of its own, so that nothing that hangs or crashes there takes the report along.
+Each trial runs in separate processes, so that a hang or crash does not end the report.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from megaverl.processes import ending_with_parent, free_port
 from megaverl.temporary import INHERITED, SHARED_MEMORY, remove_abandoned
 
 RANKS = 2
-TRIAL_SECONDS = 90.0  # for each; a cold import of vLLM alone was measured at 33
+TRIAL_SECONDS = 90.0  # limit of each trial; a cold import of vLLM alone was measured at 33 s
 TRIAL_RANKS = "megaverl.monitoring.doctor.trial_ranks"
 LAST_LINES = 6
 KEPT_APART = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Trial:
-    """Processes of one trial, and the finding that comes of them.
+    """Processes of one trial, and the finding that results.
 
-    What decides is each rank's answer, not how its process ends: on a busy machine a rank may still be closing its
-    connections at the deadline, or find those to the other ranks broken.
+    The ranks' answers decide, not how their processes end: on a busy machine a rank may still be closing its
+    connections at
+    the deadline, or find those of other ranks broken.
 
     Example:
         trial = Trial("all-reduce", "package.module", 2, "what to do if it fails", {})
@@ -41,11 +42,11 @@ class Trial:
         finding = trial.finish(time.monotonic() + 30)
 
     Args:
-        name: of the finding.
+        name: name of the finding.
         module: run as `python -m module arguments` in each rank. Rank 0's last answer is the finding.
         ranks: number of processes.
-        fix: what to do where the trial fails.
-        section: of the finding.
+        fix: advice if the trial fails.
+        section: section of the finding.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Trial:
         self.name, self.fix, self.section = name, fix, section
         self._start = time.monotonic()
         self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
-        # Removed by `finish`: a rank that is killed removes nothing.
+        # `finish` removes the folder, since a killed rank cannot.
         self._scratch = tempfile.TemporaryDirectory(prefix="megaverl_trial_")
         port = str(free_port())
         kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
@@ -89,8 +90,9 @@ class Trial:
         ]
 
     def finish(self, deadline: float) -> Finding:
-        """Wait until `deadline` (of time.monotonic) at most, end what is left, and return the finding."""
-        failed: list[int] = []  # in the order in which they ended: the others fail on the connection to the first
+        """Wait until all ranks have ended or `deadline` (of time.monotonic) passes, and return the finding."""
+        # In the order in which they ended: the first failure breaks the other ranks' connections.
+        failed: list[int] = []
         while running := [rank for rank, process in enumerate(self._processes) if process.poll() is None]:
             if time.monotonic() >= deadline:
                 break
@@ -112,7 +114,7 @@ class Trial:
         return Finding(self.section, self.name, said.get("status", "ok"), said["found"], said.get("fix", ""))
 
     def _end(self, running: Sequence[int]) -> None:
-        """Kill these ranks, and remove what all have left."""
+        """Kill these ranks, and remove what all ranks have left behind."""
         for rank in running:
             self._processes[rank].kill()
         for process in self._processes:
@@ -140,7 +142,7 @@ class Trial:
 
 
 def start_trials(*, generate: bool) -> Iterator[Trial]:
-    """Start the trials, each as it is asked for."""
+    """Yield the trials. Each one starts when it is asked for."""
     one_each = torch.cuda.device_count() >= RANKS
     network = "look at the section network; NCCL_DEBUG=INFO shows what NCCL tries"
     environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -164,7 +166,7 @@ def start_trials(*, generate: bool) -> Iterator[Trial]:
 
 
 def join(ranks: int) -> tuple[int, int, torch.device]:
-    """Meet the other ranks of a trial, over NCCL where each has a GPU; (rank, world size, device)."""
+    """Join the other ranks of a trial, over NCCL if each has a GPU; return (rank, world size, device)."""
     from megaverl.distributed.store import job_store
 
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=60)
@@ -179,12 +181,12 @@ def join(ranks: int) -> tuple[int, int, torch.device]:
 
 
 def answer(found: str = "", **more: str) -> None:
-    """Print a rank's answer: its part of the trial is done, and went well. Rank 0's is the finding."""
+    """Print a rank's answer, which says that its part of the trial succeeded. Rank 0's answer is the finding."""
     print(json.dumps({"found": found, **more}), flush=True)
 
 
 def measure_rates(timeout: float) -> Finding:
-    """Run one rank on each GPU, with nothing beside, and say how fast NCCL is between them."""
+    """Run one rank on each GPU, with no other trial running, and report NCCL's rates between them."""
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
         return Finding("trials", "NCCL rates", "note", f"{gpus} GPU here: there is nothing to measure between")

@@ -1,6 +1,8 @@
-"""A run, or several side by side, as one HTML page that needs nothing but itself: everything about the runs put into
-one template. It loads nothing, from nowhere. Written, or served. And a run that goes on, in a terminal: how far it is,
-its curves, where the last step's time went, who waits for whom."""
+"""Reports of runs: one self-contained HTML page for one or several runs, written or served; and a live terminal view.
+
+The page loads nothing from anywhere. The terminal view (`RunView`) shows progress, curves, the times of the last step,
+and which ranks wait for which.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ from megaverl.outside import read_json, read_json_file
 from megaverl.version import __version__
 
 TEMPLATES = Path(__file__).parent / "page"
-# Shown first and large; the first name of each entry that some run has.
+# Curves at the top of the page: title, and metric names of which the first one that some run has is shown.
 MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("accuracy on training prompts", ("reward/accuracy",)),
@@ -63,23 +65,23 @@ MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seconds per step", ("train/step_time_ms",)),
     ("memory, MiB", ("memory/actor_gpu_mem_mb",)),
 )
-REFRESH_SECONDS = 30  # after which a browser asks again for a page that is served
-FEW_POINTS = POINTS // 2  # of the many small curves
+REFRESH_SECONDS = 30  # interval in which a browser reloads a served page
+FEW_POINTS = POINTS // 2  # points of each small curve
 SHARES = re.compile(r"accuracy|pass@|fraction|_frac$|_share$|_rate$")  # metrics between 0 and 1
-OLD = 10.0  # seconds after which what the ranks said counts for nothing
-MOST_RANKS = 16  # that are shown one by one
-NOT_A_STAGE = ("step", "other")  # of the metrics time/..._ms
+OLD = 10.0  # seconds after which the ranks' last reports are ignored
+MOST_RANKS = 16  # with more ranks, equal ones are grouped
+NOT_A_STAGE = ("step", "other")  # metrics time/..._ms that are not stages
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Read the runs and write one page.
 
     Args:
-        folders: of runs; several are shown side by side, the first one as the first.
-        output: the file, replaced whole.
+        folders: folders of runs, which are shown side by side in this order.
+        output: file to replace atomically.
 
     Raises:
-        DataError: a folder that is no run's, or a damaged file in it.
+        DataError: a folder is not a run's, or has a damaged file.
     """
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
@@ -94,10 +96,10 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """The page of runs that go on, made anew when it is asked for and there are new steps.
+    """Server of the page of runs that may still be running. The page is made again when there are new steps.
 
     Args:
-        token: what an address must end in (?token=...); None: whoever reaches the port may look.
+        token: what an address must end in (?token=...); None: anyone who reaches the port may look.
     """
 
     daemon_threads = True
@@ -110,14 +112,19 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser finds it."""
+        """Address for a browser."""
         host = str(self.server_address[0])
-        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # of every interface
+        # The server listens on every interface, so show the machine's name.
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
 
     def page(self) -> bytes:
-        """Raises: DataError: a folder that is no run's, or a damaged file in it."""
+        """Return the current page.
+
+        Raises:
+            DataError: a folder is not a run's, or has a damaged file.
+        """
         with self._lock:
             files = [folder / "metrics.jsonl" for folder in self.folders]
             times = [path.stat().st_mtime if path.is_file() else 0.0 for path in files]
@@ -127,6 +134,8 @@ class ReportServer(ThreadingHTTPServer):
 
 
 class _PageHandler(BaseHTTPRequestHandler):
+    """Handler of one connection to the report."""
+
     server: ReportServer
 
     def do_GET(self) -> None:
@@ -153,11 +162,11 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: who looks is no news."""
+        """Suppress the access log."""
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -185,7 +194,7 @@ def _each(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _run(number: int, run: RunRecord, colours: dict[str, int]) -> dict[str, Any]:
-    """All that the template says of one run alone."""
+    """Return everything that the template shows for one run."""
     started = datetime.fromtimestamp(run.first, UTC).strftime("%Y-%m-%d %H:%M UTC") if run.first else "–"
     roles = {role: place for place, role in enumerate(ROLES)}
     return {
@@ -208,7 +217,7 @@ def _run(number: int, run: RunRecord, colours: dict[str, int]) -> dict[str, Any]
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(what, the number, a word about it) of the run at one glance."""
+    """Return (label, number, remark) of the tiles that summarise the run."""
     planned = run.planned_steps
     tiles = [("steps", str(run.num_steps), f"of {planned}" if planned else "")]
     for label, name in (("reward", "reward/mean"), ("held-out accuracy", "validation/accuracy")):
@@ -239,7 +248,7 @@ def _main_curves(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _families(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Every metric, by what stands before its slash."""
+    """Group all metrics by the part before their slash."""
     names = sorted({name for run in runs for name in run.metrics})
     families: dict[str, list[str]] = {}
     for name in names:
@@ -262,10 +271,10 @@ def _chart(title: str, name: str, runs: Sequence[RunRecord], points: int, scale:
 
 @dataclass
 class RunView:
-    """A run's folder, read again and again; of metrics.jsonl only what is new.
+    """A run's folder that is read repeatedly; of metrics.jsonl only what is new.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: the folder does not exist.
     """
 
     folder: Path
@@ -281,12 +290,13 @@ class RunView:
             raise DataError(f"{self.folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
 
     def update(self) -> None:
-        """Read what was written since."""
+        """Read what was written since the last call."""
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return
         status = path.stat()
-        if status.st_ino != self._identity or status.st_size < self._read:  # a run that began again, or was resumed
+        # The file was replaced: the run began again, or was resumed.
+        if status.st_ino != self._identity or status.st_size < self._read:
             self.values.clear()
             self.step, self.first, self._read, self._identity = 0, 0.0, 0, status.st_ino
         with path.open("rb") as file:
@@ -304,7 +314,7 @@ class RunView:
             self.values[name].append(float(value))
 
     def ranks(self) -> dict[int, Heartbeat]:
-        """What the ranks said last; nothing where that is old, or they have left."""
+        """Return the ranks' last reports; empty if they are old, or if all ranks have left."""
         try:
             found = read_json_file(self.folder / "ranks.json", not_finite=True)
             beats = {int(rank): Heartbeat.from_json(json.dumps(beat)) for rank, beat in found["ranks"].items()}
@@ -350,7 +360,8 @@ class RunView:
             label = title.replace("seconds per", "time per") if is_time else title
             rows.append((label, text(values[-1]), values, ends))
         table = Table.grid(padding=(0, 2))
-        table.add_column()  # a label that is too long goes on in the next line
+        # A label that is too long wraps to the next line.
+        table.add_column()
         for _ in range(3):
             table.add_column(no_wrap=True)
         labels = max((len(label) for label, *_ in rows), default=0)
@@ -373,7 +384,7 @@ class RunView:
 
 
 def _table_of(ranks: Mapping[int, Heartbeat]) -> Table:
-    """Who does what, and who waits: those that work are what the others wait for."""
+    """Return a table of what each rank does and waits for. Ranks that work are those that others wait for."""
     table = Table.grid(padding=(0, 2))
     alike = Counter((beat.doing, beat.waits_for) for beat in ranks.values())
     if len(ranks) > MOST_RANKS:

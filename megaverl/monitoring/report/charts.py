@@ -1,4 +1,4 @@
-"""Pictures as inline SVG: line charts, and who was busy when. Colours come from the page's style sheet."""
+"""Charts as inline SVG: line charts, and Gantt charts of the roles. Colours come from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
 
 
 class _Scale:
-    """From values to places in the picture."""
+    """Maps values to positions in the picture."""
 
     def __init__(self, x0: float, x1: float, y0: float, y1: float) -> None:
         self.x0, self.x1, self.y0, self.y1 = x0, x1, y0, y1
@@ -109,18 +109,19 @@ ROLES = ("rollout", "reward", "reference", "critic", "actor", "coordinator", NO_
 
 
 class Lane(NamedTuple):
-    """A row of the picture."""
+    """A row of a Gantt chart."""
 
     role: str
     rank: int
 
     @property
     def order(self) -> tuple[int, str, int]:
+        """Sort key: the roles in their usual order, then by rank."""
         return (ROLES.index(self.role) if self.role in ROLES else len(ROLES), self.role, self.rank)
 
 
 class Busy(NamedTuple):
-    """A role's work over the whole run: seconds on its ranks' mean, share of the time that the steps took."""
+    """A role's work over the whole run: mean seconds of its ranks, and fraction of the steps' time."""
 
     role: str
     seconds: float
@@ -129,7 +130,7 @@ class Busy(NamedTuple):
 
 
 def busy_shares(run: RunRecord) -> list[Busy]:
-    """By role; spans that overlap on a rank count once."""
+    """Return the work by role. Overlapping spans of a rank count once."""
     total = _total_seconds(run)
     by_lane: defaultdict[Lane, list[TraceSpan]] = defaultdict(list)
     for span in run.spans:
@@ -145,7 +146,7 @@ def busy_shares(run: RunRecord) -> list[Busy]:
 
 
 def idle_share(run: RunRecord) -> float:
-    """The share of the time of which no rank's spans cover anything, on the ranks' mean."""
+    """Return the mean fraction of time in which a rank has no span."""
     total = _total_seconds(run)
     by_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in run.spans:
@@ -157,7 +158,7 @@ def idle_share(run: RunRecord) -> float:
 
 
 def covered(spans: Iterable[TraceSpan]) -> float:
-    """Microseconds that at least one of the spans covers."""
+    """Return the microseconds that at least one of the spans covers."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin):
         begin = max(span.begin, until)
@@ -174,9 +175,9 @@ def _total_seconds(run: RunRecord) -> float:
 
 
 def windows(run: RunRecord) -> list[tuple[str, float, float]]:
-    """(title, begin, end) of what is drawn: steps of ordinary length, and the slowest one.
+    """Return (title, begin, end) of the time ranges to draw: steps of ordinary length, and the slowest one.
 
-    Of the rank whose steps are the longest: where roles run apart, the others only do a part of one.
+    They are taken from the rank with the longest steps: if roles run on separate ranks, others do only part of a step.
     """
     by_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in run.steps:
@@ -207,7 +208,7 @@ def _number(span: TraceSpan) -> int | str:
 
 
 def gantt(run: RunRecord, begin: float, end: float) -> str:
-    """A row for each role (and rank, where there are several), a bar for each span between two times."""
+    """Draw a row for each role (and rank, if there are several), and a bar for each span between two times."""
     inside = [span for span in run.spans if span.end > begin and span.begin < end]
     lanes = sorted({Lane(span.role, span.rank) for span in inside}, key=lambda lane: lane.order)[:MOST_LANES]
     if not lanes:

@@ -1,5 +1,7 @@
-"""What a run leaves behind, read for a report: numbers, spans, samples, configuration, versions, warnings; long series
-made short enough to draw."""
+"""Read the files of a run for a report: metrics, spans, samples, configuration, versions and warnings.
+
+Long series are reduced to as many points as a chart can show.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from megaverl.config.typed_yaml import read_untyped
 from megaverl.errors import DataError
 from megaverl.outside import MAX_TRACE_BYTES, read_json, read_json_file
 
-# The resolved configuration that a command writes; the first that is there names what the run was.
+# Commands that write a resolved configuration COMMAND.yaml. The first existing file tells what the run was.
 COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "eval", "generate")
-STEPS_OF = {"sft": "sft", "dpo": "preference", "reward": "preference"}  # whose section counts the steps
+STEPS_OF = {"sft": "sft", "dpo": "preference", "reward": "preference"}  # command -> section with its steps
 MOST_WARNINGS = 40
 WARNING = re.compile(r"^(?:\[rank \d+\] )?(warning|error): (.+)$")
 
@@ -33,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A piece of work of one rank; microseconds, on the clock of the trace."""
+    """Some work of one rank, in microseconds on the trace's clock."""
 
     rank: int
     name: str
@@ -44,20 +46,22 @@ class TraceSpan:
 
     @property
     def end(self) -> float:
+        """End of the span in microseconds."""
         return self.begin + self.duration
 
 
 @dataclass
 class RunRecord:
-    """All that is known of a run.
+    """Everything known about a run.
 
     Attributes:
-        name: the folder's.
-        command: train, sft, ...; empty where no configuration is there.
-        metrics: by name.
-        first, last: times of the first and the last record, seconds since 1970; 0 without records.
-        spans: of the roles; the steps themselves are in `steps`.
-        samples: as samples.jsonl has them.
+        name: name of its folder.
+        command: train, sft, ...; empty without a configuration.
+        metrics: series by name.
+        first, last: times of the first and last record, seconds since 1970; 0 without records.
+        spans: spans of the roles, without the steps themselves.
+        steps: spans of whole steps.
+        samples: records of samples.jsonl.
         warnings: lines of the logs.
     """
 
@@ -81,11 +85,12 @@ class RunRecord:
 
     @property
     def planned_steps(self) -> int | None:
+        """Number of steps in the configuration, or None."""
         steps = self.config.get(STEPS_OF.get(self.command, "trainer"), {}).get("steps")
         return steps if isinstance(steps, int) else None
 
 
-# Spans whose trace does not say it: whose work they are.
+# Span name -> role that does the work, for traces without roles.
 ROLE_OF = {
     "rollout": "rollout",
     "reshard": "rollout",
@@ -100,14 +105,14 @@ ROLE_OF = {
     "critic_update": "critic",
 }
 NO_ROLE = "trainer"
-WAITING = ("wait", "pause")  # for what comes from other ranks, or for their weights: nobody is busy then
+WAITING = ("wait", "pause")  # spans of waiting for other ranks or their weights, which are no work
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run's folder; what is not there is empty.
+    """Read a run's folder. Missing files leave their fields empty.
 
     Raises:
-        DataError: no such folder, or one without metrics; a damaged file, named with its line.
+        DataError: the folder does not exist or has no metrics, or a file is damaged; names file and line.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
@@ -125,7 +130,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def with_settings(folder: Path) -> RunRecord:
-    """A run's name and configuration alone."""
+    """Return a run's record with its name and configuration only."""
     run = RunRecord(folder, folder.resolve().name)
     for command in COMMANDS:
         if (folder / f"{command}.yaml").is_file():
@@ -146,7 +151,7 @@ def _mapping(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The records of a JSONL file, numbered from 1; a last line that a running job has not finished is left out."""
+    """Yield (line number from 1, record) of a JSONL file. An unfinished last line of a running job is left out."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -180,7 +185,7 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
 
 
 def _read_trace(run: RunRecord, path: Path) -> None:
-    """Spans of a file in Chrome's trace-event format."""
+    """Read the spans of a file in Chrome's trace-event format."""
     try:
         for event in read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]:
             if event.get("ph") != "X" or event.get("name") in WAITING:
@@ -197,7 +202,7 @@ def _read_trace(run: RunRecord, path: Path) -> None:
 
 
 def _warnings(folder: Path) -> list[str]:
-    """Warnings and errors that the run's own code wrote into its logs, each once."""
+    """List the warnings and errors that megaverl wrote to the run's logs, each once."""
     found: dict[str, None] = {}
     for path in sorted(folder.glob("rank_*.log")):
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -213,7 +218,7 @@ POINTS = 200
 
 
 class Bucket(NamedTuple):
-    """A stretch of steps: its middle, and mean, least and greatest of its finite values."""
+    """A range of steps: its middle, and the mean, minimum and maximum of its finite values."""
 
     step: float
     mean: float
@@ -222,7 +227,7 @@ class Bucket(NamedTuple):
 
 
 def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
-    """At most `points` equal stretches of steps; non-finite values and empty stretches are left out."""
+    """Reduce a series to at most `points` equal ranges of steps. Non-finite values and empty ranges are left out."""
     steps, values = series.steps, series.values
     if not steps:
         return []
@@ -243,22 +248,23 @@ def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
 
 
 def not_finite(series: Series) -> list[int]:
-    """The steps whose value is NaN or infinite."""
+    """List the steps whose value is NaN or infinite."""
     return [int(s) for s, v in zip(series.steps, series.values, strict=True) if not math.isfinite(v)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the finite values lie; NaN of none."""
+    """Return the value below which a fraction `share` of the finite values lies; NaN if there are none."""
     finite = sorted(value for value in values if math.isfinite(value))
     return finite[min(len(finite) - 1, int(share * len(finite)))] if finite else math.nan
 
 
 def median(values: Sequence[float]) -> float:
+    """Return the median of the finite values."""
     return quantile(values, 0.5)
 
 
 def ends(series: Series, share: float = 0.05) -> tuple[float, float]:
-    """Means of the first and of the last `share` of a series (of one value at least)."""
+    """Return the means of the first and of the last `share` of a series (at least one value each)."""
     finite = [value for value in series.values if math.isfinite(value)]
     count = max(1, int(len(finite) * share))
     if not finite:
@@ -267,7 +273,7 @@ def ends(series: Series, share: float = 0.05) -> tuple[float, float]:
 
 
 def short(value: float) -> str:
-    """A number as it stands on an axis or a tile: three digits that count."""
+    """Format a number for an axis or a tile, with three significant digits."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     size = abs(value)
@@ -283,7 +289,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """E.g. 12.3 ms, 4.21 s, 3 min 20 s, 2 h 05 min."""
+    """Format seconds, e.g. 12.3 ms, 4.21 s, 3 min 20 s, 2 h 05 min."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 1:

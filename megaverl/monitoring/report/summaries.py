@@ -1,4 +1,4 @@
-"""What a report says of a run beside its curves: time and memory of a step, observations, settings, samples."""
+"""Summaries beside the curves of a report: time and memory of a step, observations, settings, samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY_WORDS = {"process_rss": "process", "process_peak_rss": "process, peak"}
 
 
 class StageShare(NamedTuple):
-    """A stage: median and 95th percentile of its milliseconds, share of the stages' sum, colour."""
+    """A stage: median and 95th percentile in milliseconds, fraction of the stages' sum, colour."""
 
     name: str
     median: float
@@ -26,9 +26,9 @@ class StageShare(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A curve of memory, MiB."""
+    """A curve of memory, in MiB."""
 
-    name: str  # of the role, or of the process
+    name: str  # name of the role, or "process"
     first: float
     peak: float
     peak_step: int
@@ -36,10 +36,10 @@ class Memory(NamedTuple):
 
 
 def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[StageShare]:
-    """The stages of a step, longest first; what no stage covers is `other`.
+    """Return the stages of a step, longest first. `other` is the time outside all stages.
 
     Args:
-        colours: of stages that other runs have shown; new ones are added, so that a stage looks the same in all.
+        colours: stage -> colour in other runs, extended in place, so that a stage has the same colour in all runs.
     """
     colours = {} if colours is None else colours
     found: list[tuple[str, float, float]] = []
@@ -56,7 +56,7 @@ def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[St
 
 
 def memory_parts(run: RunRecord) -> list[Memory]:
-    """Every memory metric: at the first step, at most, at the last step."""
+    """Return every memory metric with its first, largest and last value."""
     found = []
     for name, series in run.metrics.items():
         finite = [(v, s) for v, s in zip(series.values, series.steps, strict=True) if math.isfinite(v)]
@@ -68,11 +68,11 @@ def memory_parts(run: RunRecord) -> list[Memory]:
     return sorted(found, key=lambda part: -part.peak)
 
 
-SLOW = 5.0  # times the median step
+SLOW = 5.0  # a step is slow if it takes this many times the median
 
 
 def observations(run: RunRecord) -> Iterator[str]:
-    """Sentences, each about something that somebody should look at."""
+    """Yield sentences about anomalies that the user should look at."""
     for name, series in run.metrics.items():
         if steps := not_finite(series):
             more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
@@ -109,7 +109,7 @@ def _slow_steps(run: RunRecord) -> Iterator[str]:
 
 
 class Setting(NamedTuple):
-    """A key, its value in every run (empty where it has none), and whether the runs differ."""
+    """A key, its value in every run (empty if a run does not have it), and whether the runs differ."""
 
     key: str
     values: tuple[str, ...]
@@ -117,7 +117,7 @@ class Setting(NamedTuple):
 
 
 def settings(runs: Sequence[RunRecord]) -> list[Setting]:
-    """Every key that some run has not at its default, or in which runs differ."""
+    """Return every key that differs from its default in some run, or between runs."""
     default = dict(flat(Config().to_dict()))
     each = [dict(flat(run.config)) for run in runs]
     found = []
@@ -130,7 +130,7 @@ def settings(runs: Sequence[RunRecord]) -> list[Setting]:
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a list of mappings by number, any other list as it is."""
+    """Yield dotted keys and their values. Items of a list of mappings are numbered; other lists are values."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flat(inner, f"{prefix}{key}.")
@@ -151,7 +151,7 @@ LONGEST = 1500
 
 
 class Sample(NamedTuple):
-    """One prompt and response; `level` from 0 to 4 is where its reward stands among those shown."""
+    """A prompt with its response. `level`, from 0 to 4, ranks its reward among the samples shown."""
 
     prompt: str
     response: str
@@ -162,13 +162,15 @@ class Sample(NamedTuple):
 
 
 class StepSamples(NamedTuple):
+    """Samples of one step and split."""
+
     step: int
     split: str
     samples: list[Sample]
 
 
 def shown_samples(run: RunRecord) -> list[StepSamples]:
-    """At most `STEPS` steps of each split, evenly spread, with at most `PER_STEP` samples each."""
+    """Choose at most `STEPS` steps of each split, evenly spread, with at most `PER_STEP` samples each."""
     held: defaultdict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for record in run.samples:
         held[str(record.get("split", "train")), int(record["step"])].append(record)
@@ -187,7 +189,7 @@ def shown_samples(run: RunRecord) -> list[StepSamples]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most `most` places out of `count`, the first and the last among them."""
+    """Return at most `most` indices below `count`, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})
@@ -208,7 +210,7 @@ def _sample(record: dict[str, Any], low: float, high: float) -> Sample:
 
 
 def _reward(record: dict[str, Any]) -> float:
-    """NaN of a sample that could not be scored."""
+    """Return a sample's reward; NaN if it could not be scored."""
     reward = record.get("reward", 0.0)
     return math.nan if reward is None else float(reward)
 
