@@ -82,7 +82,6 @@ DOCSTRINGS_TO_REWRITE = {
     "dataflow",
     "distributed",
     "gpus",
-    "models",
     "monitoring",
     "planner",
     "platform",

@@ -1,4 +1,4 @@
-"""Causal attention on PyTorch's fused kernels, and latent attention on the groups that it is given."""
+"""Causal attention on PyTorch's fused kernels, and megatron-core's latent attention without global process groups."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megatron.core.transformer.utils import (  # noqa: E402
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v under a causal mask (arXiv 1706.03762, eq. 1), without the [s, s] matrices.
+    """softmax(q k^T / sqrt(d)) v under a causal mask (arXiv 1706.03762, eq. 1), without materializing [s, s] matrices.
 
-    With sinks (`softmax_offset`, [heads / tp]) the softmax has one more score for each head, whose value is zero
-    (arXiv 2508.10925, section 2.2).
+    With sinks (`softmax_offset`, [heads / tp]) the softmax of each head has one more score, whose value is zero (arXiv
+    2508.10925, section 2.2).
 
-    megatron-core's own `DotProductAttention` builds the scores of all heads in memory, masks and normalises them
-    in separate passes, and repeats keys and values for grouped queries. At 288 tokens on a CPU that takes four
-    times as long, and more than the linear layers beside it.
+    megatron-core's own `DotProductAttention` stores the scores of all heads, masks and normalizes them in separate
+    passes, and repeats keys and values for grouped queries. At 288 tokens on a CPU that takes four times as long, which
+    is more than the linear layers beside it.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class CausalAttention(nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Packing | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention over rows or a packed row.
 
         Args:
             query: [s, b, heads / tp, head_dim].
-            key, value: [s, b, kv_heads / tp, head_dim]; values may have a head_dim of their own.
-            attention_mask: [b, 1, s, s] bool, True where a query must not look; None: causal, within the window
-                if there is one.
-            packed_seq_params: the row (b is 1) holds several sequences: a `DensePacking`, or a `VarlenPacking` where
-                FlashAttention computes.
+            key, value: [s, b, kv_heads / tp, head_dim]. Values may have another head_dim.
+            attention_mask: [b, 1, s, s] bool, True where a query must not look. None: causal, within the window if
+                there is one.
+            packed_seq_params: the row (b is 1) holds several sequences, as a `DensePacking`, or as a `VarlenPacking`
+                for FlashAttention.
 
         Returns:
             [s, b, heads / tp * head_dim of the values], dtype of `query`.
@@ -95,7 +95,10 @@ class CausalAttention(nn.Module):
         return self._of_rows(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
 
     def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all that the queries may look at."""
+        """Return keys and values of all tokens that the queries may attend to.
+
+        Context parallelism gathers them here.
+        """
         return key, value
 
     def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -107,7 +110,7 @@ class CausalAttention(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sinks, cut by heads, as megatron-core's attention stores them."""
+        """Return the sinks, sharded by heads, as megatron-core's attention stores them."""
         state = self.state_dict(prefix="", keep_vars=True)
         stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,
@@ -129,13 +132,14 @@ def attend_packed(
     window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention within the sequences of a packed row.
+    """Compute attention within the sequences of a packed row.
 
     Args:
-        q: [t, heads, head_dim]. k, v: [t, kv_heads, head_dim].
-        scale: of the scores; None: 1 / sqrt(head_dim).
-        window: keys that a query sees, its own among them; None: all before it.
-        sinks: [heads]: of each head one more score in its softmax, of nothing; not of a `VarlenPacking`.
+        q: [t, heads, head_dim].
+        k, v: [t, kv_heads, head_dim].
+        scale: factor on the scores. None: 1 / sqrt(head_dim).
+        window: number of keys that a query sees, its own included. None: all before it.
+        sinks: [heads]: one more score per head with a value of zero. Not supported with a `VarlenPacking`.
 
     Returns:
         [t, heads * head_dim of the values].
@@ -166,9 +170,17 @@ def attend_rows(
     window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of rows that are one sequence each: [b, heads, s, head_dim], keys and values [b, kv_heads, s, head_dim]
-    -> [b, heads, s, head_dim]. `look` as in `_attend`; `scale`, `window` and `sinks` as in
-    `attend_packed`."""
+    """Compute attention of rows that are one sequence each.
+
+    Args:
+        q: [b, heads, s, head_dim].
+        k, v: [b, kv_heads, s, head_dim].
+        look: as in `_attend`.
+        scale, window, sinks: as in `attend_packed`.
+
+    Returns:
+        [b, heads, s, head_dim].
+    """
     if look is None and window is not None and window < q.shape[2]:
         look = _inside_window(q.shape[2], window, q.device)
     return _attend(q, k, v, look, scale, sinks)
@@ -182,13 +194,22 @@ def _attend(
     scale: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[b, heads, q, head_dim], keys and values [b, kv_heads, k, head_dim] -> [b, heads, q, head_dim]; `look`
-    [b or 1, 1, q, k] bool, None: causal; `sinks` [heads]."""
+    """Compute attention with PyTorch's fused kernel.
+
+    Args:
+        q: [b, heads, q, head_dim].
+        k, v: [b, kv_heads, k, head_dim].
+        look: [b or 1, 1, q, k] bool, True where a query may look. None: causal.
+        sinks: [heads].
+
+    Returns:
+        [b, heads, q, head_dim].
+    """
     dtype = q.dtype
     if sinks is not None:
         q, k, v, look, scale = _with_sinks(q, k, v, look, scale, sinks)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
-        # the backward kernel for bfloat16 takes up to four times as long
+        # On CPUs the backward kernel for bfloat16 takes up to four times as long as that for float32.
         q, k, v = q.float(), k.float(), v.float()
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=look, is_causal=look is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -204,10 +225,10 @@ def _with_sinks(
     scale: float | None,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Arguments of `_attend` without sinks that give the same.
+    """Return arguments for `_attend` that express the sinks without its `sinks`.
 
-    A key more, which all queries see, with a value of zero; heads have a dimension more, in which it alone is not zero,
-    so that its score is the sink whatever the query.
+    One more key, visible to all queries, has the value zero. Heads get one more dimension in which only this key is not
+    zero, so its score is the sink for every query.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if look is None:
@@ -225,28 +246,27 @@ def _with_sinks(
 
 
 def _inside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """[length, length] bool: a query sees its own key and the `window` - 1 before it."""
+    """Return a [length, length] mask in which a query sees its own key and the `window` - 1 before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def is_plain(config: TransformerConfig) -> bool:
-    """Whether `config` asks for attention that `CausalAttention` computes: no dropout, and no window that shows a
-    query what comes after it."""
+    """Return whether `CausalAttention` supports `config`: no dropout, and no window that looks ahead."""
     return config.attention_dropout == 0.0 and (config.window_size is None or config.window_size[1] == 0)
 
 
 class SharedKVAttention(SelfAttention):
-    """megatron-core's where several ranks share a key-value head, on the group that it is given.
+    """megatron-core's attention for the case that several tensor-parallel ranks share a key-value head.
 
-    The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...], are cut evenly over the ranks. So
-    the projections are gathered, and each rank takes its query heads and the head that these share. megatron-core asks
-    the global `parallel_state` for the group, which we do not have.
+    The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...], are split evenly over the ranks.
+    The projections are gathered, and each rank takes its query heads and the key-value head that they share.
+    megatron-core would take the process group from the global `parallel_state`, which megaverl does not set up.
     """
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[s, b, hidden] -> query [s, b, heads / tp, head_dim]; key, value [s, b, 1, head_dim]."""
+        """Project [s, b, hidden] to query [s, b, heads / tp, head_dim] and key, value [s, b, 1, head_dim]."""
         mixed, _ = self.linear_qkv(hidden_states)
         group, num_groups = self.pg_collection.tp, self.config.num_query_groups
         ranks_each = group.size() // num_groups
@@ -254,22 +274,24 @@ class SharedKVAttention(SelfAttention):
         whole = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
         own = whole.chunk(num_groups, dim=-1)[number].unflatten(-1, (-1, self.hidden_size_per_attention_head))
         parts = own[:, :, :-2].chunk(ranks_each, dim=2)[place], own[:, :, -2:-1], own[:, :, -1:]
+        # Copies let the gathered tensor be freed.
         query, key, value = (part.contiguous() for part in parts)  # what was gathered can go
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 
 
-# transformers normalises the latents of DeepSeek-V3 with this, whatever `rms_norm_eps` says (modeling_deepseek_v3.py).
+# transformers normalizes DeepSeek-V3's latents with this eps, whatever `rms_norm_eps` is (modeling_deepseek_v3.py).
 LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(MLASelfAttention):
-    """megatron-core's, with the positions of a packed row in its rotary embeddings, which are inside; and on the groups
-    that it is given, where it asks the global `parallel_state`, which we do not have.
+    """megatron-core's latent attention with positions of packed rows, and with explicit process groups.
 
-    That is so of the queries' projection where there is no query latent, which it would not cut, and of the
-    down-projections that Transformer Engine holds whole: each copy of them would be saved as the first, and all would
-    count in the gradient's norm, for Transformer Engine marks every linear layer's weight as cut (0.16 to 0.19).
+    megatron-core applies rotary embeddings inside this module, so the positions must be set here. It also takes some
+    process groups from the global `parallel_state`, which megaverl does not set up: for the query projection without a
+    latent, which it would not split, and for the down-projections that Transformer Engine keeps whole on every rank.
+    Transformer Engine marks every linear weight as split (0.16 to 0.19). Each copy of a down-projection would then be
+    saved as the first, and all copies would count in the gradient norm.
     """
 
     def __init__(
@@ -282,7 +304,7 @@ class LatentAttention(MLASelfAttention):
             if (linear := getattr(self, name, None)) is not None:
                 linear._tp_group = pg_collection.tp
                 linear.weight.tensor_model_parallel = False
-        # Transformer Engine keeps these norms in the linear layers behind them
+        # Transformer Engine keeps these norms inside the linear layers that follow them.
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             module = getattr(self, name, None)
             if module is not None and hasattr(module, "eps"):
@@ -297,13 +319,17 @@ class LatentAttention(MLASelfAttention):
             self.rotary_pos_emb.get_cached_cos_sin = at_positions
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """What megatron-core 0.19 makes of the specification. To queries without a latent it would give a norm of their
-        own, fused with their projection, which no published model has, or fail for want of Transformer Engine."""
+        """Resolve the norms of queries and keys from the specification, as megatron-core 0.19 does.
+
+        For queries without a latent it would add a norm fused with their projection, which no published model has, or
+        fail without Transformer Engine.
+        """
         if self.config.q_lora_rank is not None:
             return super()._resolve_qk_norm_config(submodules)
         from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
         resolver = QKNormConfigResolver(self.config, submodules)
+        # With this set it decides about keys and values only.
         resolver.has_q_lora = True  # as if: then it decides on keys and values alone
         queries = {"linear_q_proj": submodules.linear_q_proj, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
         return {**resolver.resolve(), **queries}
@@ -317,18 +343,21 @@ class LatentAttention(MLASelfAttention):
         inference_context: None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """[s, b, hidden] -> query, key, value [s, b, heads / tp, ...], and the latents. For megatron-core a packed row
-        is one sequence, with other positions; they come with the row, also where layers are computed again."""
+        """Project [s, b, hidden] to query, key and value [s, b, heads / tp, ...], and the latents.
+
+        megatron-core treats a packed row as one sequence with other positions. They come with the row, so recomputed
+        layers have them too.
+        """
         positions = None if packed_seq_params is None else packed_seq_params.positions
         with self._positions.at(positions):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, **kwargs)
 
 
 class LocalLatentAttention(LatentAttention):
-    """That of the local layer spec, with every rank holding the down-projections whole, as Transformer Engine does.
+    """`LatentAttention` of the local layer spec, with whole down-projections on every rank, as in Transformer Engine.
 
-    In the local spec megatron-core cuts the latents over the tensor-parallel ranks, only to gather them at once,
-    over a group that it takes from the global `parallel_state`.
+    In the local spec megatron-core splits the latents over tensor-parallel ranks and gathers them right away, over a
+    group from the global `parallel_state`.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -340,10 +369,10 @@ class LocalLatentAttention(LatentAttention):
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear map whose weight [out, in] is the same on every tensor-parallel rank.
+    """Linear map whose weight [out, in] is the same on every tensor-parallel rank.
 
-    Each rank maps its own part of the sequence; the weight is marked, so that `finalize_model_grads` sums its
-    gradient over the ranks.
+    Each rank maps its own part of the sequence. The weight is marked so that `finalize_model_grads` sums its gradient
+    over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
@@ -353,5 +382,5 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[..., in] -> ([..., out], no bias), the signature of ColumnParallelLinear."""
+        """Map [..., in] to ([..., out], no bias). Signature of ColumnParallelLinear."""
         return F.linear(hidden, self.weight), None

@@ -1,4 +1,4 @@
-"""Megatron-core `GPTModel`s from a `ModelSpec`: the chunks of it that this rank holds."""
+"""Build the chunks of a Megatron-core `GPTModel` that this rank holds, from a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,16 @@ WHOLE = Part(0, 1)
 def block_spec(
     spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, pp_rank: int
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk: Transformer Engine's where they can be used, else megatron-core's local ones with
-    our parts. Layers with experts and dense ones follow `config.moe_layer_freq`."""
+    """Return the layer specification of one chunk.
+
+    Layers are Transformer Engine's if it can be used, else megatron-core's local ones with parts of this package.
+    `config.moe_layer_freq` decides which layers have experts.
+    """
     with_engine = uses_transformer_engine()
     block = get_gpt_decoder_block_spec(
         config, with_engine, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
     )
+    # Layers of one kind share one specification object, so setting a part twice is harmless.
     for layer in block.layer_specs:  # the layers of one kind are one object: setting it again changes nothing
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention if with_engine else LocalLatentAttention
@@ -77,12 +81,15 @@ def block_spec(
 
 
 def _parts_of(mlp: Any) -> Any:
-    """The parts of a feed-forward layer's specification: a ModuleSpec has them (megatron-core 0.16), or a function that
-    makes the layer is bound to them (0.19)."""
+    """Return the submodules of a feed-forward layer's specification.
+
+    megatron-core 0.16 has a ModuleSpec there, 0.19 a function bound to the submodules.
+    """
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Replace norms and attention of a local layer specification by this package's."""
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
@@ -92,17 +99,17 @@ def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
         attention.q_layernorm = RMSNorm
         attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
-        # One head is normalised at a time: its weight sees the whole sequence on every rank.
+        # A norm per head normalizes one head at a time, so on every rank its weight sees the whole sequence.
         attention.q_layernorm = _HeadNorm
         attention.k_layernorm = _HeadNorm
 
 
 class _HeadNorm(RMSNorm):
-    """RMSNorm over one attention head; megatron-core gathers its gradient over tp by parameter name."""
+    """RMSNorm over one attention head. megatron-core sums its gradient over tp, found by the parameter's name."""
 
 
 class _Scale:
-    """A forward hook: multiplies embeddings by sqrt(hidden), rounded to their dtype as Gemma was trained."""
+    """Forward hook that multiplies embeddings by sqrt(hidden), rounded to their dtype as in Gemma's training."""
 
     def __init__(self, hidden_size: int) -> None:
         self.factor = hidden_size**0.5
@@ -114,12 +121,14 @@ class _Scale:
 def build_model(
     spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: int, seed: int, beside_logits: bool = False
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
+    """Build this rank's model chunks on the platform's device: one, or one per virtual pipeline stage.
 
     Args:
-        value_head: a critic: the output layer gives so many values per position, and embeddings are not tied.
-        beside_logits: of an actor that is its own critic: `model.value_head` stands beside the output layer.
-        seed: of megatron-core's random state for initialisation and dropout, the same on every rank.
+        value_head: number of values per position. Above 0, the model is a critic: a value head replaces the output
+            layer, and embeddings are not tied.
+        beside_logits: keep the output layer and add the value head as `model.value_head`, for an actor that is its own
+            critic.
+        seed: seed of megatron-core's random state for initialization and dropout, equal on every rank.
     """
     coords = grid.coords
     model_parallel_cuda_manual_seed(
@@ -162,7 +171,10 @@ def build_model(
 
 
 def _take_gates_in_turn(model: torch.nn.Module) -> None:
-    """Of experts whose `linear_fc1` holds gate and up rows in turn, as gpt-oss's files do: its outputs, gates first."""
+    """Register a hook that puts gates first, on experts whose `linear_fc1` alternates gate and up rows.
+
+    gpt-oss's files store them this way.
+    """
 
     def gates_first(module: Any, args: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         outputs, bias = output
@@ -174,14 +186,14 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
 
 
 def _gates_first(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2 n] of pairs -> the first of all pairs, then the second."""
+    """Return [..., 2 n] of alternating pairs with the first elements of all pairs before the second ones."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _mark_cut_weights(model: GPTModel) -> None:
-    """Say of every weight that tensor parallelism cuts that it is cut, so that the gradient's norm counts all parts.
+    """Mark every weight that tensor parallelism splits, so that the gradient norm counts all its parts.
 
-    megatron-core (0.16 to 0.19) says so where it draws the weight, and so not with `perform_initialization: false`.
+    megatron-core (0.16 to 0.19) marks a weight when it initializes it, and so not with `perform_initialization: false`.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear | ColumnParallelLinear | VocabParallelEmbedding):
@@ -189,6 +201,7 @@ def _mark_cut_weights(model: GPTModel) -> None:
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+        # megatron-core never marks the sinks.
         sinks = getattr(module, "softmax_offset", None)  # which megatron-core never marks
         if isinstance(sinks, torch.nn.Parameter):
             sinks.data = sinks.data.to(model.config.params_dtype)  # Transformer Engine (2.8 to 2.20) makes float32
@@ -196,16 +209,16 @@ def _mark_cut_weights(model: GPTModel) -> None:
 
 
 def _mark_experts(model: torch.nn.Module, shape: GridShape) -> None:
-    """Say of routed experts' parameters which ranks add up their gradients.
+    """Mark parameters of routed experts with the ranks that reduce their gradients.
 
-    Where expert-tensor-parallel ranks are others than tensor-parallel ones, megatron-core (0.16 to 0.19) takes experts
-    for layers that tensor parallelism cuts, unless `ep` is above 1. And of their biases it says that tensor-parallel
-    ranks share them, of which each has its own experts.
+    If the expert-tensor-parallel size differs from the tensor-parallel size, megatron-core (0.16 to 0.19) treats
+    experts like layers split by tensor parallelism, unless `ep` is above 1. It also marks biases as shared by
+    tensor-parallel ranks, though each rank has its own experts.
     """
     apart = shape.ep > 1 or shape.expert_tp != shape.tp
     for name, module in model.named_modules():
         if ".experts." in name and isinstance(module, RowParallelLinear):
-            # else its output is one that no bias can be added to in place, as megatron-core does
+            # With a bias, the output of the implicit path is a view that megatron-core cannot add the bias to in place.
             module.explicit_expert_comm |= apart or module.bias is not None
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -216,7 +229,7 @@ def _mark_experts(model: torch.nn.Module, shape: GridShape) -> None:
 
 
 def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
-    """Decoder layers of every stage in model order, as megatron-core will build them."""
+    """Return the number of decoder layers of every stage, in model order, as megatron-core builds them."""
     stages = shape.vpp or 1
     return [
         get_num_layers_to_build(config, chunk if shape.vpp else None, pp_rank)
@@ -228,7 +241,10 @@ def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
 def layouts_of(
     weights: Sequence[Weight], spec: ModelSpec, config: TransformerConfig, shape: GridShape
 ) -> Callable[[int], Layout]:
-    """rank of the grid -> where these weights lie in the chunks that `build_model` makes there."""
+    """Return a function from a rank of the grid to the layout of these weights there.
+
+    The layout describes the chunks that `build_model` creates.
+    """
     return megatron_layouts(
         weights,
         spec,
@@ -240,13 +256,15 @@ def layouts_of(
 
 
 def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
-    """How samples are laid into a row that the model's attention reads, where nothing keeps it from it.
+    """Return the function that packs samples into rows for the model's attention.
+
+    Call it only if `why_padded` returns "".
 
     Args:
-        part: which context-parallel rank reads it.
+        part: context-parallel rank that reads the rows.
     """
     engine = uses_transformer_engine()
-    # FlashAttention 2 takes no values of another head size than keys have
+    # FlashAttention 2 supports no values with another head size than the keys.
     latent = config.multi_latent_attention
     sinks = config.softmax_type != "vanilla"
     varlen = engine or not (latent or sinks or flash_attention.why_not_for(config.params_dtype, config.kv_channels))
@@ -257,12 +275,15 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
 
 @cache
 def _of_part(laid: Pack, part: Part) -> Pack:
-    """The same function for the same arguments: models that read the same rows know each other by it."""
+    """Return the packing function of a context-parallel rank.
+
+    Cached: equal arguments give the same object, by which models find out that they read rows the same way.
+    """
     return partial(laid, part=part)
 
 
 def why_not_cut(config: TransformerConfig) -> str:
-    """Why sequences cannot be cut over context-parallel ranks, where they are to be; empty: they can."""
+    """Return why sequences cannot be split over context-parallel ranks, or "" if they can or need not be."""
     if config.context_parallel_size == 1:
         return ""
     if uses_transformer_engine():
@@ -283,7 +304,7 @@ def why_not_cut(config: TransformerConfig) -> str:
 
 
 def why_padded(config: TransformerConfig) -> str:
-    """Why the model reads no packed rows; empty: it does."""
+    """Return why the model cannot read packed rows, or "" if it can."""
     if config.multi_latent_attention and config.context_parallel_size > 1:
         return "latent attention cuts whole sequences alone over context-parallel ranks"
     if not is_plain(config):
@@ -296,7 +317,7 @@ def why_padded(config: TransformerConfig) -> str:
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Parameters by their name in the layout: `chunk{i}.` in front where there are several chunks."""
+    """Return parameters by their names in the layout, which start with `chunk{i}.` if there are several chunks."""
     if len(chunks) == 1:
         return dict(chunks[0].named_parameters())
     return {f"chunk{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}

@@ -1,13 +1,18 @@
-"""Context parallelism: which tokens of a row a rank has, and attention of those over the whole row.
+"""Context parallelism: the tokens of a row that each rank holds, and their attention over the whole row.
 
-A row is cut into 2 cp chunks, and rank i has chunks i and 2 cp - 1 - i: of a causal sequence all ranks then have as
-much to attend to (Llama 3, arXiv 2407.21783, section 3.3.2; ring attention's "zigzag"). All layers but attention treat
-a token by itself. Attention here gathers keys and values of the whole row, and the rank's queries look at those of
-their sequences before them; backward, each rank gets the sum of all ranks' gradients of its keys and values. A packed
-row is cut as it lies, wherever its sequences begin, so that a prompt that several share stays there once.
+A row is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i. In a causal sequence every rank then has the
+same amount of attention to compute (Llama 3, arXiv 2407.21783, section 3.3.2; ring attention's "zigzag"):
 
-Transformer Engine's attention, where it is installed, passes keys and values on itself (`engine_attention.py`); it
-wants each sequence of a packed row cut so by itself, and knows no shared beginnings.
+    cp = 2, chunks of a row:   0 | 1 | 2 | 3
+    rank that holds the chunk: 0 | 1 | 1 | 0
+
+All layers except attention treat tokens independently. Attention gathers the keys and values of the whole row, and a
+rank's queries attend to earlier tokens of their sequences. In the backward pass each rank receives the sum over all
+ranks of the gradients of its keys and values. A packed row is cut regardless of where sequences begin, so a shared
+prompt stays in the row once.
+
+Transformer Engine's attention exchanges keys and values itself (`engine_attention.py`). It needs each sequence of a
+packed row cut separately, and supports no shared prompts.
 """
 
 from __future__ import annotations
@@ -29,26 +34,33 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 class Part(NamedTuple):
-    """Which context-parallel rank, of how many."""
+    """Rank within a context-parallel group, and the group's size."""
 
     rank: int
     size: int
 
 
 def own_places(length: int, part: Part) -> torch.Tensor:
-    """[length / cp] int64: where the rank's tokens are in a row of `length`, which 2 cp divides."""
+    """Return the places of a rank's tokens in a row, [length / cp] int64.
+
+    Args:
+        length: length of the row, divisible by 2 cp.
+    """
     return torch.cat([torch.arange(begin, end) for begin, end in _halves(length, part)])
 
 
 def _halves(length: int, part: Part) -> list[tuple[int, int]]:
-    """(begin, end) of the rank's two chunks."""
+    """Return (begin, end) of the rank's two chunks."""
     chunk = length // (2 * part.size)
     return [(number * chunk, (number + 1) * chunk) for number in (part.rank, 2 * part.size - 1 - part.rank)]
 
 
 class ContextAttention(CausalAttention):
-    """`CausalAttention` of a context-parallel rank's queries, [s / cp, ...], over the whole row; a packed row comes as
-    a `CutPacking`, or as a `VarlenPacking` where FlashAttention computes. Every rank of the group takes part."""
+    """`CausalAttention` of a context-parallel rank's queries, [s / cp, ...], over the whole row.
+
+    A packed row is given as a `CutPacking`, or as a `VarlenPacking` if FlashAttention computes it. Collective over the
+    context-parallel group.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -66,6 +78,8 @@ class ContextAttention(CausalAttention):
         assert look is None
         outputs = []
         for half, (begin, end) in zip(q.chunk(2, dim=2), _halves(k.shape[2], self._part), strict=True):
+            # The first chunk of a row sees itself alone, so the kernel's own causal mask does. Later queries see
+            # earlier keys too.
             if begin:
                 behind = torch.arange(begin, end, device=k.device)[:, None] - torch.arange(end, device=k.device)
                 look = (behind >= 0) & (behind < (self.window or end))
@@ -74,10 +88,11 @@ class ContextAttention(CausalAttention):
         return torch.cat(outputs, dim=2)
 
     def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[s / cp, b, kv_heads, d] of the rank's tokens -> [s, b, kv_heads, d] of all, in the row's order."""
+        """Gather keys and values of all ranks, in the row's order: [s / cp, b, kv_heads, d] -> [s, b, kv_heads, d]."""
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self._group
         )
+        # The second chunks are held in reverse order of ranks; see the drawing above.
         first, second = both.unflatten(0, (self._part.size, 2, -1)).unbind(1)
         whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
         return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -85,21 +100,21 @@ class ContextAttention(CausalAttention):
 
 @dataclass
 class CutPacking(Packing):
-    """A rank's part of a packed row, for a kernel under masks.
+    """A context-parallel rank's part of a packed row, for kernels that take a mask.
 
     Attributes:
-        halves: of each of its chunks, the parts of sequences in it, that look back over the whole row.
+        halves: for each of the rank's two chunks, the parts of sequences in it, with keys from the whole row.
     """
 
     halves: tuple[DensePacking, ...] = ()
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """Return a copy on another device."""
         return replace(super().to(device), halves=tuple(half.to(device) for half in self.halves))
 
 
 def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Segment], list[int]]:
-    """(segments up to `end` that have queries from `begin` on, how many each has)."""
+    """Return the segments with queries between `begin` and `end`, cut at `end`, and their numbers of queries."""
     found, counts = [], []
     for beginning, common, place, length in segments:
         last = min(place + length, end)
@@ -112,7 +127,12 @@ def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Seg
 def pack_part(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> CutPacking:
-    """`pack`, of which a context-parallel rank has its part. `multiple_of`: 2 cp divides it."""
+    """Pack sequences like `pack`, and return the part of a context-parallel rank.
+
+    Args:
+        multiple_of: divisible by 2 cp.
+        part: the rank.
+    """
     held, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
     longest, halves = int(held["positions"].max()) + 1, []
     for (begin, end), (pieces, counts) in zip(_halves(len(held["source"]), part), chunks, strict=True):
@@ -139,7 +159,7 @@ def pack_part(
 def pack_part_varlen(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> VarlenPacking:
-    """The same for kernels of sequences of any lengths."""
+    """Pack sequences like `pack_part`, for kernels that take sequences of any lengths."""
     held, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
     return of_segments(held, *(first + second for first, second in zip(*chunks, strict=True)))
 
@@ -147,7 +167,7 @@ def pack_part_varlen(
 def _cut(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], width: int, multiple_of: int, part: Part
 ) -> tuple[dict[str, torch.Tensor], list[tuple[list[Segment], list[int]]]]:
-    """(`Packing`'s own fields, of each of the rank's two chunks what `_pieces` finds)."""
+    """Return `Packing`'s fields for a rank, and the result of `_pieces` for each of its two chunks."""
     held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
     total = len(held["source"])
     held["own"] = own_places(total, part)
@@ -158,10 +178,10 @@ def _cut(
 def pack_for_engine(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> VarlenPacking:
-    """The same as Transformer Engine's context parallelism wants it: sequences that share nothing, each filled up to a
-    multiple of 2 cp and cut by itself; lengths are those of the whole row.
+    """Pack sequences for Transformer Engine's context parallelism.
 
-    What fills a sequence up comes after its own tokens, which do not see it.
+    Sequences share nothing. Each is padded to a multiple of 2 cp and cut by itself; lengths are those of the whole row.
+    Padding follows a sequence's own tokens, which therefore never see it.
     """
     each = 2 * part.size
     filled = [-(-length // each) * each for length in lengths if length] or [each]
@@ -189,5 +209,5 @@ def pack_for_engine(
 
 
 def _cumulative(counts: Sequence[int]) -> torch.Tensor:
-    """[n + 1] int32."""
+    """Return the cumulative sums of `counts` from 0 on, [n + 1] int32."""
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -1,33 +1,33 @@
-"""Packed rows through Transformer Engine's attention. Imported where Transformer Engine is.
+"""Attention over packed rows with Transformer Engine. Import it only where Transformer Engine is installed.
 
-Transformer Engine takes sequences of any lengths end to end as format "thd". A segment that begins with a shared prompt
-has more keys than queries, so that its mask is `padding_causal_bottom_right`: the last query sees the last key. Who
-takes that in "thd", with or without a window, as read in Transformer Engine 2.3 to 2.18
+Transformer Engine takes sequences of any lengths end to end, in the format "thd". A segment after a shared prompt has
+more keys than queries, so its mask is `padding_causal_bottom_right`: the last query sees the last key. Backends that
+support that in "thd", with or without a window, in 16 bits, according to Transformer Engine 2.3 to 2.18
 (pytorch/attention/dot_product_attention/utils.py, `get_attention_backend`; common/fused_attn/fused_attn.cpp,
-`nvte_get_fused_attn_backend`), all for 16 bits:
+`nvte_get_fused_attn_backend`):
 
-- FlashAttention 2, up to 2.8.3: on compute capability 8.0 and more, heads of up to 256 dimensions, values of the same.
-- FlashAttention 3: on 9.0, heads of up to 256; latent attention's 192 with values of 128.
-- FusedAttention (cuDNN): on 9.0 and more, never on 8.x; from cuDNN 9.7 on (9.6: lengths that 64 divides), but not with
-  9.10.0 and 9.10.1; heads of up to 128 dimensions, on 9.0 up to 256.
-- UnfusedDotProductAttention: from Transformer Engine 2.11 on, also in 32 bits; under masks, all scores in memory.
+- FlashAttention 2, up to 2.8.3: compute capability 8.0 or higher, up to 256 dimensions per head, the same for values.
+- FlashAttention 3: compute capability 9.0, up to 256 dimensions per head; latent attention's 192 with values of 128.
+- FusedAttention (cuDNN): compute capability 9.0 or higher, never 8.x. cuDNN 9.7 or later (9.6: lengths divisible by
+  64), except 9.10.0 and 9.10.1. Up to 128 dimensions per head, on 9.0 up to 256.
+- UnfusedDotProductAttention: Transformer Engine 2.11 or later, also in 32 bits. It keeps all scores in memory.
 
-Of attention with sinks (`softmax_type`, from 2.8 on) FlashAttention computes none, and cuDNN "thd" from 9.18 on where
-Transformer Engine is newer than 2.9; cut over ranks, as "a2a" alone sends it.
+Attention with sinks (`softmax_type`, from 2.8 on) is not supported by FlashAttention. cuDNN supports it in "thd" from
+9.18 on with Transformer Engine newer than 2.9; under context parallelism only with cp_comm_type "a2a".
 
-`padding_causal` would align the mask at the first query and key: FlashAttention is then refused where the longest
-segment has other numbers of queries and keys, and else all compute something else. Transformer Engine 2.1 does just
-that to `bottom_right` where the longest has the same, though others have not
-(common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu: `is_bottom_right && s_q == s_kv`), so that it is refused here.
+A `padding_causal` mask would align the first query with the first key. FlashAttention refuses it if the longest segment
+has different numbers of queries and keys, and other backends compute something else. Transformer Engine 2.1 treats
+`bottom_right` the same way if the longest segment has equal numbers, even if other segments differ
+(common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu: `is_bottom_right && s_q == s_kv`), so it is refused here.
 
-Context parallelism takes no `bottom_right` mask in any of these versions, so that its sequences share no beginning
-(`context_attention.pack_for_engine`); in "thd" it sends keys and values from rank to rank ("p2p") alone, of the other
-kinds only the newest versions take that. Both are refused there where the device is not asked: kinds with a window, and
-latent attention, as its `attn_forward_func_with_cp` does (pytorch/attention/dot_product_attention/context_parallel.py).
+Context parallelism supports no `bottom_right` mask in any of these versions, so its sequences share no prompts
+(`context_attention.pack_for_engine`). In "thd" it supports only "p2p"; the other communication types need the newest
+versions. Windows and latent attention are refused with some types, as in `attn_forward_func_with_cp`
+(pytorch/attention/dot_product_attention/context_parallel.py). All this is checked without querying the device.
 
-Nothing here asks the device: Transformer Engine reads lengths from it only where `max_seqlen_*` are not given, and
-compares `cu_seqlens_*_padded` with `cu_seqlens_*` there (up to 2.17) only where both are given. A packed row has no
-padding between its segments, so that the former are not.
+Nothing here synchronizes with the device. Transformer Engine reads lengths from the device only if `max_seqlen_*` are
+missing. Up to 2.17 it compares `cu_seqlens_*_padded` with `cu_seqlens_*` there only if both are given. A packed row has
+no padding between its segments, so the padded ones are not given.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ LOWEST_ENGINE = "2.3.0"
 
 
 class _MaskType(enum.Enum):
-    """What megatron-core's `AttnMaskType` lacks (0.16 to 0.19); it reads the name alone."""
+    """Mask type that megatron-core's `AttnMaskType` lacks (0.16 to 0.19). Only its name is read."""
 
     padding_causal_bottom_right = "padding_causal_bottom_right"
 
 
 class EngineAttention(TEDotProductAttention):
-    """Transformer Engine's, which reads a `VarlenPacking` as sequences in "thd"."""
+    """Transformer Engine's attention, which also reads a `VarlenPacking` as sequences in "thd"."""
 
     def forward(
         self,
@@ -72,11 +72,12 @@ class EngineAttention(TEDotProductAttention):
         packed_seq_params: VarlenPacking | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention over rows or a packed row.
 
         Args:
-            query: [s, b, heads / tp, head_dim]. key, value: [s, b, kv_heads / tp, head_dim].
-            packed_seq_params: the row (b is 1) holds several sequences; of a context-parallel rank, lengths are those
+            query: [s, b, heads / tp, head_dim].
+            key, value: [s, b, kv_heads / tp, head_dim].
+            packed_seq_params: the row (b is 1) holds several sequences. Under context parallelism its lengths are those
                 of the whole row.
 
         Returns:
@@ -105,19 +106,19 @@ class EngineAttention(TEDotProductAttention):
 
 
 def _mask_type(config: TransformerConfig) -> enum.Enum:
-    """Of packed rows."""
+    """Return the mask type for packed rows."""
     whole = config.context_parallel_size == 1
     return _MaskType.padding_causal_bottom_right if whole else AttnMaskType.padding_causal
 
 
 def _kinds(config: TransformerConfig) -> set[str]:
-    """How keys and values are sent between context-parallel ranks."""
+    """Return the types of communication between context-parallel ranks, over all layers."""
     given = config.cp_comm_type
     return set(given) if isinstance(given, list) else {given or "p2p"}
 
 
 def why_not_cut(config: TransformerConfig) -> str:
-    """Why Transformer Engine's attention cannot take sequences cut over context-parallel ranks; empty: it can."""
+    """Return why Transformer Engine cannot split sequences over context-parallel ranks, or "" if it can."""
     kinds, tp_size, cp_size = _kinds(config), config.tensor_model_parallel_size, config.context_parallel_size
     if unknown := kinds - {"p2p", "a2a", "all_gather"}:
         return f"megatron.cp_comm_type={', '.join(sorted(unknown))} is not among p2p, a2a and all_gather"
@@ -137,9 +138,9 @@ def why_not_cut(config: TransformerConfig) -> str:
 
 
 def why_padded(config: TransformerConfig) -> str:
-    """Why Transformer Engine cannot attend within packed rows here, as it says itself; empty: it can.
+    """Return why Transformer Engine cannot use packed rows here, or "" if it can, as its own selection says.
 
-    Its attention under masks counts as none: it would keep the scores of all pairs of a row's segments.
+    Its unfused attention does not count, because it would keep the scores of all pairs of tokens in memory.
     """
     if not is_te_min_version(LOWEST_ENGINE):
         return f"Transformer Engine {LOWEST_ENGINE} or later is needed, and {get_te_version()} is installed"
@@ -154,6 +155,7 @@ def why_padded(config: TransformerConfig) -> str:
         keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
         groups = config.num_attention_heads
     sinks = {} if config.softmax_type == "vanilla" else {"softmax_type": config.softmax_type}
+    # Some layers may have a window and others none. Every kind of layer must be supported.
     windows = [config.window_size or (-1, 0), *([(-1, 0)] if config.window_attn_skip_freq else [])]
     backends = [
         utils.get_attention_backend(

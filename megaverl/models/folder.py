@@ -1,6 +1,6 @@
-"""Folders of models: what can train them, generate with them and convert them, as the engines themselves say without
-weights; and those of reward models and critics, to Hugging Face a classifier with one label on a language model's
-backbone.
+"""Inspect a model's folder without reading weights: which engines support it, and whether it has a value head.
+
+Reward models and critics are stored as Hugging Face classifiers with one label on a language model's backbone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, NOT_IN_VLLM, M
 
 @dataclass(frozen=True)
 class Support:
-    """One line about a model.
+    """Answer to whether one engine supports a model.
 
     Attributes:
-        what: of actor.engine=megatron, actor.engine=fsdp, rollout.engine=vllm, megaverl convert.
-        works: whether that takes the model.
-        why: what is known of it; what is missing.
+        what: megatron or fsdp (training), vllm (generation), or convert.
+        works: whether the model is supported.
+        why: what is known about the support, or what is missing.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Support:
 
 
 TABLED = "logits, updates, every grid and conversion are tested"
-# What is true of each architecture in `model_spec.ARCHITECTURES`, and of all others.
+# Support of the architectures in `model_spec.ARCHITECTURES`, and of all others.
 NAMED = [Support(what, True, TABLED) for what in ("megatron", "fsdp", "vllm", "convert")]
 ANY = [
     Support("megatron", False, "has no table of it (docs/extend/architecture.md)"),
@@ -42,10 +42,10 @@ ANY = [
 
 
 def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[Support]:
-    """Of the model that a folder's config.json describes; its weights need not be there.
+    """Return the support of every engine for the model that a folder's config.json describes. Weights may be absent.
 
     Raises:
-        ModelError: no config.json, or it does not say what the model is.
+        ModelError: there is no config.json, or it does not describe a model.
     """
     spec = ModelSpec.outline(folder)
     return [
@@ -57,6 +57,7 @@ def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[S
 
 
 def _by_table(what: str, folder: str | Path) -> Support:
+    """Return the support of `what`, which needs a table of the architecture's weights."""
     spec = ModelSpec.outline(folder)
     if spec.architecture not in ARCHITECTURES:
         why = f": {NO_TABLE[spec.architecture]}" if spec.architecture in NO_TABLE else ""
@@ -69,6 +70,7 @@ def _by_table(what: str, folder: str | Path) -> Support:
 
 
 def _under_fsdp(folder: str | Path, trust_remote_code: bool) -> Support:
+    """Return the support by FSDP, found by building the model on the meta device."""
     import torch
 
     from megaverl.models.hf_model import blocks_of, build_module
@@ -86,6 +88,7 @@ def _under_fsdp(folder: str | Path, trust_remote_code: bool) -> Support:
 
 
 def _in_vllm(architecture: str) -> Support:
+    """Return the support by the installed vLLM."""
     if find_spec("vllm") is None:
         return Support("vllm", False, "is not installed here")
     from vllm import ModelRegistry
@@ -104,10 +107,10 @@ CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:
-    """config.json, what it describes, and whether that has a value head (`...ForSequenceClassification`).
+    """Read a folder's config.json. Returns it, the model it describes, and whether that has a value head.
 
     Raises:
-        ModelError: as `ModelSpec.from_folder`; a classifier with several labels.
+        ModelError: as `ModelSpec.from_folder`, or a classifier has several labels.
     """
     path = folder / "config.json"
     try:
@@ -126,7 +129,12 @@ def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:
 
 
 def classifier_config(config: dict[str, Any], *, pad_token_id: int | None) -> dict[str, Any]:
-    """config.json of a classifier with one label on the same backbone; by `pad_token_id` it finds a text's end."""
+    """Return config.json of a classifier with one label on the same backbone.
+
+    Args:
+        config: config.json of a language model or a classifier.
+        pad_token_id: token by which transformers finds the end of a text. None: leave it as it is.
+    """
     name = str(config["architectures"][0]).removesuffix(CAUSAL).removesuffix(CLASSIFIER)
     changed = {
         **config,

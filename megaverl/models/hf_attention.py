@@ -1,4 +1,4 @@
-"""Attention for transformers' models: causal rows, and packed ones, by the kernels that Megatron's layers use."""
+"""Attention for transformers' models on causal and packed rows, with the kernels that Megatron's layers use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "megaverl"  # as transformers' `attn_implementation`
-# Arguments of transformers' attention functions that `attend` does not compute.
+# Arguments of transformers' attention functions that `attend` does not support -> reason for a message.
 NOT_COMPUTED = {"softcap": "attention's scores are capped", "s_aux": "attention has sinks"}
 SLIDING, FULL = "sliding_attention", "full_attention"  # transformers' kinds of layers
 
 
 @dataclass
 class _Call:
-    """What a layer asked of `attend`."""
+    """Arguments with which one layer called `attend` during the trial pass."""
 
     problem: str
     window: int | None
@@ -35,8 +35,10 @@ class _Call:
 
 @dataclass
 class _Current:
-    """What this process computes now: one model at a time. (A context variable would not reach the thread in which
-    autograd computes layers again.)"""
+    """State of this process's current forward or backward pass. One model runs at a time.
+
+    A context variable would not do: autograd recomputes checkpointed layers in a thread of its own.
+    """
 
     packing: Packing | None = None
     calls: list[_Call] | None = field(default=None)
@@ -47,7 +49,7 @@ _current = _Current()
 
 @contextmanager
 def packed(packing: Packing | None) -> Iterator[None]:
-    """Inside, forward and backward passes read rows that are packed so; None: each row is one sequence."""
+    """Make forward and backward passes inside read rows packed as `packing` says. None: each row is one sequence."""
     before, _current.packing = _current.packing, packing
     try:
         yield
@@ -67,7 +69,16 @@ def attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: [b, heads, s, d], keys and values [b, kv_heads, s, d] -> [b, s, heads, d]."""
+    """Compute attention, with the signature of transformers' attention functions.
+
+    Args:
+        query: [b, heads, s, d].
+        key, value: [b, kv_heads, s, d].
+
+    Returns:
+        [b, s, heads, d], and None in place of attention weights.
+    """
+    # Trial pass of `row_reading` on the meta device: record the request and return the right shape.
     if _current.calls is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         problem = next((text for name, text in NOT_COMPUTED.items() if more.get(name) is not None), "")
@@ -83,7 +94,7 @@ def attend(
 
 
 def register() -> None:
-    """Make `attend` known to transformers. There is no function for masks: it gets none."""
+    """Register `attend` with transformers. No mask function is registered, so it receives no mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -91,12 +102,12 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class RowReading:
-    """How a model reads rows.
+    """Way in which a model reads rows of tokens.
 
     Attributes:
-        padded_because: why it reads no packed rows; empty: it does.
-        attention: the `attn_implementation` to compute with; None: transformers' choice.
-        pack: how samples are laid into a row.
+        padded_because: why it cannot read packed rows. Empty: it can.
+        attention: the `attn_implementation` to build the model with. None: transformers' choice.
+        pack: function that packs samples into a row.
     """
 
     padded_because: str = ""
@@ -105,20 +116,26 @@ class RowReading:
 
 
 def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> RowReading:
-    """Found by a forward pass of `model`, which is on the meta device and was made with `NAME`.
+    """Find out how a model reads rows, by a forward pass without data.
 
-    A packed row needs layers that mix tokens in attention alone, and there as `attend` does it.
+    Packed rows require that layers mix tokens only in attention, and only in the way that `attend` computes.
+
+    Args:
+        model: on the meta device, built with the attention implementation `NAME`.
+        num_blocks: number of decoder blocks, each of which must call `attend` once.
+        dtype: dtype of the computation, which decides whether FlashAttention can be used.
 
     Raises:
-        AttributeError: its code asks for what this version of transformers does not have.
+        AttributeError: the model's code uses something that this version of transformers lacks.
     """
     calls: list[_Call] = []
     _current.calls = calls
     was_training = model.training
+    # In evaluation mode dropout would stay unnoticed.
     model.train()
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        # A model's own code may raise anything. An AttributeError it would raise with data too.
+        # A model's own code may raise anything. An AttributeError would be raised with data too, so it is passed on.
         with torch.no_grad(), user_code(lambda error: ModelError(describe(error)), keep=AttributeError):
             model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     except ModelError as error:
@@ -143,11 +160,12 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
 
 
 def _has_state(model: PreTrainedModel) -> bool:
-    """Whether layers carry something from token to token: recurrent ones, convolutions over the sequence."""
+    """Return whether layers carry state from token to token: recurrent layers, or convolutions over the sequence."""
     return bool(getattr(model, "_is_stateful", False)) or any(isinstance(m, torch.nn.Conv1d) for m in model.modules())
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
+    """Return whether the model's forward pass accepts position ids."""
     import inspect
 
     return "position_ids" in inspect.signature(type(model).forward).parameters

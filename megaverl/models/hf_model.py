@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as a policy or a critic: built without data, cut over ranks by FSDP2."""
+"""A Hugging Face causal language model as a policy or a critic, built without data and sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ QUANTISED = "quantization_config"
 
 
 class PolicyModule(nn.Module):
-    """What FSDP gathers as one: a causal language model, and a value head in the place of its logits or beside them.
+    """Root module that FSDP shards: a causal language model, and a value head instead of its logits or beside them.
 
     Args:
-        model: of transformers.
-        num_values: a value head gives so many values per position; 0: there is none.
-        gives_hidden: the output is hidden states: logits are made of them later, or values alone are wanted.
-        dtype: of the value head.
-        router_loss: of experts' routers, transformers' load-balancing loss is made beside the output when asked for.
+        model: model of transformers.
+        num_values: values per position of the value head. 0: no value head.
+        gives_hidden: return hidden states instead of logits, because logits are computed later or only values are
+            wanted.
+        dtype: dtype of the value head.
+        router_loss: the load-balancing loss of experts' routers may be requested.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PolicyModule(nn.Module):
         self._positions = "position_ids" in inspect.signature(type(backbone).forward).parameters
         self._seen: torch.Tensor | None = None
         if num_values:
-            # zero: before any training a critic predicts nothing, whatever the backbone's scale
+            # Zero: an untrained critic predicts 0, whatever the scale of the backbone.
             head = nn.Linear(model.config.get_text_config().hidden_size, num_values, bias=False)
             nn.init.zeros_(head.weight)
             self.add_module(VALUE_HEAD, head.to(dtype))
@@ -74,14 +75,18 @@ class PolicyModule(nn.Module):
             model.base_model.language_model.register_forward_pre_hook(self._look_at_none, with_kwargs=True)
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the backbone's hidden states."""
         self._seen = output[0]
 
     def _embed_drawn(self, module: nn.Module, args: Any) -> Any:
-        """An image's token that a response has drawn is no place of an image, and has an embedding."""
+        """Embed the tokens as sampled.
+
+        An image token that a response sampled has an ordinary embedding and no image.
+        """
         return args if self._drawn is None else (self._drawn,)
 
     def _look_at_none(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        """Where no image is, the tower runs at the place in which it does on ranks that have some."""
+        """Run the vision tower on a micro-batch without images, at the point where other ranks run it on theirs."""
         if self._sees_none:
             embedded = given["inputs_embeds"]
             nothing = without_image(self.model, embedded.device)
@@ -96,11 +101,15 @@ class PolicyModule(nn.Module):
         *,
         router_loss: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Tokens and positions [b, s] -> (logits [b, s, vocabulary] or hidden states [b, s, hidden], values
-        [b, s, num_values] float32, if there is a value head, and the routers' loss, if it is asked for).
+        """Run the model on tokens and positions [b, s].
 
         Args:
-            seen: the images of a model that takes any, and the positions that follow from them.
+            seen: images, and the positions that follow from them, for a model that takes images.
+            router_loss: compute the routers' load-balancing loss too.
+
+        Returns:
+            Logits [b, s, vocabulary] or hidden states [b, s, hidden]; values [b, s, num_values] float32 or None; and
+                the routers' loss or None.
         """
         given: dict[str, Any] = {"position_ids": positions} if self._positions else {}
         module, self._drawn = self.model.base_model if self.gives_hidden else self.model, None
@@ -126,7 +135,7 @@ class PolicyModule(nn.Module):
 
 
 def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """config.json of a folder.
+    """Return transformers' configuration of a folder.
 
     Raises:
         ModelError: transformers does not know the model.
@@ -147,17 +156,18 @@ def build_module(
     liger: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, RowReading]:
-    """The causal language model of a folder's config.json, and how it reads rows.
+    """Build the causal language model of a folder's config.json. Returns it and how it reads rows.
 
     Args:
-        dtype: of its parameters.
-        seed: draw random weights, on the host; None: parameters are on the meta device, buffers that no folder has
-            have their values.
-        attention: transformers' attn_implementation; "auto": ours where it computes what the model asks for.
-        liger: with Liger's kernels.
+        dtype: dtype of its parameters.
+        seed: initialize random weights on the host. None: parameters are on the meta device, and buffers that no folder
+            stores are initialized.
+        attention: transformers' attn_implementation. "auto": megaverl's, if it supports the model.
+        liger: use Liger's kernels.
+        trust_remote_code: allow Python code in the folder to run.
 
     Raises:
-        ModelError: transformers does not build it, or its weights are quantised.
+        ModelError: transformers cannot build it, or its weights are quantized.
         ConfigError: Liger's kernels cannot be used here.
     """
     register()
@@ -188,7 +198,10 @@ def build_module(
 
 
 def _use_liger(model: PreTrainedModel) -> None:
-    """Liger's norms, rotary embeddings and MLPs; losses are made here, and never by the model's own forward pass."""
+    """Apply Liger's norms, rotary embeddings and MLPs.
+
+    Its losses are not needed: the model's own loss is never computed.
+    """
     key = "fsdp.liger"
     if not platform.is_cuda:
         raise ConfigError(f"{key}: Liger's kernels need a GPU, and there is none. Leave it out.")
@@ -206,6 +219,7 @@ def _use_liger(model: PreTrainedModel) -> None:
 def _from_config(
     folder: str | Path, config: PretrainedConfig, attention: str | None, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
+    """Build the model with random or no data, depending on the current default device."""
     kinds: Any = attention
     if VisionReader.of(config) is not None:  # an image's patches all see each other
         kinds = {"text_config": attention or "sdpa", "vision_config": "sdpa"}
@@ -217,7 +231,7 @@ def _from_config(
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
-    """Give the buffers that no folder has (rotary frequencies, scales) their values, as `from_pretrained` does."""
+    """Initialize buffers that no folder stores (rotary frequencies, scales), as `from_pretrained` does."""
     saved = model.state_dict(keep_vars=True)
     for tensor in saved.values():
         tensor._is_hf_initialized = True
@@ -229,10 +243,10 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's blocks, each of which is gathered at a time: the longest list of modules of one kind.
+    """Return the decoder blocks, which FSDP gathers one at a time: the longest list of modules of one kind.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no such list.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     text = getattr(model.base_model, "language_model", model)
@@ -245,16 +259,16 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def vision_blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Those of the part that reads images, if there is one."""
+    """Return the blocks of the vision tower, or an empty list."""
     tower = tower_of(model)
     return [] if tower is None else list(tower.get_submodule("blocks").children())
 
 
 def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -> None:
-    """Train none of the weights whose names in a folder fit a pattern.
+    """Freeze all weights whose names in the folder match a pattern.
 
     Raises:
-        ConfigError: a pattern that none fits, or nothing is left to train.
+        ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     renamed = weights_of_module(model).renamed if patterns else {}
     names = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
@@ -272,13 +286,14 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
 
 
 def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) -> float:
-    """Weight of the loss that balances the load of experts; 0: it is not made.
+    """Return the weight of the experts' load-balancing loss. 0: the loss is not computed.
 
     Args:
-        wanted: None: what config.json says, where it has `output_router_logits`, as transformers trains.
+        wanted: the configured weight. None: that of config.json if it has `output_router_logits`, as in transformers'
+            own training.
 
     Raises:
-        ConfigError: transformers makes no such loss of this model.
+        ConfigError: transformers has no such loss for this model.
     """
     if wanted is None:
         config = model.config.get_text_config()
@@ -293,9 +308,10 @@ def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) ->
 
 
 def logits_are_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are the last hidden states times the output layer's weight, and nothing else.
+    """Return whether logits are exactly the last hidden states times the output layer's weight.
 
-    Seen by a forward pass in which backbone and output layer give made-up tensors.
+    Found by a forward pass in which backbone and output layer return made-up tensors. A model that scales or caps its
+    logits changes them.
     """
     head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
@@ -326,7 +342,7 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _forwards(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, modules compute these."""
+    """Replace the forward functions of modules inside."""
     for module, function in functions.items():
         module.forward = function
     try:
@@ -336,7 +352,8 @@ def _forwards(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[Non
             del module.forward
 
 
-# What selective activation checkpointing keeps: results of matrix products and of attention. All else is cheap.
+# Operators whose results selective activation checkpointing keeps: matrix products and attention. All others are cheap
+# to recompute.
 KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -349,7 +366,7 @@ KEPT = (
 
 
 def checkpoint_block(block: nn.Module, kind: str) -> None:
-    """Compute a block's activations again in the backward pass: all of them (full), or the cheap ones (selective)."""
+    """Recompute a block's activations in the backward pass: all of them (full), or the cheap ones (selective)."""
     forward = block.forward
 
     def kept(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -375,10 +392,10 @@ def shard_module(
     reshard_after_forward: bool,
     cpu_offload: bool,
 ) -> FSDPModule:
-    """Apply `fully_shard` in place: to each decoder block, to embeddings that are not tied, and to the rest as one.
+    """Apply `fully_shard` in place to each decoder block, to embeddings that are not tied, and to the rest.
 
-    Gradients are summed over the ranks, not averaged. Parameters without data get uninitialised memory, which the
-    caller may write to at once.
+    Gradients are summed over the ranks, not averaged. Parameters on the meta device get uninitialized memory, which the
+    caller may fill right away.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -391,23 +408,25 @@ def shard_module(
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if getattr(head, "weight", None) is not embeddings.weight:
         fully_shard(embeddings, reshard_after_forward=reshard_after_forward, **options)
-    # the rest (norms, heads) is gathered first and used last: it stays from the forward to the backward pass
+    # The rest (norms, heads) is gathered first and used last, so it stays gathered from the forward to the backward
+    # pass.
     fully_shard(module, reshard_after_forward=False, **options)
     place = torch.device("cpu") if cpu_offload else platform.device
     module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
     for each in sharded(module):
+        # Losses are normalized over the global batch, so FSDP must not divide by the number of ranks.
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)
         each.unshard()  # from here on parameters stay where they are in memory
         each.reshard()
     if cpu_offload:
-        # unshard() copies page-locked parameters to the device without waiting, and the caller fills them next
+        # unshard() copies pinned parameters to the device asynchronously, and the caller overwrites them next.
         platform.synchronize()
     return module  # type: ignore[return-value]  # `fully_shard` has changed its class
 
 
 def sharded(module: nn.Module) -> list[FSDPModule]:
-    """All that is gathered at a time, the module itself first."""
+    """Return all FSDP units inside a module, the module itself first."""
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 

@@ -1,5 +1,7 @@
-"""Any Hugging Face causal language model without its data: what its folder holds, where that lies in a module, and
-where its weights lie when FSDP2, and tensor parallelism before it, have cut the module."""
+"""Any Hugging Face causal language model without its data: what its folder holds and which part each rank holds.
+
+Parts come from FSDP2, and from tensor parallelism applied before it.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,10 @@ TRUST = "If you trust the Python files that come with the model, set model.trust
 
 
 def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model of a folder's config.json, on the meta device: its attention layers and weights have
-    shapes and no elements.
+    """Build the model of a folder's config.json on the meta device: parameters have shapes and no elements.
 
     Raises:
-        ModelError: transformers knows no such model, or cannot build it so.
+        ModelError: transformers does not know the model, or cannot build it on the meta device.
     """
     from transformers import AutoConfig
 
@@ -49,8 +50,11 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
 
 
 def not_built(folder: str | Path, error: BaseException, *, in_forward: bool = False) -> ModelError:
-    """What to say where transformers, or code that a folder brings along, does not build a model; or builds one whose
-    forward pass does not run."""
+    """Return the error for a model that transformers, or code in its folder, cannot build.
+
+    Args:
+        in_forward: the model was built, and its forward pass failed.
+    """
     what = (
         "builds the model, but its forward pass does not run"
         if in_forward
@@ -75,10 +79,12 @@ LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """The global arrays of a module, and what each rank holds of them, under the module's own names.
+    """Global arrays of a module, and what each rank holds of them, under the module's own names.
 
     Attributes:
-        renamed: name in the module -> in the files, of tensors that are the same in both.
+        weights: the global arrays.
+        layout_of: rank -> what it holds.
+        renamed: name in the module -> name in the files, for tensors that are equal in both.
     """
 
     weights: list[Weight]
@@ -95,11 +101,14 @@ def sharded_weights(
     beside_logits: bool = False,
     cuts: TensorCuts | None = None,
 ) -> ShardedWeights:
-    """Of a module that is still whole, with or without data; with a value head in the place of its output layer, or
-    beside it.
+    """Return the weights of an unsharded module and their shards. The module may be on the meta device.
 
-    Rank r holds shard r modulo `num_shards` of every parameter, and saved buffers whole. Under `cuts` it holds that of
-    what tensor-parallel rank r modulo their size has, and ranks with the same shard are so many neighbours.
+    Rank r holds shard r modulo `num_shards` of every parameter, and whole copies of saved buffers. With `cuts`, that
+    applies to the part of tensor-parallel rank r modulo their size, and as many adjacent ranks have the same shard.
+
+    Args:
+        value_head: number of values per position. Above 0, a value head replaces the output layer.
+        beside_logits: keep the output layer beside the value head.
 
     Raises:
         ModelError: as `weights_of_module`.
@@ -131,7 +140,7 @@ def sharded_weights(
 
 
 def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:
-    """Names of parameters that no other layer has."""
+    """Return names of parameters that belong to the output layer and no other module."""
     head = model.get_output_embeddings()
     others = {id(p) for module in model.modules() if module is not head for p in module.parameters(recurse=False)}
     own = {id(parameter) for parameter in head.parameters()} - others
@@ -141,7 +150,7 @@ def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:
 def _weights(
     shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, *, value_head: int, beside_logits: bool
 ) -> list[Weight]:
-    """The global arrays of a module; of an architecture with a table as that describes them."""
+    """Return the global arrays of a module. If the architecture has a table, they are described as in the table."""
     known: dict[str, Weight] = {}
     if spec.is_tabled:
         with suppress(ModelError):  # a variant that the table has not, as with biases that Megatron's model lacks
@@ -154,28 +163,30 @@ def _weights(
 
 
 def _described(name: str, shape: tuple[int, ...]) -> Weight:
+    """Return a weight without a table: replicated, in the layer that its name says."""
     found = LAYER_NUMBER.search(f".{name}")
     return Weight(name, shape, Split.REPLICATED, int(found.group(1)) if found else "first", "", None)
 
 
-# transformers' styles of linear layers (5.19, `distributed/tensor_parallel.py`) -> the axis of a weight that is cut.
+# transformers' styles of linear layers (5.19, `distributed/tensor_parallel.py`) -> axis of the weight that is split.
 AXES = {"colwise": 0, "rowwise": 1}
-# Norms of each head: whole on every rank, which has the gradient of its own heads.
+# Norms of each head: every rank holds the whole weight and the gradient of its own heads only.
 PARTIAL = "replicated_with_grad_allreduce"
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
 class TensorCuts:
-    """What tensor-parallel ranks hold of a module's parameters; those that are named nowhere are whole on each.
+    """Split of a module's parameters over tensor-parallel ranks. Parameters that are not named are whole on every rank.
 
-    Embeddings and output layer are: transformers would cut them, tied ones into two parameters, and gather all logits.
+    Embeddings and output layer are whole as well. transformers would split tied ones into two parameters, and gather
+    all logits.
 
     Attributes:
-        size: ranks.
-        plan: transformers' own, as far as it is followed.
-        axes: parameter -> the axis that is cut, in even parts.
-        partial: parameters whose gradients are to be added up over the ranks.
+        size: number of ranks.
+        plan: the part of transformers' own plan that is followed.
+        axes: parameter -> axis that is split evenly.
+        partial: parameters whose gradients must be summed over the ranks.
     """
 
     size: int = 1
@@ -184,7 +195,7 @@ class TensorCuts:
     partial: frozenset[str] = frozenset()
 
     def box(self, name: str, shape: tuple[int, ...], rank: int) -> Box:
-        """What one of the ranks holds of a parameter."""
+        """Return the box of a parameter that tensor-parallel rank `rank` holds."""
         if (axis := self.axes.get(name)) is None:
             return whole(shape)
         part = shape[axis] // self.size
@@ -192,10 +203,10 @@ class TensorCuts:
 
 
 def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
-    """By transformers' plan for the model, with or without data.
+    """Return the split by transformers' tensor-parallel plan for the model, which may be on the meta device.
 
     Raises:
-        ConfigError: there is none, it is of other layers than linear ones, or `size` does not divide them.
+        ConfigError: there is no plan, it covers other layers than linear ones, or `size` does not divide them.
     """
     if size == 1:
         return TensorCuts()
@@ -228,7 +239,7 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
 
 
 def cut_over_tensor_ranks(model: PreTrainedModel, cuts: TensorCuts, mesh: DeviceMesh) -> None:
-    """Cut a module that is whole, in place; every rank keeps its own part of what it has."""
+    """Split a whole module in place. Every rank keeps its own part of the data that it has."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     if cuts.size > 1:

@@ -1,8 +1,8 @@
-"""Where a model's files come from: a folder, or a hub (`org/name`), whose weights arrive while others are being read.
+"""Locate a model's files: a local folder, or a hub (`org/name`) whose weights are downloaded while others are read.
 
-Small files come first, then the safetensors files one behind the other, in the background. The first rank of each
-machine fetches; the others read what it fetched. Nothing is fetched that is already in the hub's cache, and nothing
-at all where HF_HUB_OFFLINE=1 is set.
+Small files come first, then the safetensors files one after the other in the background. The first rank of each machine
+downloads, and the others read its files. Files in the hub's cache are not downloaded again, and with HF_HUB_OFFLINE=1
+nothing is.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ WAIT_SECONDS = 20.0  # how often ranks that wait for a file hear that it is stil
 
 @dataclass
 class ModelFiles:
-    """The files of one model, on every rank.
+    """Files of one model, on every rank.
 
     Attributes:
-        folder: where all small files are, and the weights when they have come.
-        shards: names of the safetensors files, in the order in which they come.
+        folder: folder with all small files, and with the weights once they have arrived.
+        shards: names of the safetensors files, in order of arrival.
+
+    Example:
+            files = find_model("org/name")
+            for path in files.arriving() or ():
+                load(path)  # the other files arrive meanwhile
     """
 
     folder: Path
@@ -47,22 +52,25 @@ class ModelFiles:
     _complete: bool = True
 
     def arriving(self) -> Iterator[Path] | None:
-        """Each safetensors file when it is there on every machine; None: all are. Every rank takes part.
+        """Return an iterator that yields each safetensors file once every machine has it, or None if all are there.
+
+        Collective over the default group.
 
         Raises:
-            ModelError: on every rank: a file could not be fetched.
+            ModelError: on every rank: a file could not be downloaded.
         """
         if self._complete:
             return None
         return self._arrive()
 
     def wait(self) -> Path:
-        """The folder with everything in it. Every rank takes part."""
+        """Wait for all files and return the folder. Collective over the default group."""
         for _ in self.arriving() or ():
             pass
         return self.folder
 
     def _arrive(self) -> Iterator[Path]:
+        """Yield each file once every machine has it."""
         for name in self.shards:
             future = self._futures.get(name)  # None: another rank of this machine fetches
             while True:
@@ -73,7 +81,8 @@ class ModelFiles:
                 with together():
                     if future is not None and there:
                         future.result()
-                # a word now and then, or a long download would look like a lost rank
+                # Ranks communicate at least every WAIT_SECONDS. A longer silence during a download would look like a
+                # lost rank.
                 if reduce_json(there, all):
                     break
             yield self.folder / name
@@ -90,20 +99,23 @@ def find_model(
     with_weights: bool = True,
     endpoint: str | None = None,
 ) -> ModelFiles:
-    """A folder that exists, or a model on a hub: its small files fetched, its weights on their way.
+    """Return the files of a local folder or a hub's model.
 
-    Every rank of the default group takes part.
+    Of the latter small files are present and weights on their way.
+
+    Collective over the default group.
 
     Args:
         path: a folder, or `org/name`.
-        revision: branch, tag or commit of a hub's model; None: its main branch.
-        offload_folder: keep what is downloaded here instead of in the hub's own cache.
-        trust_remote_code: fetch Python files too.
-        with_weights: fetch them; else only the small files.
-        endpoint: of the hub; None: the library's (HF_ENDPOINT).
+        revision: branch, tag or commit on the hub. None: the main branch.
+        hub: hub to search.
+        offload_folder: folder for downloads. None: the hub's own cache.
+        trust_remote_code: download Python files too.
+        with_weights: False downloads the small files only.
+        endpoint: URL of the hub. None: the library's default (HF_ENDPOINT).
 
     Raises:
-        ModelError: on every rank: no such folder or model, no rights, no connection, no safetensors.
+        ModelError: on every rank: no such folder or model, no access, no connection, or no safetensors.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -126,6 +138,7 @@ def find_model(
 def _fetch(
     path: str, open_hub: Callable[[], HuggingFaceHub | ModelScopeHub], trust_remote_code: bool, with_weights: bool
 ) -> ModelFiles:
+    """Download the small files on the first rank of each machine, start downloading weights, and share the results."""
     rank, machines = dist.get_rank(), gather_json(os.environ.get("GROUP_RANK", "0"))
     leader = machines.index(machines[rank]) == rank  # the first rank of this world on its machine
     found: list[Any] = [machines[rank], None, []]
@@ -150,7 +163,7 @@ def _fetch(
 
 
 def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[str, Future[Path]]:
-    """Fetch files one behind the other. Nobody waits for the thread when the process ends early."""
+    """Download files one after the other in a thread. The thread does not keep the process alive."""
     futures: dict[str, Future[Path]] = {name: Future() for name in names}
 
     def work() -> None:
@@ -168,12 +181,17 @@ def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[s
 
 
 def _small_files(names: Sequence[str], trust_remote_code: bool) -> list[str]:
-    """What belongs to a model besides its weights; of code only what was asked for."""
+    """Return the files of a model that are no weights. Python files are included only with `trust_remote_code`."""
     suffixes = tuple(suffix for suffix in COPIED_SUFFIXES if suffix != ".py" or trust_remote_code)
     return [name for name in names if "/" not in name and name.endswith(suffixes)]
 
 
 def _shards(path: str, folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the names of the model's safetensors files.
+
+    Raises:
+        ModelError: the index names a missing file, or there are no safetensors.
+    """
     if INDEX_FILE in names:
         shards = list(dict.fromkeys(read_weight_map(folder / INDEX_FILE).values()))
         missing = [shard for shard in shards if shard not in names]
@@ -196,7 +214,7 @@ _warned: set[str] = set()
 
 
 def _warn_of_code(path: str) -> None:
-    """Said once for each model, and once on each machine."""
+    """Warn about remote code once for each model and machine."""
     if path not in _warned and os.environ.get("LOCAL_RANK", "0") == "0":
         _warned.add(path)
         logger.warning(
@@ -207,7 +225,10 @@ def _warn_of_code(path: str) -> None:
 
 
 class HuggingFaceHub:
-    """Through `huggingface_hub`: its cache, its tokens (HF_TOKEN, `hf auth login`), its offline mode."""
+    """Access to Hugging Face's hub with `huggingface_hub`.
+
+    Its cache, tokens (HF_TOKEN, `hf auth login`) and offline mode apply.
+    """
 
     def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
         self._path, self._revision, self._local_dir = path, revision, local_dir
@@ -216,7 +237,7 @@ class HuggingFaceHub:
         self._cached_only = False
 
     def list_files(self) -> Sequence[str]:
-        """The names of all files of the revision; from then on the same revision is meant."""
+        """Return the names of all files of the revision, and pin later downloads to its commit."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -232,10 +253,10 @@ class HuggingFaceHub:
         return [sibling.rfilename for sibling in info.siblings or ()]
 
     def fetch(self, name: str) -> Path:
-        """One file, from the cache or the hub; returns where it lies."""
+        """Return the path of a file in the cache, downloading it if needed."""
         from huggingface_hub import hf_hub_download
 
-        # one file is asked for by the branch, or the cache would not know offline what the branch was
+        # Request one file by branch name. Otherwise the cache would not know offline which commit the branch was.
         revision = self._revision if name == CONFIG_FILE else self._commit
         try:
             return Path(
@@ -252,6 +273,11 @@ class HuggingFaceHub:
             raise self._explained(error, name) from error
 
     def _list_cached(self, why: str) -> Sequence[str]:
+        """Return the files of the cached revision.
+
+        Raises:
+            ModelError: the cache lacks the model or some of its weights.
+        """
         from huggingface_hub import snapshot_download
 
         try:
@@ -276,7 +302,7 @@ class HuggingFaceHub:
         return names
 
     def _explained(self, error: Exception, name: str = "") -> ModelError:
-        """The error in words that say what to do."""
+        """Return a ModelError that says what went wrong and what to do."""
         from huggingface_hub import errors
 
         what = f"model.path: {self._path}{f': {name}' if name else ''}"
@@ -310,11 +336,15 @@ class HuggingFaceHub:
 
 
 def _is_no_connection(error: Exception) -> bool:
+    """Return whether an HTTP library failed to reach the hub.
+
+    Compared by name, since the library differs by version.
+    """
     return type(error).__name__ in ("ConnectError", "ConnectTimeout", "ConnectionError", "ReadTimeout", "ProxyError")
 
 
 class ModelScopeHub:
-    """Through `modelscope`, which is installed only where it is wanted."""
+    """Access to ModelScope with the optional package `modelscope`."""
 
     def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
         self._path, self._revision, self._local_dir, self._endpoint = path, revision, local_dir, endpoint
@@ -328,6 +358,7 @@ class ModelScopeHub:
             ) from None
 
     def list_files(self) -> Sequence[str]:
+        """Return the names of all files of the revision."""
         try:
             files = self._api.get_model_files(self._path, revision=self._revision or "master", recursive=True)
         except Exception as error:  # whatever the library raises
@@ -338,6 +369,7 @@ class ModelScopeHub:
         return [file["Path"] for file in files if file.get("Type") != "tree"]
 
     def fetch(self, name: str) -> Path:
+        """Return the path of a file, downloading it if needed."""
         options: dict[str, Any] = {"local_dir": str(self._local_dir)} if self._local_dir else {}
         revision = self._revision or "master"
         try:

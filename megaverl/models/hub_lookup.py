@@ -1,7 +1,7 @@
-"""Whether models that a configuration names exist on the hub, asked once before ranks start.
+"""Check once, before ranks start, that the models which a configuration names exist.
 
-`org/name` reads like a relative path, and a folder that is missing looks like a model on a hub. Ranks would find that
-out after their start. This module imports neither torch nor transformers.
+`org/name` looks like a relative path, and a missing folder looks like a model on a hub. Without this check every rank
+would find out after its start. The module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ANSWER_SECONDS = 5.0  # that the hub may take
 
 
 def missing_models(config: Config, *, on_this_machine: bool = True) -> list[ConfigIssue]:
-    """Return an issue for every model that is neither a folder here, nor in the hub's cache, nor on the hub.
+    """Return an issue for every model that is neither a local folder, nor in the hub's cache, nor on the hub.
 
-    A hub that is reached and does not answer in time says nothing: the ranks ask again, with more patience.
+    No answer within `ANSWER_SECONDS` is not an issue: the ranks ask again and wait longer.
 
     Args:
-        on_this_machine: the run starts here, so that a hub that this machine does not reach is an issue too.
+        on_this_machine: the run starts on this machine, so an unreachable hub is an issue too.
     """
     if config.model.hub != "huggingface":
         return []
@@ -41,15 +41,15 @@ def missing_models(config: Config, *, on_this_machine: bool = True) -> list[Conf
 
 
 def _cache_of(config: Config, name: str) -> Path | None:
-    """Return the folder that downloads of a model are kept in; None: the hub's own cache."""
+    """Return the folder for downloads of the model `name`, or None for the hub's own cache."""
     folder = config.model.offload_folder
     return None if folder is None else Path(folder) / name.replace("/", "--")
 
 
 def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tuple[str, bool]:
-    """Return why a model cannot be found and what to do, and whether the hub has said so.
+    """Return why a model cannot be found and what to do, and whether that answer came from the hub.
 
-    The reason is "" if the model can be found, or if that is not known.
+    The reason is "" if the model was found or its existence is unknown.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError

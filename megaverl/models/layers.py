@@ -1,4 +1,4 @@
-"""Parts of a GPTModel that are ours: RMSNorm, a biased router, value heads, hooks, and sums over ranks."""
+"""Custom parts of a GPTModel: RMSNorm, a biased router, value heads, hooks, and differentiable sums over ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (arXiv 1910.07467, eq. 4).
+    """Root-mean-square normalization over the last dimension (arXiv 1910.07467, eq. 4).
 
-    megatron-core's own wrapper refuses sequence parallelism; this one marks its weight, so that
-    `finalize_model_grads` sums the gradient over the tensor-parallel ranks, each of which saw its part of
-    the sequence. With `layernorm_zero_centered_gamma` (Gemma) the factor is 1 + weight, added in float32: the
-    weight holds the small difference, which 16 bits beside a one would lose.
+    megatron-core's own wrapper refuses sequence parallelism. This one marks its weight so that `finalize_model_grads`
+    sums the gradient over tensor-parallel ranks, each of which saw a part of the sequence. With
+    `layernorm_zero_centered_gamma` (Gemma) the factor is 1 + weight, added in float32: in 16 bits a small weight would
+    vanish beside the one.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] -> the same shape and dtype."""
+        """Normalize [..., hidden]; the result has the same shape and dtype."""
         factor = 1.0 + self.weight.float() if self.zero_centred else self.weight
         if hidden.device.type == "cpu":
             return rms_norm(hidden, factor, self.eps)
@@ -50,10 +50,13 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x * weight / rms(x) over the last dimension (arXiv 1910.07467, eq. 4) on a CPU, computed in float32 or wider.
+    """Return x * weight / rms(x) over the last dimension (arXiv 1910.07467, eq. 4), on a CPU.
+
+    It is computed in float32 or wider.
 
     Args:
-        x: [..., width]. weight: [width], of the dtype of `x` or wider.
+        x: [..., width].
+        weight: [width], dtype of `x` or wider.
         eps: added to the mean of squares.
 
     Returns:
@@ -64,10 +67,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With n = x / rms(x) and h = dL/dy * weight: dL/dx = (h - n mean(h n)) / rms(x), and dL/dweight = sum dL/dy n.
+    """Autograd function of RMSNorm, with half the operators that PyTorch would run on a CPU.
 
-    PyTorch has no kernel for it on a CPU and takes eight operators forward and more backward: here are half of them,
-    that write over what they read.
+    With n = x / rms(x) and h = dL/dy * weight: dL/dx = (h - n mean(h n)) / rms(x), and dL/dweight = sum dL/dy n.
+    PyTorch has no fused CPU kernel and runs eight operators forward and more backward. Here most operators write in
+    place.
     """
 
     @staticmethod
@@ -90,49 +94,53 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
+    """Return float32, or the dtype of `x` if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the dtype of `factor`, float32 or wider: x * factor."""
+    """Return x * factor as a new tensor of the dtype of `factor`, which is float32 or wider."""
     return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
 
 
 class BiasedRouter(TopKRouter):
-    """megatron-core's router with DeepSeek-V3's bias (arXiv 2412.19437, eq. 16): it takes part in choosing the
-    experts, not in weighing them.
+    """megatron-core's router with DeepSeek-V3's bias (arXiv 2412.19437, eq. 16).
 
-    megatron-core keeps the bias as a buffer, which it moves after every batch by the load that it saw. Here it is
-    a weight like the others, loaded, resharded and saved, but held still: the engine samples with the same one, and
-    the loss says nothing about it.
+    The bias affects the choice of experts, but not their weights. megatron-core keeps it as a buffer and adjusts it
+    after every batch by the load. Here it is a frozen weight that is loaded, resharded and saved like the others: the
+    engine samples with the same bias, and the loss does not depend on it.
     """
 
     def __init__(self, config: TransformerConfig, **others: Any) -> None:
-        """others: process groups, and what later versions of megatron-core say of the layer."""
+        """Create the router.
+
+        Args:
+            others: process groups and further arguments, which differ between versions of megatron-core.
+        """
         super().__init__(config=config, **others)
         bias = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
 
 
 class ValueHead(nn.Module):
-    """A linear map from hidden states to values at every position, in place of GPTModel's output layer.
+    """Linear map from hidden states to values at every position, in place of GPTModel's output layer.
 
-    One value, or one for each of several agents. Its weight [num_values, hidden] is the same on every tensor-parallel
-    rank and is computed in float32.
+    It gives one value, or one for each of several agents. Its weight [num_values, hidden] is the same on every
+    tensor-parallel rank, and it computes in float32.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, num_values: int = 1) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
-        # Zero: before any training the critic predicts nothing, whatever the backbone's scale.
+        # Zero: an untrained critic predicts 0, whatever the scale of the backbone.
         self.weight = nn.Parameter(torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """[s, b, hidden] -> ([s, b, num_values] float32, no bias), the signature of ColumnParallelLinear."""
+        """Map [s, b, hidden] to ([s, b, num_values] float32, no bias). Signature of ColumnParallelLinear."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
@@ -142,9 +150,9 @@ class ValueHead(nn.Module):
 
 
 class ValuesBesideLogits(ValueHead):
-    """A value head that sees the hidden states of a model's output layer, which stays as it is.
+    """Value head on the hidden states that a model's output layer receives. The output layer stays unchanged.
 
-    One forward pass of the model then gives logits, and `take` the values to them.
+    One forward pass gives logits as usual, and `take` returns the values for them.
     """
 
     def __init__(
@@ -159,17 +167,19 @@ class ValuesBesideLogits(ValueHead):
 
     @property
     def waits(self) -> bool:
-        """Whether the values of the last forward pass were not taken."""
+        """Return whether the values of the last forward pass have not been taken yet."""
         return self._seen is not None
 
     def take(self) -> torch.Tensor:
-        """[b, s, num_values] float32: the values of the last forward pass, once."""
+        """Return the values of the last forward pass, [b, s, num_values] float32. Can be called once per pass."""
         assert self._seen is not None, "there was no forward pass, or its values were taken"
         hidden, self._seen = self._seen, None
         return self(hidden)[0].transpose(0, 1)
 
 
 class _SumGradients(torch.autograd.Function):
+    """Identity in the forward pass; all-reduce in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -184,16 +194,18 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same values, which are equal on all ranks; backward, the ranks' gradients are added up.
+    """Return `values` unchanged; in the backward pass their gradients are summed over the group.
 
-    megatron-core's `copy_to_tensor_model_parallel_region` (0.16) leaves a gradient that is not contiguous, as that of
-    a transposed tensor is, as it came.
+    `values` must be equal on all ranks. megatron-core's `copy_to_tensor_model_parallel_region` (0.16) silently skips
+    the sum for a gradient that is not contiguous, such as that of a transposed tensor.
     """
     summed: torch.Tensor = _SumGradients.apply(values, group)
     return summed
 
 
 class _SumValues(torch.autograd.Function):
+    """All-reduce in the forward pass; identity in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = values.clone(memory_format=torch.contiguous_format)
@@ -206,7 +218,10 @@ class _SumValues(torch.autograd.Function):
 
 
 def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The ranks' values, added up; backward, each rank's get the gradient of the sum, which is the same on all."""
+    """Return the sum of `values` over the group.
+
+    In the backward pass every rank gets the gradient of the sum, which is equal on all ranks.
+    """
     if dist.get_world_size(group) == 1:
         return values
     summed: torch.Tensor = _SumValues.apply(values, group)
@@ -214,9 +229,9 @@ def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class HiddenHead:
-    """In the place of an output layer's `forward`: gives the hidden states on, and keeps the weight for later.
+    """Replacement for an output layer's `forward` that returns the hidden states and keeps the weight for later.
 
-    Backward, their gradient is summed over the tensor-parallel ranks, as the layer itself would.
+    In the backward pass the gradient is summed over tensor-parallel ranks, as the layer itself would do.
     """
 
     def __init__(self, layer: Any, group: dist.ProcessGroup) -> None:
@@ -226,14 +241,17 @@ class HiddenHead:
 
     @property
     def weight(self) -> torch.Tensor:
-        """[padded_vocab / tp, hidden], as of the last forward pass."""
+        """Weight of the last forward pass, [padded_vocab / tp, hidden]."""
         weight: torch.Tensor = self._layer.weight if self._tied is None else self._tied
         return weight
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """[s, b, hidden] -> (the same of the whole sequence, no bias), the signature of ColumnParallelLinear."""
+        """Return the hidden states [s, b, hidden] of the whole sequence, and no bias.
+
+        Signature of ColumnParallelLinear.
+        """
         self._tied = weight
         if self._layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
@@ -243,27 +261,31 @@ class HiddenHead:
 
 
 class AtPositions:
-    """Hooks of rotary embeddings, that give those of the tokens' own positions instead of 0, 1, 2, ...
+    """Hooks that make rotary embeddings follow the tokens' own positions instead of 0, 1, 2, ...
 
     Attributes:
-        positions: [t] int64 of the packed row that is computed now, or of a context-parallel rank's tokens; None: a
-            row is one sequence.
+        positions: [t] int64 of the current packed row, or of a context-parallel rank's tokens. None: a row is one
+            sequence.
     """
 
     def __init__(self) -> None:
         self.positions: torch.Tensor | None = None
 
     def attach(self, rotary: torch.nn.Module) -> None:
+        """Register the hooks on a rotary embedding."""
         rotary.register_forward_pre_hook(self._whole, with_kwargs=True)
         rotary.register_forward_hook(self)
 
     def _whole(self, module: object, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """megatron-core would cut the embeddings over context-parallel ranks, as it cuts a row that is one sequence."""
+        """Keep megatron-core from splitting the embeddings over context-parallel ranks.
+
+        It would split them as for a row of one sequence.
+        """
         return None if self.positions is None else (args, {**options, "packed_seq": True})
 
     @contextmanager
     def at(self, positions: torch.Tensor | None) -> Iterator[None]:
-        """Inside, forward passes read a row of tokens at these positions."""
+        """Use these positions for forward passes inside."""
         self.positions = positions
         try:
             yield
@@ -279,9 +301,9 @@ class AtPositions:
 
 
 def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook of embeddings: [t, 1, hidden] with the strides of a tensor made so.
+    """Forward hook of embeddings that gives [t, 1, hidden] the strides of a tensor created with that shape.
 
-    A transposed [1, t, hidden] has others, though it is as contiguous; where its weights are frozen, `torch.matmul`
-    then multiplies token by token.
+    A transposed [1, t, hidden] is contiguous with other strides. If the following weights are frozen, `torch.matmul`
+    would then multiply token by token.
     """
     return output.squeeze(1).unsqueeze(1) if output.shape[1] == 1 else output

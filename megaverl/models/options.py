@@ -1,4 +1,4 @@
-"""From a model's dimensions to megatron-core's `TransformerConfig`."""
+"""Translate a model's dimensions to megatron-core's `TransformerConfig`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-# Kernels and fusions that exist on CUDA only.
+# These kernels and fusions exist on CUDA only.
 CPU_OPTIONS = {
     "use_cpu_initialization": True,
     "gradient_accumulation_fusion": False,
@@ -35,16 +35,16 @@ CPU_OPTIONS = {
     "persist_layer_norm": False,
 }
 
-# Fusions of megatron-core that Transformer Engine's layers leave to it, of which each may be set to false by name.
+# Values of `ModelSpec.activation` with a fused kernel in megatron-core. The tanh approximation of gelu has none.
 FUSED_ACTIVATIONS = ("silu", "clamped_swiglu")  # by `ModelSpec.activation`; the tanh approximation of gelu has none
 
 
 def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return megatron-core's fusions that a model allows on a GPU; megatron-core itself leaves all of them off.
+    """Return megatron-core's fusions that a model supports on a GPU. megatron-core's own default is off.
 
-    - SwiGLU in one kernel, unless Transformer Engine's activation is asked for in its place.
-    - The residual's addition in one kernel, unless linear layers have biases, which megatron-core's experts refuse.
-    - Rotary embeddings in Transformer Engine's kernel, where it computes what the model needs.
+    - SwiGLU in one kernel, unless Transformer Engine's activation is requested instead.
+    - The residual addition in one kernel, unless linear layers have biases, which megatron-core's experts refuse.
+    - Rotary embeddings in Transformer Engine's kernel, if it computes what the model needs.
     """
     own_activation = bool(overrides.get("use_te_activation_func"))
     return {
@@ -57,7 +57,7 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
 def yarn_factor(spec: ModelSpec) -> float:
     """Return the factor by which YaRN multiplies queries and keys of plain attention; 1 without YaRN.
 
-    Latent attention scales its softmax in its place.
+    Latent attention scales its softmax instead.
     """
     scaling = spec.rope_scaling or {}
     if spec.mla is not None or scaling.get("rope_type") != "yarn":
@@ -66,10 +66,10 @@ def yarn_factor(spec: ModelSpec) -> float:
 
 
 def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
-    """Refuse the fused rotary embedding where it would compute another model.
+    """Refuse the fused rotary embedding for models that it would compute wrongly.
 
-    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`) gives Transformer
-    Engine's kernel for packed rows no factor, so YaRN's would be left out without a word.
+    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`) passes no factor to
+    Transformer Engine's kernel for packed rows, so YaRN's would be lost silently.
 
     Raises:
         ModelError: the model has such a factor.
@@ -82,17 +82,17 @@ def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
         )
 
 
-# What CUDA graphs capture, all of a layer where it is empty. So is the default, of which megatron-core warns on every
-# rank (0.16 to 0.19, where it has another name).
+# Parts of a layer that CUDA graphs capture. An empty list means all of it. That is the default too, but megatron-core
+# warns about the default on every rank (0.16 to 0.19, under two names).
 GRAPHED = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """The tanh approximation of the Gaussian error linear unit."""
+    """Return the tanh approximation of the Gaussian error linear unit."""
     return F.gelu(x, approximate="tanh")
 
 
-# By `ModelSpec.activation`.
+# `ModelSpec.activation` -> fields of TransformerConfig.
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},  # megatron-core fuses the exact gelu
@@ -101,21 +101,25 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding after padding, divisible by `tp_size`.
+    """Return the embedding's number of rows after padding, divisible by `tp_size`.
 
-    The multiple is vLLM's 64, so that at an equal TP both sides cut the vocabulary alike.
+    The multiple is vLLM's 64, so at equal TP both sides split the vocabulary alike.
     """
     multiple = math.lcm(64, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def uses_transformer_engine() -> bool:
-    """Transformer Engine's layers are used where it is installed and a GPU is there."""
+    """Return whether Transformer Engine's layers are used: it is installed and there is a GPU."""
     return platform.is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
 def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
-    """Raise one ModelError that lists every dimension of `spec` which `shape` does not divide."""
+    """Check that the grid divides the model's dimensions.
+
+    Raises:
+        ModelError: lists every dimension that `shape` does not divide.
+    """
     found = misfits(spec, tp=shape.tp, etp=shape.expert_tp, ep=shape.ep)
     mistakes = [f"{role}.{misfit}" for misfit in found]
     if spec.moe is None and shape.ep > 1:
@@ -133,10 +137,13 @@ def transformer_config(
     dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """megatron-core's configuration of `spec` on `shape`; `overrides` are the user's `megatron.*` fields.
+    """Return megatron-core's configuration of `spec` on the grid `shape`.
+
+    Args:
+        overrides: the user's `megatron.*` fields.
 
     Raises:
-        ModelError: megatron-core refuses the combination; its reason is passed on.
+        ModelError: megatron-core refuses the combination. Its reason is included.
     """
     config_class = TransformerConfig if spec.mla is None else MLATransformerConfig
     options: dict[str, Any] = {
@@ -150,9 +157,9 @@ def transformer_config(
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
-        # its ends count from the query's own position, which a Hugging Face window includes
+        # megatron-core's window excludes the query's own position, and Hugging Face's includes it.
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
-        # of every layer: 1 attends within the window, 0 to all tokens
+        # Per layer: 1 attends within the window, 0 to all tokens.
         "window_attn_skip_freq": [int(has_window) for has_window in spec.windowed_layers] or None,
         "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "add_bias_linear": spec.linear_bias,
@@ -164,17 +171,18 @@ def transformer_config(
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # micro-batches are cut to their longest sample, so stages tell each other the shape
+        # Micro-batches are cut to their longest sample, so stages must send each other the shape.
         "variable_seq_lengths": shape.pp > 1,
         "moe_token_dispatcher_type": "alltoall",  # the other dispatcher wants equal lengths
-        # a wait of the host for every exchange of two stages, against a fault of PyTorch before 2.0
+        # The default synchronizes the host after every exchange between stages, to work around a bug of PyTorch before
+        # 2.0.
         "batch_p2p_sync": False,
-        # losses come normalised over the global batch: gradients are summed, never averaged
+        # Losses are already normalized over the global batch, so gradients must be summed and never averaged.
         "calculate_per_token_loss": True,
         GRAPHED: [],
     }
     if shape.vpp and shape.pp == 2:
-        # Both neighbours are the same rank: messages of the two directions must not share a batch.
+        # With two stages both neighbours are the same rank, so messages of the two directions must not share a batch.
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if spec.moe is not None:
         options |= expert_options(spec.moe, spec.num_layers, shape)
@@ -203,13 +211,17 @@ def transformer_config(
         config = config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
+    # GPTModel reads these attributes, though they are no fields of the configuration.
     for name, value in yarn_options(spec).items():  # GPTModel reads them there, though they are no fields
         setattr(config, name, value)
     return config
 
 
 def _check_needs(overrides: Mapping[str, Any]) -> None:
-    """Refuse fields that need what this process does not have, of users whose ranks nobody has checked before."""
+    """Refuse fields that need a GPU or a package that this process lacks.
+
+    Users of the Python API have no earlier check.
+    """
     machine = FieldMachine(platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None)
     for name, value in overrides.items():
         if why := why_not_there("megatron", name, value, machine):
@@ -217,7 +229,7 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
 
 
 def _check_attention_backend(backend: AttnBackend) -> None:
-    """Refuse FlashAttention under Transformer Engine where it cannot compute, which shows in the first batch."""
+    """Refuse FlashAttention under Transformer Engine if it cannot run. Otherwise the first batch would fail."""
     if backend is not AttnBackend.flash or importlib.util.find_spec("flash_attn_3") is not None:
         return
     if reason := flash_attention.why_not():
@@ -225,11 +237,11 @@ def _check_attention_backend(backend: AttnBackend) -> None:
 
 
 def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
-    """What rows of tokens are filled up to a multiple of, so that every rank's part is as long as its kernels want.
+    """Return the multiple that rows of tokens are padded to, so that kernels support every rank's part.
 
-    Context parallelism cuts a row into 2 cp chunks, of which a rank has two. Products in 8 bits take rows of 16 tokens,
-    of 32 under the recipe mxfp8 (megatron-core 0.16 to 0.19, `fp8_utils.py`, `get_fp8_align_size`), before and after a
-    sequence is cut over ranks.
+    Context parallelism cuts a row into 2 cp chunks, two for each rank. 8-bit matrix products need rows of 16 tokens, or
+    32 under the recipe mxfp8 (megatron-core 0.16 to 0.19, `fp8_utils.py`, `get_fp8_align_size`), both before and after
+    a sequence is split over ranks.
     """
     cut = shape.tp if config.sequence_parallel else 1
     if not config.fp8:
@@ -238,7 +250,7 @@ def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
 
 
 def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
-    """TransformerConfig's fields for `activation_checkpointing` of a model as it is built here."""
+    """Return TransformerConfig's fields for `activation_checkpointing` of this model."""
     dense = spec.moe is None or bool(spec.moe.num_dense_layers)
     engine = uses_transformer_engine()
     return recompute_fields(kind, dense=dense, experts=spec.moe is not None, fused_attention=engine)
@@ -252,17 +264,18 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
         "moe_layer_freq": [0] * moe.num_dense_layers + [1] * (num_layers - moe.num_dense_layers),
         "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": moe.router,
-        # softmax over the chosen experts' scores is the softmax over all, divided by the chosen ones' sum
+        # The softmax over the chosen experts' scores equals the softmax over all experts, divided by its sum over the
+        # chosen ones.
         "moe_router_pre_softmax": moe.router == "softmax" and not moe.normalize_weights,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(),
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": moe.aux_loss_coef,
-        # megatron-core's experts take their tokens from sequence-parallel ranks
+        # megatron-core's experts take their tokens from sequence-parallel ranks.
         "sequence_parallel": shape.tp > 1,
     }
-    # where a token may choose in every group, groups change nothing
+    # If a token may choose experts from all groups, groups have no effect.
     if moe.groups_per_token < moe.num_groups:
         options |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.groups_per_token}
     if moe.shared_ffn_hidden_size:
@@ -271,7 +284,7 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
 
 
 def _check_expert_options(options: Mapping[str, Any], shape: GridShape) -> None:
-    """Refuse what the user's fields would make of experts, where megatron-core only says so in the first batch."""
+    """Refuse expert settings that change the policy, or that megatron-core would refuse only in the first batch."""
     if shape.tp > 1 and not options["sequence_parallel"]:
         raise ModelError("megatron.sequence_parallel=false: experts with tp above 1 need it. Leave it out, or tp=1.")
     if options.get("moe_expert_capacity_factor") is not None:
@@ -319,6 +332,7 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
     if spec.rotary_fraction != 1.0:
         options["rotary_percent"] = spec.rotary_fraction
     scaling = spec.rope_scaling
+    # Latent attention creates its own rotary embedding.
     if scaling is None or spec.mla is not None:  # latent attention has an embedding of its own
         return options
     kind = scaling["rope_type"]
@@ -331,14 +345,14 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
 
 
 def yarn_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return attributes of megatron-core's configuration for YaRN (arXiv 2309.00071) of plain attention."""
+    """Return attributes of megatron-core's configuration for YaRN (arXiv 2309.00071) in plain attention."""
     scaling = spec.rope_scaling or {}
     if spec.mla is not None or scaling.get("rope_type") != "yarn":
         return {}
     factor = float(scaling["factor"])
     mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if scaling.get("attention_factor") is not None and factor > 1:
-        # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)
+        # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1).
         mscale = (scaling["attention_factor"] - 1.0) / (0.1 * math.log(factor))
         mscale_all_dim = 0.0
     elif not (mscale and mscale_all_dim):  # transformers reads both or none

@@ -1,4 +1,4 @@
-"""Micro-batches: samples that go through a model together, in rows of their own or packed end to end into one."""
+"""Micro-batches: samples that pass through a model together, each in its own row or packed end to end into one row."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ platform.adapt_megatron()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
-# Shared beginnings of more than so many times the longest own part are attended from once, and looked back at.
+# A shared prompt longer than this times the longest response of its group is attended from once, and looked back at. A
+# shorter one is recomputed with each response.
 LONG_BEGINNING = 1.5
 
-# (queries [n, heads, q, d], keys and values [n, kv_heads, k, d], [n, 1, q, k] bool: where to look; None: causal)
+# Kernel: (queries [n, heads, q, d], keys and values [n, kv_heads, k, d], mask [n, 1, q, k] bool, None for causal).
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Which of a row's `t` tokens belong together.
+    """Layout of several sequences in one row of `t` tokens.
 
-    All layers but attention treat a token by itself, so that a shared beginning costs them once. Attention
-    (arXiv 1706.03762, eq. 1) is over the keys and values that each sequence alone would have; gradients of shared ones
-    add up. How it is computed says the kind: a `DensePacking` for PyTorch's kernels, a `VarlenPacking` for those of
-    FlashAttention and Transformer Engine.
+    All layers except attention treat tokens independently, so a shared prompt costs them once. Attention (arXiv
+    1706.03762, eq. 1) sees the keys and values that each sequence would have by itself, and gradients of shared ones
+    add up. The subclass decides the kernel: `DensePacking` for PyTorch's, `VarlenPacking` for those of FlashAttention
+    and Transformer Engine.
 
-    It travels through megatron-core in the place of `PackedSeqParams`, also where layers are computed again; as its
-    format is "sbhd", megatron-core itself does nothing with it. In its "thd" format it would rotate queries and keys by
-    their places in sequences that share nothing; `AtPositions` gives each token its own position, in the fused kernels
-    too, which take an embedding for every token of a row.
+    It travels through megatron-core in place of `PackedSeqParams`, also into recomputed layers. Its format is "sbhd",
+    for which megatron-core does nothing. For "thd" megatron-core would rotate queries and keys by positions in
+    sequences that share nothing. Instead `AtPositions` gives each token its own position, in the fused kernels as well,
+    which take an embedding per token.
 
     Attributes:
-        source: [t] int64: of each token, the place in the flattened padded sequences [b, s].
-        positions: [t] int64: its place in its sequence, for rotary embeddings; of the tokens in `own` alone.
-        starts: [b] int64: where each sequence's own part begins in the row.
-        own: [t / cp] int64: the places in the row of the tokens that this context-parallel rank has. None: all.
+        source: [t] int64: index of each token in the flattened padded sequences [b, s].
+        positions: [t] int64: position of each token in its sequence, for rotary embeddings; only of the tokens in
+            `own`.
+        starts: [b] int64: place in the row where each sequence's own part begins.
+        own: [t / cp] int64: places of the tokens of this context-parallel rank. None: all.
     """
 
     source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
@@ -49,25 +51,24 @@ class Packing(PackedSeqParams):
     own: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """Return a copy on another device."""
         held = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{name: to_device(x, device) for name, x in held.items() if isinstance(x, torch.Tensor)})
 
 
 @dataclass
 class DensePacking(Packing):
-    """For a kernel of equally long sequences, causal or under a mask (`scaled_dot_product_attention`).
+    """Packing for a kernel of equally long sequences, causal or with a mask (`scaled_dot_product_attention`).
 
-    A beginning that is short beside what follows it is attended from anew by each of its sequences, as the
-    causal kernel is fast and what it computes twice is dropped; a long one is computed once, as a sequence of its own,
-    and its sequences' own parts look back at it under a mask.
+    A short prompt is recomputed with each of its responses, because the causal kernel is fast and duplicate outputs are
+    dropped. A long one is computed once as a sequence of its own, and its responses look back at it with a mask.
 
     Attributes:
-        wholes: [m, a] int64: places of the tokens of whole sequences, and of long beginnings; short ones repeat one.
-        later_queries, later_keys: [n, q], [n, k] int64: of own parts after a long beginning, which their keys begin
-            with.
-        later_offsets: [n] int64: the length of that beginning.
-        place: [t] int64: where each token is in [m * a + n * q], the outputs of all.
+        wholes: [m, a] int64: places of the tokens of whole sequences and of long prompts. Short rows repeat a token.
+        later_queries: [n, q] int64: places of queries of responses after a long prompt.
+        later_keys: [n, k] int64: places of their keys, which begin with the prompt.
+        later_offsets: [n] int64: length of that prompt.
+        place: [t] int64: index of each token in the concatenated outputs [m * a + n * q].
     """
 
     wholes: torch.Tensor = None  # type: ignore[assignment]
@@ -79,11 +80,13 @@ class DensePacking(Packing):
     def attend(
         self, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        """Attention within the sequences.
+        """Compute attention within the sequences.
 
         Args:
-            query: [t, heads, d]. key, value: [t, kv_heads, d].
-            window: how many keys a query sees, its own among them. None: all before it.
+            attend: the kernel.
+            query: [t, heads, d].
+            key, value: [t, kv_heads, d].
+            window: number of keys that a query sees, its own included. None: all before it.
 
         Returns:
             [t, heads * d of the values].
@@ -102,7 +105,7 @@ class DensePacking(Packing):
         return flat.index_select(0, self.place)
 
     def _mask(self, queries: int, keys: int, offsets: torch.Tensor | None, window: int | None) -> torch.Tensor:
-        """[n, 1, queries, keys] bool: where a query looks, which is `offsets` [n] keys after its segment's first."""
+        """Return a [n, 1, queries, keys] mask, in which query i of segment n sees keys up to `offsets[n]` + i."""
         device = self.place.device
         own = torch.arange(queries, device=device)[:, None]
         own = own[None] if offsets is None else own + offsets[:, None, None]
@@ -115,46 +118,52 @@ class DensePacking(Packing):
 
 @dataclass
 class VarlenPacking(Packing):
-    """For a kernel of sequences of any lengths, end to end (FlashAttention's "varlen", Transformer Engine's "thd").
+    """Packing for a kernel of sequences of any lengths (FlashAttention's "varlen", Transformer Engine's "thd").
 
-    The row is cut into segments: a shared beginning, and the own parts after it. The queries of a segment are its
-    tokens, as they lie in the row; its keys those of the beginning, if any, and its own. So a beginning is computed
-    once, whatever its length, and only its keys and values are repeated. A segment that has more keys than queries
-    wants the causal mask aligned at its last query and key ("bottom right").
+    The row is cut into segments: a shared prompt, then each of its responses. A segment's queries are its tokens as
+    they lie in the row. Its keys are those of the prompt, if there is one, and its own:
 
-    Everything is made on the host, lengths of the longest segments as plain numbers: kernels that were not told them
-    would ask the device.
+        row:       [ prompt ][ response 1 ][ response 2 ]
+        segment 0: queries prompt,     keys prompt
+        segment 1: queries response 1, keys prompt + response 1
+        segment 2: queries response 2, keys prompt + response 2
+
+    So a prompt is computed once whatever its length, and only its keys and values are repeated. A segment with more
+    keys than queries needs the causal mask aligned at its last query and key ("bottom right").
+
+    Everything is built on the host, and longest lengths are plain numbers. Kernels without them would read lengths from
+    the device, which synchronizes.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_kv: [segments + 1] int32, of the base class: where segments' queries and keys begin.
-        max_seqlen_q, max_seqlen_kv: of the base class: most queries and keys of a segment.
-        keys: [k] int64: of each key its place in the row. None: nothing is shared, and keys lie as queries do.
+        cu_seqlens_q, cu_seqlens_kv: [segments + 1] int32, of the base class: offsets of the segments' queries and keys.
+        max_seqlen_q, max_seqlen_kv: of the base class: largest number of queries and keys of a segment.
+        keys: [k] int64: place in the row of each key. None: nothing is shared, and keys lie as queries do.
     """
 
     keys: torch.Tensor | None = None
 
     def of_segments(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys or values of the row's tokens [t, kv_heads, d] -> of the segments [k, kv_heads, d]."""
+        """Return keys or values of the segments, [k, kv_heads, d], from those of the row's tokens [t, kv_heads, d]."""
         return rows if self.keys is None else rows.index_select(0, self.keys)
 
 
-# (lengths, shared, groups, width=..., multiple_of=...) -> the row
+# Packing function: (lengths, shared, groups, width=..., multiple_of=...) -> layout of the row.
 Pack = Callable[..., Packing]
-# (place of a beginning, its length, place of what follows it, its length)
+# (place of the shared prompt, its length, place of the following part, its length).
 Segment = tuple[int, int, int, int]
 
 
 def pack(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
 ) -> DensePacking:
-    """Lay sequences into one row.
+    """Pack sequences into one row.
 
     Args:
         lengths: tokens of each sequence.
-        shared: how many of its first tokens all sequences of its group have; the others are its own part.
-        groups: the same number for sequences that begin alike.
-        width: of the padded sequences that tokens are taken from.
-        multiple_of: the row is filled up to a multiple of it.
+        shared: number of a sequence's first tokens that all sequences of its group share. The rest is its own part.
+        groups: group number of each sequence.
+        width: width of the padded sequences that tokens are taken from.
+        multiple_of: the row is padded to a multiple of it.
     """
     row = _Row(lengths, shared, groups)
     wholes: list[_Part] = []
@@ -193,14 +202,16 @@ def pack(
 def pack_varlen(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
 ) -> VarlenPacking:
-    """The same row as `pack`, for kernels of sequences of any lengths. What fills it up is a segment of its own, so
-    that no output and no gradient is left as it was found in memory."""
+    """Pack sequences like `pack`, for kernels of sequences of any lengths.
+
+    Padding at the end of the row is a segment of its own, so that no output or gradient is left uninitialized.
+    """
     held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
     return of_segments(held, segments, [count for *_, count in segments])
 
 
 def of_segments(held: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int]) -> VarlenPacking:
-    """That of these segments, of whose tokens the last `counts` are queries."""
+    """Return the packing of these segments, in which only the last `counts` tokens of each are queries."""
     queries, keys = torch.tensor(counts), torch.tensor([common + count for _, common, _, count in segments])
     places = [
         torch.arange(first, first + count)
@@ -222,7 +233,7 @@ def of_segments(held: dict[str, torch.Tensor], segments: Sequence[Segment], coun
 def laid_out(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int
 ) -> tuple[dict[str, torch.Tensor], list[Segment]]:
-    """(`Packing`'s own fields, the segments of the row in order: beginnings, own parts, and what fills it up)."""
+    """Return `Packing`'s fields, and the segments of the row in order: shared prompts, own parts, and padding."""
     row = _Row(lengths, shared, groups)
     padding = -row.total % multiple_of
     segments: list[Segment] = []
@@ -232,17 +243,19 @@ def laid_out(
     return row.tokens(width, padding), segments
 
 
-# (place of a beginning, its length, place of what follows, its length, whether the beginning's outputs are taken here)
+# (place of the shared prompt, its length, place of the following part, its length, whether outputs of the prompt are
+# taken from this part).
 _Part = tuple[int, int, int, int, bool]
 
 
 class _Row:
-    """Sequences laid end to end, after the beginning that they share; arguments as `pack` has them.
+    """Sequences laid end to end, each group after the prompt that it shares. Arguments as in `pack`.
 
     Attributes:
-        total: tokens.
-        starts: where each sequence's own part begins, which is after what `shared` says, in company or alone.
-        groups: (place of a beginning, its length, (place, length) of each of what follows it), in the row's order.
+        total: number of tokens.
+        starts: place where each sequence's own part begins. A sequence without companions still starts after `shared`
+            tokens.
+        groups: (place of a prompt, its length, (place, length) of each part that follows it), in the row's order.
     """
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int]) -> None:
@@ -262,16 +275,17 @@ class _Row:
                 own.append((place, lengths[sequence] - common))
             self.groups.append((beginning, common, own))
         if not self.total:  # a rank without samples computes one token that nobody asks for
+            # A rank without samples computes one dummy token.
             self.groups.append((0, 0, [(self._lay(0, 0, 1), 1)]))
 
     def _lay(self, sequence: int, first: int, count: int) -> int:
-        """Add tokens to the row; returns their place."""
+        """Append tokens of a sequence to the row, and return their place."""
         self._taken.append((sequence, first, count))
         self.total += count
         return self.total - count
 
     def tokens(self, width: int, padding: int) -> dict[str, torch.Tensor]:
-        """`Packing`'s own fields, of a row that is `padding` tokens longer."""
+        """Return `Packing`'s fields for the row with `padding` more tokens."""
         positions = torch.cat([torch.arange(first, first + count) for _, first, count in self._taken])
         sequences = torch.repeat_interleave(
             torch.tensor([sequence for sequence, _, _ in self._taken]), torch.tensor([n for _, _, n in self._taken])
@@ -285,7 +299,10 @@ class _Row:
 
 
 def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([n, longest] places of each part's tokens, where short ones repeat one; which of their outputs are theirs)."""
+    """Return the places of each part's tokens, [n, longest], and which of their outputs to take.
+
+    Short rows repeat a token.
+    """
     numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
     beginning, common, own, count = (column.unsqueeze(1) for column in numbers.unbind(1))
     owned = torch.tensor([part[4] for part in parts], dtype=torch.bool).unsqueeze(1)
@@ -295,12 +312,17 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[t, heads, d] -> [n, heads, length, d]."""
+    """Select tokens: [t, heads, d] -> [n, heads, length, d]."""
     return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
 class Predicting(NamedTuple):
-    """Of each response token [n]: whose it is, and where in the model's output [b, s] it is predicted."""
+    """Place of the prediction of each response token, [n] each.
+
+    Attributes:
+        sample: sample that the token belongs to.
+        row, position: place in the model's output [b, s] that predicts it.
+    """
 
     sample: torch.Tensor
     row: torch.Tensor
@@ -309,28 +331,29 @@ class Predicting(NamedTuple):
 
 @dataclass
 class MicroBatch:
-    """Samples that go through the model together, prompt and response joined: a row each, or packed into one row.
+    """Samples that pass through the model together, prompt and response joined, each in a row or packed into one row.
 
-    It is made on the host, with all that its shapes follow from: asking a device for them would mean waiting for it.
+    It is built on the host with everything that its shapes depend on, since reading them from a device would
+    synchronize.
 
     Attributes:
-        samples: [n] int64, the samples' places in the whole batch.
-        tokens: [n, s] int64, right-padded: padding on the right needs no mask, as causal attention never sees it; or
-            [1, t], see `packing`.
+        samples: [n] int64, places of the samples in the whole batch.
+        tokens: [n, s] int64, right-padded, which needs no mask because causal attention never sees it; or [1, t] with
+            `packing`.
         prompt_lengths, response_lengths: [n] int64.
-        fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
-        packing: where the samples are in a packed row; None: they have rows of their own.
-        vision: of a model that takes images, what it reads besides.
-        routed_experts: [n, s, layers, k] or [1, t, layers, k] int16, as `tokens`: the experts that each is to take, -1
-            where its router chooses; None: it always does.
-        taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
-        places: [s / cp] int64: where the tokens that this context-parallel rank has are in the rows, see `cut`; None:
-            it has all.
-        num_response_columns: r, the longest response here; follows from the lengths.
-        predicting: where each response token's predecessor is, whose output predicts that token; likewise. Of tokens
-            whose predecessor is on another context-parallel rank nothing is here, and so with the next two.
-        targets, predicted: [n] int64, these response tokens; [n, r] bool, which they are.
-        last: [n] int64: where each sequence's last token is in its row; -1: on another rank.
+        fields: inputs of a loss by name, each [n, r] for responses of at most r tokens.
+        packing: layout of a packed row. None: each sample has a row.
+        vision: further inputs of a model that takes images.
+        routed_experts: [n, s, layers, k] or [1, t, layers, k] int16, like `tokens`: experts to take, -1 where the
+            router chooses. None: it always chooses.
+        taught: [response tokens, hidden], on the last stage: the teacher's hidden states that predict each of them.
+        places: [s / cp] int64: places of this context-parallel rank's tokens in the rows; see `cut`. None: it has all.
+        num_response_columns: r, the longest response. Derived from the lengths.
+        predicting: place of the prediction of each response token. Derived. A context-parallel rank has only those on
+            its own tokens, likewise for the next two.
+        targets: [n] int64, the response tokens.
+        predicted: [n, r] bool, which response tokens these are.
+        last: [n] int64: place of each sequence's last token in its row; -1 if another rank has it.
     """
 
     samples: torch.Tensor
@@ -358,22 +381,24 @@ class MicroBatch:
 
     @property
     def response_mask(self) -> torch.Tensor:
-        """[n, r] bool: where a response token is."""
+        """Mask of response tokens, [n, r] bool."""
         return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
 
     def _predicting(self) -> Predicting:
+        """Return the place that predicts each response token: that of its predecessor."""
         sample, column = self.response_mask.nonzero(as_tuple=True)
         if self.packing is not None:
             return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
         return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
 
     def _last(self) -> torch.Tensor:
+        """Return the place of each sequence's last token in its row."""
         if self.packing is not None:
             return self.packing.starts + self.response_lengths
         return (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)
 
     def cut(self, places: torch.Tensor) -> MicroBatch:
-        """What a context-parallel rank has of it: the tokens at these `places` of each row, and what they predict."""
+        """Return the part of a context-parallel rank: the tokens at `places` of each row, and what they predict."""
         here = torch.full((self.tokens.shape[1],), -1)
         here[places] = torch.arange(len(places))
         sample, row, position = self.predicting
@@ -390,20 +415,22 @@ class MicroBatch:
         )
 
     def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
-        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none, and 0
-        where another context-parallel rank has it."""
+        """Return the model's output at each sequence's last token: [b, s, k] -> [n, k].
+
+        The value is undefined for an empty sequence, and 0 if another context-parallel rank has the token.
+        """
         row = torch.arange(len(self.samples), device=output.device)
         found = output[row if self.packing is None else torch.zeros_like(row), self.last.clamp(min=0)]
         return found if self.places is None else found.where(self.last[:, None] >= 0, 0.0)
 
     def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
-        """How tokens of these samples [n] were drawn: as the samples say, or at `temperature` where they do not."""
+        """Return temperature and top-k of tokens of these samples [n], or `temperature` if the samples have none."""
         if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
             return {"temperature": temperature}
         return {"temperature": self.fields["temperatures"][sample, 0], "top_k": self.fields["top_ks"][sample, 0]}
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """Return a copy on another device."""
         if self.tokens.device == device:
             return self
         moved = {name: to_device(tensor, device) for name, tensor in self.fields.items()}
@@ -415,6 +442,6 @@ class MicroBatch:
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """[n response tokens] -> [b, r], zero elsewhere."""
+    """Scatter [n response tokens] to [b, r], with zeros elsewhere."""
     mask = batch.predicted
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

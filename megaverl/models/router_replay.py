@@ -1,8 +1,8 @@
-"""Routers of experts that take the experts they are told (arXiv 2510.11370), and what is counted of their choices.
+"""Routing replay: expert routers that take given experts (arXiv 2510.11370), and statistics of their choices.
 
-An engine and a trainer that compute a token's router logits a little differently send it to other experts, and its
-log-prob then differs by much. Replayed, the trainer takes the engine's experts and weighs them by its own logits,
-through which the gradient flows.
+If engine and trainer compute a token's router logits slightly differently, the token may go to other experts, and its
+log-prob changes a lot. With replay the trainer takes the engine's experts and weights them by its own logits, through
+which the gradient flows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ platform.adapt_megatron()
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+# Columns that follow the load of each expert in `ReplayedRouter.counts`.
 TOKENS, ENTROPY, COMPARED, DIFFERENT = range(4)  # what is counted beside each expert's load
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def why_not_replayed(config: TransformerConfig) -> str | None:
-    """Why a model's routers cannot take experts that they are told; None where they can."""
+    """Return why the model's routers cannot replay experts, or None if they can."""
     if config.num_moe_experts is None:
         return "the model has no routed experts"
     if config.moe_router_fusion:
@@ -43,13 +44,13 @@ def why_not_replayed(config: TransformerConfig) -> str | None:
 
 
 class ReplayedRouter:
-    """What one router does, in the place of megatron-core's `RouterReplay`.
+    """Replay for one router, in place of megatron-core's `RouterReplay`.
 
-    Layers that are computed again for the backward pass are given what their forward pass had: on one stage the
-    backward passes of micro-batches come in the order of their forward passes.
+    Layers recomputed for the backward pass must get the same experts as in their forward pass. On one stage
+    micro-batches run their backward passes in the order of their forward passes, so a queue suffices.
 
     Attributes:
-        counts: [experts + 4] float64 on the device: tokens of each expert, then `TOKENS` and so on.
+        counts: [experts + 4] float64 on the device: tokens of each expert, then the columns from `TOKENS` on.
     """
 
     def __init__(self, router: TopKRouter) -> None:
@@ -62,17 +63,18 @@ class ReplayedRouter:
         self._is_kept = False
 
     def expect(self, experts: torch.Tensor | None, weights: torch.Tensor | None, *, is_kept: bool) -> None:
-        """Before a forward pass.
+        """Set the experts for the next forward pass.
 
         Args:
-            experts: [tokens, k] that are to be taken, `OWN` where the router chooses. None: it always does.
-            weights: [tokens], 1 where a token counts. None: nothing is counted.
+            experts: [tokens, k] experts to take; negative where the router chooses. None: the router chooses for every
+                token.
+            weights: [tokens], 1 for tokens that count in the statistics. None: no statistics.
             is_kept: whether a backward pass follows.
         """
         self._given, self._is_kept = (experts, weights), is_kept
 
     def forget(self) -> None:
-        """What is still expected, as after a pass that failed."""
+        """Drop everything that is still expected, as after a failed pass."""
         self._given = None
         self._again.clear()
 
@@ -84,12 +86,21 @@ class ReplayedRouter:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """megatron-core's hook: [tokens, experts] -> scores and numbers of the experts that are taken, [tokens, k]."""
+        """Choose experts; called by megatron-core in place of its own choice.
+
+        Args:
+            scores: [tokens, experts].
+
+        Returns:
+            Scores and numbers of the chosen experts, [tokens, k].
+        """
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         is_forward = self._given is not None
         if is_forward:
             given, self._given = self._given, None
+            # A forward pass without gradients that has a backward pass is activation checkpointing: it will be
+            # recomputed.
             if self._is_kept and not torch.is_grad_enabled():
                 self._again.append(given)  # type: ignore[arg-type]
         else:
@@ -114,6 +125,7 @@ class ReplayedRouter:
         told: torch.Tensor | None,
         weights: torch.Tensor,
     ) -> None:
+        """Add one forward pass to the statistics."""
         num_experts = scores.shape[1]
         load = self.counts.new_zeros(num_experts)
         load.index_add_(0, taken.flatten(), weights.double().repeat_interleave(taken.shape[1]))
@@ -127,10 +139,12 @@ class ReplayedRouter:
 
 
 class RouterReplay:
-    """All routers of a model's chunks on this rank.
+    """All routers of this rank's model chunks.
 
     Args:
-        chunks: of the model. config: theirs.
+        chunks: the model's chunks.
+        config: their configuration.
+        grid: the model's grid.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, grid: Grid) -> None:
@@ -143,11 +157,12 @@ class RouterReplay:
                 router.router_replay = self._routers[router.layer_number - 1] = ReplayedRouter(router)
 
     def expect(self, model: torch.nn.Module, batch: MicroBatch, width: int, *, is_kept: bool) -> None:
-        """Tell the routers of a chunk what the next forward pass is of.
+        """Set the experts of a chunk's routers for the next forward pass.
 
         Args:
-            batch: its tokens are counted that predict one of a response.
-            width: of the rows that the model reads; those of the batch, or more.
+            batch: micro-batch of the pass. Tokens that predict a response token count in the statistics.
+            width: length of the rows that the model reads, at least that of the batch's rows.
+            is_kept: whether a backward pass follows.
         """
         rows = batch.tokens.shape[0]
         weights = torch.zeros(rows, width, device=batch.tokens.device)
@@ -161,13 +176,13 @@ class RouterReplay:
             self._routers[layer].expect(experts, own_weights, is_kept=is_kept)
 
     def _layers_of(self, model: torch.nn.Module) -> list[int]:
-        """The layers of a chunk, or of what is wrapped around one."""
+        """Return the layer numbers of a chunk, or of a module that wraps one."""
         if id(model) not in self._of_model:
             self._of_model[id(model)] = [router.layer_number - 1 for router in _routers_of(model)]
         return self._of_model[id(model)]
 
     def _as_seen(self, rows: torch.Tensor) -> torch.Tensor:
-        """[b, s, ...] -> [tokens, ...] in the order in which a router of this rank sees them."""
+        """Return [b, s, ...] as [tokens, ...], in the order in which routers on this rank see tokens."""
         by_place = rows.transpose(0, 1)
         if self._is_sequence_parallel:
             by_place = by_place.chunk(self._grid.shape.tp)[self._grid.coords.tp]
@@ -175,7 +190,7 @@ class RouterReplay:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Around the passes of all micro-batches of a batch."""
+        """Context of all micro-batches of a batch. On exit routers drop what they still expect."""
         try:
             yield
         finally:
@@ -183,12 +198,14 @@ class RouterReplay:
                 router.forget()
 
     def metrics(self) -> dict[str, float]:
-        """Of the tokens that were counted since the last call, over all ranks of the grid, which all take part.
+        """Return the statistics since the last call. Collective over all ranks of the grid.
 
-        `moe/load_max`: the busiest expert's tokens, of the mean, in the worst layer. `moe/overflow`: the share of
-        choices beyond an even load. `moe/idle_experts`: the share of experts that no token went to.
-        `moe/router_entropy`: nats, mean over tokens and layers. `moe/routes_differ`: the share of tokens and layers
-        whose own choice is another than the experts that they were told.
+        - `moe/load_max`: tokens of the busiest expert divided by the mean, in the worst layer.
+        - `moe/overflow`: share of choices above an even load.
+        - `moe/idle_experts`: share of experts without any token.
+        - `moe/router_entropy`: in nats, mean over tokens and layers.
+        - `moe/routes_differ`: share of tokens and layers in which the router's own choice differs from the given
+          experts.
         """
         assert self._num_experts is not None
         counts = torch.zeros(self._num_layers, self._num_experts + 4, dtype=torch.float64, device=platform.device)
@@ -200,15 +217,17 @@ class RouterReplay:
 
 
 def _shares(scores: torch.Tensor) -> torch.Tensor:
+    """Return scores normalized to sum to 1."""
     return scores / scores.sum(dim=-1, keepdim=True)
 
 
 def _routers_of(model: torch.nn.Module) -> Iterator[TopKRouter]:
+    """Return the routers inside a module."""
     return (module for module in model.modules() if isinstance(module, TopKRouter))
 
 
 def counted(counts: torch.Tensor) -> dict[str, float]:
-    """[layers, experts + 4] -> `RouterReplay.metrics`; nothing where no token was counted."""
+    """Convert counts [layers, experts + 4] to the metrics of `RouterReplay.metrics`; empty if no token was counted."""
     few = counts[:, -4:]
     counts = counts[few[:, TOKENS] > 0]
     if not len(counts):

@@ -1,5 +1,7 @@
-"""Tiny random models in Hugging Face folders, made on the spot: for tests and the quickstart; and vision-language
-models with tokenizer and image processor."""
+"""Create tiny random models in Hugging Face folders, for tests and the quickstart.
+
+Vision-language models come with a tokenizer and an image processor.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ GROUPED = {
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
 }
-# What an architecture has besides; fields that its configuration does not know are left out.
+# Further settings by architecture. Fields that a configuration class does not know are left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "MixtralForCausalLM": EXPERTS,
@@ -74,13 +76,16 @@ def make_tiny_folder(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a randomly initialised model: config.json, generation_config.json and safetensors.
+    """Write a randomly initialized model: config.json, generation_config.json and safetensors.
 
-    Every parameter is random, biases and norms too, so that a swapped or forgotten one shows.
+    Every parameter is random, including biases and norms, so that a swapped or forgotten one shows.
 
     Args:
-        architecture: one of `megaverl.sharding.model_spec`'s.
-        shard_bytes: split the weights into files of at most this size, with an index; None: one file.
+        architecture: one of those in `megaverl.sharding.model_spec`.
+        tie_embeddings: share one weight between embedding and output layer.
+        shard_bytes: split the weights into files of at most this size, with an index. None: one file.
+        dtype: dtype of the stored weights.
+        seed: seed of the weights.
         config: changes to `TINY`, under Hugging Face's names.
     """
     import torch
@@ -89,7 +94,7 @@ def make_tiny_folder(
     config_class = getattr(transformers, architecture).config_class
     settings = {**TINY, **TINY_MORE.get(architecture, {}), "tie_word_embeddings": tie_embeddings, **config}
     if architecture != "DeepseekV3ForCausalLM":
-        # Qwen3's and Gemma's configurations have a head size of their own, far from that of a tiny model
+        # Qwen3's and Gemma's configurations have a fixed head size, which is too large for a tiny model.
         settings.setdefault("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -130,7 +135,8 @@ TEXT: dict[str, Any] = {
     "pad_token_id": 1,
 }
 VISION: dict[str, Any] = {"depth": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-# Of each family: the class of its model, what its sections have besides, and how a head's dimensions share a position.
+# Family -> class name of its model, further settings of its vision section, and how a head's dimensions are divided
+# among time, height and width.
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "qwen2_vl": ("Qwen2VL", {"embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}, [4, 6, 6]),
     "qwen2_5_vl": (
@@ -161,10 +167,11 @@ def make_tiny_vision_folder(
     """Write config.json, safetensors, a tokenizer of whole words, and preprocessor_config.json.
 
     Args:
-        family: of `FAMILIES`.
-        words: all that the tokenizer knows besides its special tokens.
-        pixels: least and most of an image, after it was resized.
-        weights: False: none are written.
+        family: one of `FAMILIES`.
+        words: the tokenizer's vocabulary besides its special tokens.
+        pixels: smallest and largest number of pixels of a resized image.
+        weights: False writes no weights.
+        seed: seed of the weights.
         text: changes to `TEXT`.
     """
     import torch

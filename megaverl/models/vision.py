@@ -1,4 +1,4 @@
-"""What a vision-language model of transformers reads besides tokens: images, and positions in three dimensions."""
+"""Inputs of transformers' vision-language models besides tokens: images, and positions in three dimensions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NO_IMAGE = 0  # a token of every vocabulary that is no image's, where a response
 
 @dataclass
 class VisionInputs:
-    """Of one micro-batch.
+    """Inputs of one micro-batch besides its tokens.
 
     Attributes:
-        places: [b, s] int64: the tokens, of which those of an image are at an image's places and nowhere else.
-        positions: [3, b, s] int64: in time, height and width.
-        pixel_values: [patches, values] float32 of all images, in the order of their places; None: there are none.
-        image_grid_thw: [images, 3] int64: patches in time, height and width.
+        places: [b, s] int64: tokens in which the image token occurs only where an image is.
+        positions: [3, b, s] int64: positions in time, height and width.
+        pixel_values: [patches, values] float32 of all images, in the order of their places. None: no images.
+        image_grid_thw: [images, 3] int64: number of patches in time, height and width.
     """
 
     places: torch.Tensor
@@ -40,13 +40,13 @@ class VisionInputs:
     image_grid_thw: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> VisionInputs:
-        """The same on another device."""
+        """Return a copy on another device."""
         held = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{name: to_device(x, device) for name, x in held.items() if x is not None})
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
-        """As transformers' forward pass takes images."""
+        """Image arguments of transformers' forward pass; empty without images."""
         if self.pixel_values is None or self.image_grid_thw is None:
             return {}
         return {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
@@ -54,11 +54,11 @@ class VisionInputs:
 
 @dataclass(frozen=True)
 class VisionReader:
-    """Makes a model's inputs from tokens and images.
+    """Builds a model's inputs from tokens and images.
 
     Attributes:
-        token: stands for a part of an image.
-        merge: so many patches in height, and as many in width, are one token.
+        token: id of the token that stands for a part of an image.
+        merge: one token covers merge x merge patches.
     """
 
     token: int
@@ -66,10 +66,10 @@ class VisionReader:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> VisionReader | None:
-        """Of a model that takes images; None of one of text.
+        """Return the reader for a model that takes images, or None for a model of text.
 
         Raises:
-            ModelError: a model whose images are not known here.
+            ModelError: the model takes images, but its family is not supported.
         """
         vision: Any = getattr(config, "vision_config", None)
         if vision is None:
@@ -89,14 +89,16 @@ class VisionReader:
         packing: Packing | None,
         images: Sequence[SharedItem],
     ) -> VisionInputs:
-        """Of rows on the host.
+        """Build the vision inputs for rows on the host.
 
         Args:
             tokens: [b, s], packed or padded.
+            prompt_lengths, response_lengths: [n], in tokens.
+            packing: layout of a packed row. None: each row is one sample.
             images: in the order of their places.
 
         Raises:
-            ModelError: places for images that are not those of `images`.
+            ModelError: the image tokens of prompts do not match the sizes of `images`.
         """
         if packing is None:
             columns = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -105,6 +107,7 @@ class VisionReader:
             drawn, positions = torch.zeros_like(tokens, dtype=torch.bool), packing.positions.unsqueeze(0)
             for first, count in zip(packing.starts.tolist(), response_lengths.tolist(), strict=True):
                 drawn[0, first + 1 : first + 1 + count] = True
+        # The policy may sample the image token in a response. There it is an ordinary token without an image.
         is_image = (tokens == self.token) & ~drawn
         sizes = [image.size for image in images]
         if int(is_image.sum()) != sum(sizes):
@@ -123,16 +126,17 @@ class VisionReader:
 def rope_positions(
     is_image: torch.Tensor, positions: torch.Tensor, grids: Sequence[Sequence[int]], merge: int
 ) -> torch.Tensor:
-    """[3, b, s]: where tokens are in time, height and width, for rotary embeddings (arXiv 2409.12191, section 2.1).
+    """Return positions in time, height and width for rotary embeddings, [3, b, s] (arXiv 2409.12191, section 2.1).
 
-    A text token is one further than what is before it, in all three. An image begins so too; its parts are counted
-    along each axis, and what follows it goes on after the longer of height and width.
+    A text token is one position after its predecessor in all three dimensions. An image starts like a text token, and
+    its parts are counted along each dimension. The token after an image continues from the larger of its height and
+    width.
 
     Args:
-        is_image: [b, s] bool: the places of images, in the order of `grids`.
-        positions: [b, s]: each token's place in its sequence. Rows may be packed: a token at 0 begins another prompt,
-            and what follows a prompt in its row belongs to it.
-        grids: patches of each image in time, height and width.
+        is_image: [b, s] bool: places of image tokens, in the order of `grids`.
+        positions: [b, s]: position of each token in its sequence. In a packed row, a token at 0 starts another prompt,
+            and everything up to the next one belongs to it.
+        grids: number of patches of each image in time, height and width.
     """
     flat = positions.flatten()
     beginnings = (flat == 0).nonzero()[:, 0].tolist()
@@ -158,21 +162,24 @@ def rope_positions(
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """transformers' class that builds the policy of a config.json: one of images and text, or of text alone."""
+    """Return transformers' auto class for a config.json: for images and text, or for text only."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
-    """The part of a model that reads images."""
+    """Return the module that encodes images, or None."""
     found = getattr(model.base_model, "visual", None)
     return found if isinstance(found, nn.Module) else None
 
 
 def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
-    """Zero, from a forward pass of the tower over one black image of one token: where no image is, other ranks that
-    share the tower's weights have some, and all take part in gathering them, and in adding up their gradients."""
+    """Return zero, computed by running the vision tower on one black image of one token.
+
+    A rank without images must run the tower as well: its weights are sharded, and every rank takes part in gathering
+    them and in reducing their gradients.
+    """
     tower: Any = tower_of(model)
     config = model.config.vision_config
     merge, time = int(config.spatial_merge_size), int(config.temporal_patch_size)

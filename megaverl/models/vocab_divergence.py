@@ -1,8 +1,8 @@
-"""Divergence of two distributions over the whole vocabulary, token by token: some tokens at a time, over the
-tensor-parallel ranks.
+"""Divergence between student and teacher over a vocabulary that is split over tensor-parallel ranks.
 
-The teacher is given by its hidden states and its output layer's weight: its logits are never whole, and neither are
-log-probs of the student's. Each chunk is computed once forward and, as nothing of it is kept, once more backward.
+It is computed in chunks of tokens. The teacher is given by hidden states and the weight of its output layer, so its
+logits never exist as a whole, and neither do the student's log-probs. No chunk is kept: it is computed once in the
+forward pass and once more in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import torch.distributed as dist
 
 from megaverl.models.vocab_parallel import CHUNK_BYTES, LOWEST, Distributions, Gradients, Shard, parts_of
 
-# log-probs [m, v] of student and teacher -> [m], a sum over v of terms of one entry each
+# Function of the log-probs [m, v] of student and teacher -> [m]. It must be a sum over v of terms that depend on one
+# entry each.
 Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Divergences(torch.autograd.Function):
-    """D_t = sum_v f(log p_v, log q_v). With g = df / dlog p: dD_t / dz = (g - p sum_v g) / temperature."""
+    """Autograd function of D_t = sum_v f(log p_v, log q_v).
+
+    With g = df / dlog p the gradient is dD_t / dz = (g - p sum_v g) / temperature.
+    """
 
     @staticmethod
     def forward(
@@ -80,16 +84,18 @@ def vocab_parallel_divergence(
     top_k: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """[n] float32: how far the student's distributions are from the teacher's, the same on every rank of the group.
+    """Return the divergence of the student's from the teacher's distribution per token, [n] float32.
+
+    Equal on every rank of the group.
 
     Args:
-        student: as logits or hidden states; the gradient flows to its rows, and to its weight.
-        teacher: as many.
-        divergence: of log-probs; see `megaverl.algorithms.model_rewards`.
-        vocab_size: columns beyond it are padding.
+        student: n distributions, as logits or hidden states. Gradients flow to its rows and its weight.
+        teacher: n distributions.
+        divergence: function of log-probs; see `megaverl.algorithms.model_rewards`.
+        vocab_size: columns from this one on are padding.
         temperature: logits of both are divided by it.
-        top_k: only the teacher's so many likeliest tokens count, and both distributions sum to 1 over them. None: all.
-        group: the ranks that share the vocabulary, in order.
+        top_k: restrict both distributions to the teacher's k likeliest tokens and renormalize them. None: all tokens.
+        group: ranks that share the vocabulary, in order. Collective over them.
     """
     shard = Shard.of(student.columns, vocab_size, group)
     found: torch.Tensor = _Divergences.apply(
@@ -99,12 +105,15 @@ def vocab_parallel_divergence(
 
 
 def _parts(of: Distributions) -> Iterator[slice]:
-    """The same on every rank of the group, though some may have padding among their columns."""
+    """Yield chunks of tokens.
+
+    The chunks are equal on every rank of the group, including ranks that hold padding columns only.
+    """
     return parts_of(len(of), max(16, CHUNK_BYTES // (4 * max(of.columns, 1))))
 
 
 def _kth_largest(z: torch.Tensor, k: int, shard: Shard) -> torch.Tensor:
-    """[m]: over the whole vocabulary; its least where that has fewer than k entries."""
+    """Return the k-th largest logit over the whole vocabulary, [m]; the smallest one if there are fewer than k."""
     highest = z.new_full((len(z), k), LOWEST)
     here = z.topk(min(k, z.shape[1])).values
     highest[:, : here.shape[1]] = here
@@ -112,18 +121,20 @@ def _kth_largest(z: torch.Tensor, k: int, shard: Shard) -> torch.Tensor:
 
 
 def _cut(both: list[torch.Tensor], floors: torch.Tensor) -> None:
-    """In place: the lowest in both, where the teacher's is below its floor."""
+    """Set logits of student and teacher to `LOWEST` in place where the teacher's logit is below its floor."""
     outside = both[1] < floors[:, None]
     for z in both:
         z.masked_fill_(outside, LOWEST)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return a float32 copy of the logits, divided by the temperature."""
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
 def _log_totals(both: list[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """[2, m]: log sum e^z over the whole vocabulary, of both."""
+    """Return log sum e^z over the whole vocabulary for student and teacher, [2, m]."""
+    # Subtracting the maximum over all ranks keeps the exponentials from overflowing.
     top = torch.stack([z.amax(dim=-1) if shard.valid else z.new_full((len(z),), LOWEST) for z in both])
     top = shard.all_reduce(top, dist.ReduceOp.MAX)
     sums = torch.stack([(z - most[:, None]).exp_().sum(dim=-1) for z, most in zip(both, top, strict=True)])
@@ -131,7 +142,7 @@ def _log_totals(both: list[torch.Tensor], shard: Shard) -> torch.Tensor:
 
 
 def _with_slopes(divergence: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(D [m], its derivatives by log p [m, v])."""
+    """Return the divergence D [m] and its derivatives by log p, [m, v]."""
     with torch.enable_grad():
         leaf = log_p.detach().requires_grad_()
         values = divergence(leaf, log_q)

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies over a vocabulary that is cut over a group, a few tokens at a time.
+"""Log-probs and entropies over a vocabulary that is split over a group, computed in chunks of tokens.
 
-Logits are the largest tensors of a step. So nothing of their size is made beside them but their gradient: the forward
-pass keeps three numbers per token and refers to the logits, and the backward pass computes probabilities anew. Made of
-hidden states and an output layer's weight, logits are never whole: only tokens whose log-probs are wanted get any, and
-each chunk's are computed once forward and, as in activation checkpointing, once more backward.
+Logits are the largest tensors of a step, so nothing of their size is created besides their gradient. The forward pass
+keeps three numbers per token and a reference to the logits, and the backward pass recomputes probabilities. If hidden
+states and an output layer's weight are given, logits never exist as a whole: they are computed only for tokens whose
+log-probs are wanted, chunk by chunk, once forward and once more backward, as in activation checkpointing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Elements of whole logits that are worked on at once: a 128th of them, within these bounds. Each intermediate result is
-# then 1 to 16 MiB of float32, and three of them are a twentieth of 16-bit logits.
+# Elements of whole logits that are processed at once: a 128th of them, within these bounds. An intermediate result then
+# takes 1 to 16 MiB in float32, and three of them a twentieth of 16-bit logits.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 18, 1 << 22
 CHUNK_BYTES = 32 * 2**20  # of logits that are made of hidden states, at a time
-# In place of -inf, so that differences and products with 0 stay numbers: e^-10000 is 0 in float32.
+# Used instead of -inf, so that differences and products with 0 stay finite: e^-10000 is 0 in float32.
 LOWEST, NEGLIGIBLE = -1e30, -1e4
 
 
 class Drawn(NamedTuple):
-    """Of n tokens.
+    """Sampling settings of n tokens, which decide the distribution they were drawn from.
 
     Attributes:
-        temperature: logits are divided by it; [n] float32 where tokens differ.
-        top_k: [n] int64, so many of the likeliest tokens could be drawn, 0: all. None: all, for every token.
-        floor: [n], the least logit, over the temperature, that could be drawn; found out of `top_k` by the first pass
-            over the logits.
+        temperature: divisor of the logits; [n] float32 if tokens differ.
+        top_k: [n] int64, number of likeliest tokens that could be drawn, 0 for all. None: all, for every token.
+        floor: [n], smallest logit over temperature that could be drawn. Derived from `top_k` by a first pass over the
+            logits.
     """
 
     temperature: float | torch.Tensor = 1.0
@@ -38,28 +38,30 @@ class Drawn(NamedTuple):
     floor: torch.Tensor | None = None
 
     def of(self, part: slice) -> Drawn:
-        """Of these tokens alone."""
+        """Return the settings of the tokens in `part`."""
         temperature, top_k, floor = self
         if isinstance(temperature, torch.Tensor):
             temperature = temperature[part]
         return Drawn(temperature, None if top_k is None else top_k[part], None if floor is None else floor[part])
 
     def scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        """A float32 copy of the rows, over the temperature."""
+        """Return a float32 copy of the rows, divided by the temperature."""
         return rows.to(torch.float32, copy=True).div_(self.divisor)
 
     @property
     def divisor(self) -> float | torch.Tensor:
-        """What a row of logits is divided by."""
+        """Divisor of a row of logits."""
         return self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
 
     def cut(self, z: torch.Tensor, local: torch.Tensor, here: torch.Tensor, lowest: float) -> torch.Tensor:
-        """`z` [m, columns] in place, with `lowest` for what could not be drawn.
+        """Set logits that could not be drawn to `lowest`, in place, and return them.
 
-        A target stays, though it be below the floor: it was drawn, from weights that may have been others.
+        A target is kept even below the floor: it was drawn, possibly from slightly different weights.
 
         Args:
-            local, here: [m, 1], the target's column, and whether it is in this shard.
+            z: [m, columns].
+            local: [m, 1], the target's column.
+            here: [m, 1], whether the target is in this shard.
         """
         if self.floor is None:
             return z
@@ -69,7 +71,13 @@ class Drawn(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """This rank's columns. first: the token id of column 0. valid: columns before it are no padding."""
+    """This rank's columns of the vocabulary.
+
+    Attributes:
+        first: token id of column 0.
+        valid: number of columns that are no padding.
+        group: ranks that share the vocabulary. None: this rank has all of it.
+    """
 
     first: int
     valid: int
@@ -77,17 +85,19 @@ class Shard(NamedTuple):
 
     @staticmethod
     def of(width: int, vocab_size: int, group: dist.ProcessGroup | None) -> Shard:
+        """Return the shard of this rank, which has `width` columns."""
         sharded = group is not None and dist.get_world_size(group) > 1
         first = dist.get_rank(group) * width if sharded else 0
         return Shard(first, min(max(vocab_size - first, 0), width), group if sharded else None)
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Reduce `values` over the group in place, and return them."""
         if self.group is not None:
             dist.all_reduce(values, op=op, group=self.group)
         return values
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, k] -> [n, k * ranks]; the same on every rank."""
+        """Gather [n, k] of every rank to [n, k * ranks], equal on every rank."""
         if self.group is None:
             return values
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
@@ -96,18 +106,19 @@ class Shard(NamedTuple):
 
 
 def parts_of(count: int, step: int) -> Iterator[slice]:
-    """0 to `count`, at most `step` at a time."""
+    """Yield slices that cover 0 to `count`, at most `step` long."""
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """n distributions, as logits or as what they are made of.
+    """n distributions over the vocabulary, as logits or as hidden states with an output layer.
 
-    rows: [..., padded_vocab / tp] logits; with a weight [..., hidden] hidden states.
-    index: [n] int64, no two the same: which of the rows. None: all, in order.
-    weight: [padded_vocab / tp, hidden], this rank's part of an output layer.
+    Attributes:
+        rows: [..., padded_vocab / tp] logits, or with `weight` [..., hidden] hidden states.
+        index: [n] int64 without duplicates, selected rows. None: all, in order.
+        weight: [padded_vocab / tp, hidden], this rank's part of an output layer.
     """
 
     rows: torch.Tensor
@@ -116,39 +127,42 @@ class Distributions:
 
     @property
     def columns(self) -> int:
-        """Of logits."""
+        """Number of logits per row on this rank."""
         return self.rows.shape[-1] if self.weight is None else self.weight.shape[0]
 
     def __len__(self) -> int:
         return self.rows.shape[:-1].numel() if self.index is None else len(self.index)
 
     def of(self, part: slice) -> torch.Tensor:
-        """[m, columns or hidden]: the rows of some of them."""
+        """Return the rows of the distributions in `part`, [m, columns or hidden]."""
         flat = self.rows.reshape(-1, self.rows.shape[-1])
         return flat[part] if self.index is None else flat.index_select(0, self.index[part])
 
     def logits(self, part: slice, valid: int) -> torch.Tensor:
-        """[m, valid] of some of them."""
+        """Return the logits of the distributions in `part`, [m, valid]."""
         rows = self.of(part)
         return rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
 
     def parts(self) -> Iterator[slice]:
-        """Those that are worked on at once."""
+        """Yield slices of distributions to process at once."""
         if self.weight is not None:
             return parts_of(len(self), max(16, CHUNK_BYTES // (self.columns * self.weight.element_size())))
         width = max(self.columns, 1)
         return parts_of(len(self), max(1, min(max(len(self) // 128, SMALLEST_CHUNK // width), LARGEST_CHUNK // width)))
 
     def chunks(self, valid: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(some of them, their logits [m, valid]), all in turn; nothing where this rank has padding alone."""
+        """Yield (slice, logits [m, valid]) over all distributions.
+
+        Yields nothing on a rank that has padding columns only.
+        """
         for part in self.parts() if valid else ():
             yield part, self.logits(part, self.columns)[:, :valid]
 
 
 class Gradients:
-    """Of the rows of distributions and, if it is wanted, of their weight, put together chunk by chunk.
+    """Gradients of distributions' rows and optionally of their weight, assembled chunk by chunk.
 
-    A weight's is a sum over chunks, in float32 as one matrix product would have it.
+    The weight's gradient is a sum over chunks, accumulated in float32 like a single matrix product.
     """
 
     def __init__(self, of: Distributions, valid: int, *, with_weight: bool) -> None:
@@ -160,10 +174,11 @@ class Gradients:
 
     @property
     def weight(self) -> torch.Tensor | None:
+        """Gradient of the weight in its dtype, or None."""
         return None if self._weight is None or self._of.weight is None else self._weight.to(self._of.weight.dtype)
 
     def put(self, part: slice, by_logits: torch.Tensor) -> None:
-        """`by_logits` [m, valid]: the gradient of these logits."""
+        """Add the chunk `part`, given the gradient of its logits [m, valid]."""
         weight, index, flat = self._of.weight, self._of.index, self.rows.view(-1, self.rows.shape[-1])
         grad = by_logits.to(self.rows.dtype)
         if weight is None:
@@ -180,7 +195,7 @@ class Gradients:
 
 
 class _Sums(NamedTuple):
-    """[n] each, over the whole vocabulary, of z = logits / temperature and p = softmax(z)."""
+    """Sums over the whole vocabulary, [n] each, of z = logits / temperature and p = softmax(z)."""
 
     log_total: torch.Tensor  # log sum e^z
     at_target: torch.Tensor  # z of the target
@@ -189,7 +204,7 @@ class _Sums(NamedTuple):
 
 
 def _with_floor(of: Distributions, shard: Shard, drawn: Drawn) -> Drawn:
-    """`drawn` with its floor, where it cuts any token's distribution; every rank of the group takes part."""
+    """Return `drawn` with its floor, if top-k restricts any token. Collective over the group."""
     if drawn.top_k is None or not bool(drawn.top_k.any()):
         return drawn
     most = int(drawn.top_k.max())
@@ -211,7 +226,7 @@ def _logit_sums(
     with_mean: bool = False,
     with_squares: bool = False,
 ) -> _Sums:
-    """One pass over the logits; every rank of the group takes part with its columns."""
+    """Compute the sums in one pass over the logits. Collective over the group."""
     count = len(targets)
     top = torch.full((count,), LOWEST, device=of.rows.device)
     sums = torch.zeros(4, count, device=of.rows.device)  # of e^(z - top), (z - top) e^(z - top), its square; the target
@@ -229,7 +244,7 @@ def _logit_sums(
             sums[1, part] = z.mul_(e).sum(dim=-1)
         if with_squares:
             sums[2, part] = e.square_().sum(dim=-1)
-    # from sums relative to this shard's largest logit to sums relative to the vocabulary's
+    # Convert sums relative to this shard's largest logit to sums relative to that of the whole vocabulary.
     whole_top = shard.all_reduce(top.clone(), dist.ReduceOp.MAX)
     gap = top - whole_top
     sums[1] += gap * sums[0]
@@ -241,7 +256,10 @@ def _logit_sums(
 
 
 class _LogProbs(torch.autograd.Function):
-    """log p(target) and entropy of p = softmax(z): d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H)."""
+    """Autograd function of log p(target) and of the entropy of p = softmax(z).
+
+    d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H).
+    """
 
     @staticmethod
     def forward(
@@ -288,14 +306,15 @@ def _logit_gradient(
     sums: tuple[torch.Tensor, torch.Tensor],
     drawn: Drawn,
 ) -> torch.Tensor:
-    """[m, valid] float32: the gradient of these tokens' logits.
+    """Return the gradient of a chunk's logits, [m, valid] float32.
 
     Args:
         rows: [m, valid], the logits.
-        local, here: [m, 1], the target's column in this shard, and whether it is in it.
-        grads: [m, 1], of the log-probs and, if it is asked for, of the entropy.
+        local: [m, 1], the target's column in this shard.
+        here: [m, 1], whether the target is in this shard.
+        grads: [m, 1], of the log-probs and, if requested, of the entropy.
         sums: [m, 1], log sum e^z and the entropy.
-        drawn: of these tokens, with its floor.
+        drawn: settings of these tokens, with their floor.
     """
     by_log_prob, by_entropy = grads
     log_total, entropy = sums
@@ -320,20 +339,20 @@ def vocab_parallel_log_probs(
     group: dist.ProcessGroup | None = None,
     index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of each distribution, in float32.
+    """Return the log-prob of each target and the entropy of each distribution, in float32.
 
     Args:
-        rows: [..., padded_vocab / tp] logits, this rank's part of the vocabulary, any floating dtype; with a weight
-            [..., hidden] hidden states, the same on every rank of the group. Their gradient is then this rank's part
-            of it: see `HiddenHead`.
+        rows: [..., padded_vocab / tp] logits, this rank's part of the vocabulary, in any floating dtype. With `weight`,
+            [..., hidden] hidden states that are equal on every rank of the group. Their gradient is then this rank's
+            part of the sum; see `HiddenHead`.
         targets: [n] token ids in the whole vocabulary.
-        vocab_size: columns beyond it are padding and get probability zero.
+        vocab_size: columns from this one on are padding and get probability zero.
         weight: [padded_vocab / tp, hidden], this rank's part of the output layer.
-        temperature: logits are divided by it, as the sampler's were; [n] where tokens differ.
-        top_k: [n] int64, how many of the likeliest tokens the sampler drew from, 0: from all. None: from all.
-        with_entropy: else the second result is zeros.
-        group: the ranks that share the vocabulary, in order.
-        index: [n] int64, no two the same: which of the rows predict the targets. None: all.
+        temperature: divisor of the logits, as in sampling; [n] if tokens differ.
+        top_k: [n] int64, number of likeliest tokens that were sampled from, 0 for all. None: all.
+        with_entropy: False returns zeros for the entropy.
+        group: ranks that share the vocabulary, in order. Collective over them.
+        index: [n] int64 without duplicates, rows that predict the targets. None: all.
 
     Returns:
         (log_probs [n], entropy [n]), equal on every rank of the group.
@@ -354,7 +373,10 @@ def vocab_parallel_squared_probs(
     group: dist.ProcessGroup | None = None,
     index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log_probs [n], sum over the vocabulary of p^2 [n]), float32, without a gradient; see above."""
+    """Return log_probs [n] and sum of p^2 over the vocabulary [n], in float32 without gradient.
+
+    Arguments are those of `vocab_parallel_log_probs`.
+    """
     of = Distributions(rows, index, weight)
     shard = Shard.of(of.columns, vocab_size, group)
     drawn = _with_floor(of, shard, Drawn(temperature, top_k))

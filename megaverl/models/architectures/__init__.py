@@ -1,14 +1,15 @@
-"""Each architecture's table of weights, and the registry that finds it by its Hugging Face name.
+"""Tables of each architecture's weights, looked up by the Hugging Face name of the architecture.
 
-DeepSeek-V3 has latent attention, a plain MLP in the first layers, then routed and shared experts with a router bias.
-Megatron's names: `transformer/multi_latent_attention.py`, `transformer/moe/router.py` (where the bias is a buffer; in
-our `models/layers.py` a parameter) and `shared_experts.py`. vLLM's: `models/deepseek_v2.py`, which makes the bias only
-where config.json says `"topk_method": "noaux_tc"` (folders that transformers 5 wrote do not say so).
+DeepSeek-V3 has latent attention, plain MLPs in the first layers, then routed and shared experts with a router bias.
+Megatron's names come from `transformer/multi_latent_attention.py`, `transformer/moe/router.py` and `shared_experts.py`.
+Megatron keeps the bias as a buffer; `models/layers.py` makes it a parameter. vLLM's names come from
+`models/deepseek_v2.py`, which creates the bias only if config.json has `"topk_method": "noaux_tc"`. Folders written by
+transformers 5 lack that entry.
 
-gpt-oss has biases on every linear layer, attention sinks, and the experts of a layer in one transposed array. An array
-`[experts, in, out]` holds gate and up columns in turn. Megatron's and vLLM's parameters hold them as rows, in the same
-order; a hook behind Megatron's `linear_fc1` puts gates first (`models/build.py`), vLLM's activation takes them in turn
-(0.32, `models/gpt_oss.py`).
+gpt-oss has biases on every linear layer, attention sinks, and all experts of a layer in one transposed array `[experts,
+in, out]`, whose columns alternate between gate and up. Megatron and vLLM store these columns as rows in the same order.
+A hook after Megatron's `linear_fc1` moves the gates to the front (`models/build.py`); vLLM's activation reads
+alternating rows (0.32, `models/gpt_oss.py`).
 """
 
 from dataclasses import replace
@@ -29,7 +30,15 @@ SHARED_FC1 = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj"
 def attention(
     name: str, axes: tuple[str, ...], split: Split, megatron: str, *, vllm: str = "", norm_of: str | None = None
 ) -> Rule:
-    """A rule within `self_attn`; `norm_of` is the linear layer in which Transformer Engine keeps a norm."""
+    """Return the rule of a weight inside `self_attn`.
+
+    Args:
+        name: module name in Hugging Face's files.
+        axes: sizes of the weight's axes, by the names in `table._sizes`.
+        megatron: module name in Megatron's `self_attention`.
+        vllm: module name in vLLM's `self_attn`, if it differs from `name`.
+        norm_of: linear layer that holds this norm under Transformer Engine, which fuses the two.
+    """
     return Rule(
         f"self_attn.{name}.weight",
         axes,
@@ -42,7 +51,7 @@ def attention(
 
 LATENT_ATTENTION = (
     llama.norm("input_layernorm", "input_layernorm"),
-    # without q_lora_rank queries come straight from the hidden state, and vLLM fuses nothing
+    # Without q_lora_rank queries are projected from the hidden state directly, and vLLM fuses nothing.
     attention("q_proj", ("q_direct", "hidden"), ROWS, "linear_q_proj"),
     attention("q_a_proj", ("q_latent", "hidden"), WHOLE, "linear_q_down_proj", vllm=FUSED),
     attention("q_a_layernorm", ("q_latent",), WHOLE, "q_layernorm", norm_of=Q_UP),
@@ -75,7 +84,11 @@ ROUTER = ("mlp.router", "mlp.router")
 
 
 def stacked_experts(name: str, axes: tuple[str, ...], split: Split, number: int, vllm: str) -> Rule:
-    """All experts of a layer in one array; `number` of Megatron's linear layer."""
+    """Return the rule of an array that holds all experts of a layer.
+
+    Args:
+        number: 1 or 2, for Megatron's `linear_fc1` or `linear_fc2`.
+    """
     kind = "bias" if name.endswith("bias") else "weight"
     return Rule(
         f"mlp.experts.{name}",
@@ -129,13 +142,15 @@ WITH_QKV_BIAS = ("Qwen2ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM")
 
 
 def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:
-    """All global arrays of a model, named as Hugging Face names them.
+    """Return all global arrays of a model, under their Hugging Face names.
 
-    With `value_head` the critic of this model: `score.weight` `[value_head, hidden]` in place of the language-model
-    head, embeddings not tied; `beside_logits` that of an actor and its critic on one backbone, with both heads.
+    Args:
+        value_head: number of values per position. Above 0, the model is a critic: `score.weight` `[value_head, hidden]`
+            replaces the language-model head, and embeddings are not tied.
+        beside_logits: keep the language-model head beside the value head, for an actor and critic on one backbone.
 
     Raises:
-        ModelError: an architecture without a table, or attention biases where the table has none.
+        ModelError: the architecture has no table, or has attention biases that the table lacks.
     """
     if spec.architecture not in LAYERS:
         raise ModelError(f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}.")

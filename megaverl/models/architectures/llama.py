@@ -1,7 +1,7 @@
-"""Llama, the base decoder, and what the architectures made of it have besides: biases, norms, routed experts.
+"""Weights of Llama, and the parts that related architectures add: biases, norms per head, and routed experts.
 
-Gemma's norms hold weight - 1, as Megatron's zero-centered ones and vLLM's do. Mistral has Llama's weights, and Mixtral
-has routed experts in the place of every MLP.
+Gemma stores its norms' weights minus 1, as do Megatron's zero-centered norms and vLLM. Mistral has the same weights as
+Llama. Mixtral replaces every MLP with routed experts.
 """
 
 from megaverl.models.architectures.table import Layers, Rule
@@ -12,13 +12,21 @@ FC1, FC2 = ("mlp.linear_fc1", "mlp.gate_up_proj"), ("mlp.linear_fc2", "mlp.down_
 
 
 def norm(name: str, megatron: str, transformer_engine: str | None = None) -> Rule:
-    """One over the hidden state; `transformer_engine` is the linear layer in which Transformer Engine keeps it."""
+    """Return the rule of a norm over the hidden state.
+
+    Args:
+        transformer_engine: linear layer that holds the norm under Transformer Engine, which fuses the two.
+    """
     inside = transformer_engine and f"{transformer_engine}.layer_norm_weight"
     return Rule(f"{name}.weight", HIDDEN, Split.REPLICATED, f"{megatron}.weight", f"{name}.weight", "layer", inside)
 
 
 def linear(name: str, axes: tuple[str, ...], split: Split, engines: tuple[str, str], kind: str = "weight") -> Rule:
-    """`engines` are the modules of Megatron and of vLLM."""
+    """Return the rule of a linear layer's weight, or of its bias if `kind` is "bias".
+
+    Args:
+        engines: module names in Megatron and in vLLM.
+    """
     return Rule(f"{name}.{kind}", axes, split, f"{engines[0]}.{kind}", f"{engines[1]}.{kind}")
 
 
@@ -34,7 +42,7 @@ MLP = (
     linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
     linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2),
 )
-# Qwen2 has biases on the projections of queries, keys and values; Qwen3 a norm over each query and key head; GLM-4.5
+# Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each query and key head. GLM-4.5 has
 # either, both or none.
 QKV_BIAS = tuple(linear(f"self_attn.{part}_proj", (f"{axis}_bias",), split, QKV, "bias") for part, axis, split in PARTS)
 QK_NORMS = tuple(
@@ -51,7 +59,12 @@ QK_NORMS = tuple(
 def experts(
     block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, ...]:
-    """The norm, the router and the routed experts of a layer whose Hugging Face module is called `block`."""
+    """Return the rules of the norm, the router and the routed experts of a layer.
+
+    Args:
+        block: Hugging Face module of the feed-forward block.
+        gate, up, down: names of an expert's projections.
+    """
     router = linear(f"{block}.gate", ("experts", "hidden"), Split.REPLICATED, ("mlp.router", f"{block}.gate"))
     parts = ((gate, Split.GATE, 1, "w13"), (up, Split.UP, 1, "w13"), (down, Split.ROW, 2, "w2"))
     return (

@@ -1,4 +1,4 @@
-"""How an architecture's table of rules becomes the list of a model's weights."""
+"""Expand an architecture's table of rules into the list of a model's weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megaverl.sharding.weight import Split, Weight
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a table.
+    """One row of an architecture's table: a weight and its name in each engine.
 
     Attributes:
-        name: Hugging Face name; in a decoder layer, the part after `model.layers.N.`. With `{}` in the place of
-            a number, the rule is for every routed expert of a layer.
-        axes: the sizes of the axes, by the words of `_sizes`. Where one of them is 0, the model has no such weight.
-        split: how tensor parallelism divides it.
-        megatron: GPTModel's name; in a decoder layer, the part after `decoder.layers.N.`, `{}` for the number of
-            an expert on its rank.
-        vllm: vLLM's name; in a decoder layer, the part after `model.layers.N.`. None: vLLM has no use for it.
-        stage: `layer`, or the pipeline stage of a weight that stands outside the layers.
-        transformer_engine: GPTModel's name under Transformer Engine's layer spec, where it differs.
+        name: Hugging Face name. Inside a decoder layer, the part after `model.layers.N.`. `{}` stands for the number of
+            a routed expert, and the rule then covers all experts.
+        axes: sizes of the axes, by the names in `_sizes`. A size of 0 means that the model has no such weight.
+        split: how tensor parallelism splits it.
+        megatron: name in GPTModel. Inside a decoder layer, the part after `decoder.layers.N.`, with `{}` for the number
+            of an expert on its rank.
+        vllm: name in vLLM. Inside a decoder layer, the part after `model.layers.N.`. None: vLLM does not load it.
+        stage: `layer`, or the pipeline stage of a weight outside the layers.
+        transformer_engine: GPTModel's name under Transformer Engine's layer spec, if it differs.
     """
 
     name: str
@@ -57,7 +57,7 @@ VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")  # where the l
 
 
 class Layers(NamedTuple):
-    """The rules of a decoder layer with a plain MLP, and of one with routed experts; and of the embedding."""
+    """Rules of a decoder layer with a plain MLP, of one with routed experts, and of the embedding."""
 
     dense: tuple[Rule, ...] = ()
     routed: tuple[Rule, ...] = ()
@@ -65,10 +65,12 @@ class Layers(NamedTuple):
 
 
 def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bool = False) -> list[Weight]:
-    """All weights of a decoder whose layers follow these rules, in the order of the forward pass.
+    """Return all weights of a decoder with these layers, in the order of the forward pass.
 
-    With `value_head` the model is a critic: `score.weight` `[value_head, hidden]` in the place of the language-model
-    head, and nothing tied; `beside_logits` it keeps that head, and has values as well.
+    Args:
+        value_head: number of values per position. Above 0, `score.weight` `[value_head, hidden]` replaces the
+            language-model head, and embeddings are not tied.
+        beside_logits: keep the language-model head beside the value head.
     """
     sizes = {"value_heads": int(value_head), **_sizes(spec)}
     has_logits = beside_logits or not value_head
@@ -87,6 +89,7 @@ def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bo
 
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the size behind every axis name that rules use."""
     sizes = {
         "one": 1,
         "vocab": spec.vocab_size,
@@ -125,7 +128,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 class _Template(NamedTuple):
-    """A rule with its names and sizes filled in, but for the number of the layer."""
+    """Rule with all names and sizes filled in except the layer number."""
 
     name: str
     rule: Rule
@@ -134,7 +137,7 @@ class _Template(NamedTuple):
 
 
 def _templates(rules: Sequence[Rule], sizes: dict[str, int], spec: ModelSpec) -> list[_Template]:
-    """The weights of one layer, those of the routed experts expert by expert."""
+    """Return the weights of one layer, with routed experts expanded one after the other."""
     held: list[_Template] = []
     routed: list[_Template] = []
     for rule in rules:
@@ -148,8 +151,10 @@ def _templates(rules: Sequence[Rule], sizes: dict[str, int], spec: ModelSpec) ->
 
 
 def _in_layer(layer: int, templates: Sequence[_Template]) -> list[Weight]:
+    """Return the weights of layer number `layer`."""
     prefix = f"model.layers.{layer}."
-    # the experts of a layer share vLLM's parameter, and so its name
+    # All experts of a layer share one vLLM parameter. Sharing its name string as well saves memory in models with many
+    # experts.
     vllm_names: dict[str | None, str | None] = {None: None}
     weights = []
     for name, rule, shape, expert in templates:
@@ -172,7 +177,7 @@ def _in_layer(layer: int, templates: Sequence[_Template]) -> list[Weight]:
 
 
 def _outside(rule: Rule, sizes: dict[str, int], *, tied: bool = False) -> Weight:
-    """A weight that stands before or after the layers."""
+    """Return a weight that belongs to no decoder layer."""
     return Weight(
         name=rule.name,
         shape=tuple(sizes[axis] for axis in rule.axes),

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): which weights have one, and where its two factors lie.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): which weights have one, and the layout of its two factors.
 
 A weight W [rows, columns] becomes W + alpha / rank * B A with A [rank, columns] and B [rows, rank]. Both factors are
-global arrays under the names that the `peft` library gives them, so whatever moves, stores or converts weights does
-the same for adapters. A rank that holds a box of W needs the box's rows of B and its columns of A, whatever the
-engine: the layout of the factors follows from that of the weights.
+global arrays under the names of the `peft` library, so code that moves, stores or converts weights handles adapters
+too. A rank that holds a box of W needs the box's rows of B and its columns of A. The layout of the factors therefore
+follows from that of the weights, in any engine.
 
 Names and the choice of targets follow peft 0.21 (`tuners/tuners_utils.py`, `check_target_module_exists` and
 `_maybe_include_all_linear_layers`; `utils/save_and_load.py`).
@@ -27,11 +27,11 @@ ADAPTER = "adapter"  # the module's name below its layer
 
 
 class LowRank(NamedTuple):
-    """The adapter of one weight.
+    """Adapter of one weight.
 
     Attributes:
-        weight: the weight, a matrix.
-        rank: of its factors A [rank, columns] and B [rows, rank], whose names are `a` and `b`.
+        weight: the adapted weight, a matrix.
+        rank: rank of the factors A [rank, columns] and B [rows, rank].
     """
 
     weight: Weight
@@ -39,41 +39,43 @@ class LowRank(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The Hugging Face module that the weight belongs to."""
+        """Hugging Face module that the weight belongs to."""
         return self.weight.name.removesuffix(SUFFIX)
 
     @property
     def a(self) -> str:
+        """Global name of the factor A."""
         return f"{PEFT_PREFIX}{self.module}.lora_A.weight"
 
     @property
     def b(self) -> str:
+        """Global name of the factor B."""
         return f"{PEFT_PREFIX}{self.module}.lora_B.weight"
 
     @property
     def projection(self) -> str:
-        """The last part of the module's name, such as `q_proj`."""
+        """Last part of the module's name, such as `q_proj`."""
         return self.module.rpartition(".")[2]
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Factor -> its global shape."""
+        """Global shape of each factor, by its name."""
         rows, columns = self.weight.shape
         return {self.a: (self.rank, columns), self.b: (rows, self.rank)}
 
 
 def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int, key: str) -> dict[str, LowRank]:
-    """The adapters that `targets` ask for, by the name of the weight.
+    """Return the adapters that `targets` select, by the name of the weight.
 
     Args:
-        targets: peft's `target_modules`: names of modules or their ends (`q_proj`), or one string: `all-linear`
-            (every linear layer but the output layer), else a regular expression for whole names. In a model with
-            routed experts only attention can have adapters: peft (0.21, `utils/transformers_weight_conversion.py`)
-            takes gate_proj, up_proj and down_proj there for the experts', also where a shared expert is meant.
-        key: the setting that messages name.
+        targets: peft's `target_modules`: names of modules or their last parts (`q_proj`), or one string: `all-linear`
+            (every linear layer but the output layer), or a regular expression for whole names. In a model with routed
+            experts only attention can have adapters: peft (0.21, `utils/transformers_weight_conversion.py`) applies
+            gate_proj, up_proj and down_proj to the routed experts, even if a shared expert is meant.
+        key: setting to name in messages.
 
     Raises:
-        ModelError: targets that name nothing here, or what can have no adapter; with what can.
+        ModelError: a target matches no layer that can have an adapter. The message lists those that can.
     """
     weights = list(weights)
     routed = any(weight.expert is not None or weight.is_stacked for weight in weights)
@@ -97,12 +99,13 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
 
 
 def _is_linear(weight: Weight, routed: bool) -> bool:
-    """A matrix of a decoder layer; only attention's in a model with routed experts."""
+    """Return whether a weight can have an adapter: a decoder layer's matrix, and with routed experts attention's."""
     in_layer = isinstance(weight.stage, int) and len(weight.shape) == 2
     return in_layer and not (routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name)
 
 
 def _matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
+    """Return a predicate for module names that `targets` select."""
     if targets == ALL_LINEAR:
         return lambda module: True
     if isinstance(targets, str):
@@ -112,7 +115,7 @@ def _matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
 
 
 def factor_weights(adapters: Mapping[str, LowRank]) -> list[Weight]:
-    """The factors as global arrays, in the order of the weights."""
+    """Return the factors as global arrays, in the order of the weights."""
     return [
         Weight(name, shape, Split.REPLICATED, adapter.weight.stage, "", None)
         for adapter in adapters.values()
@@ -121,10 +124,10 @@ def factor_weights(adapters: Mapping[str, LowRank]) -> list[Weight]:
 
 
 def held_span(pieces: Sequence[Piece]) -> Box:
-    """The one box that these pieces of a tensor fill together.
+    """Return the box that the pieces of a tensor fill.
 
     Raises:
-        ModelError: they do not lie side by side.
+        ModelError: the pieces are not adjacent.
     """
     span = _around(pieces)
     if span.numel != sum(piece.box.numel for piece in pieces):
@@ -133,13 +136,13 @@ def held_span(pieces: Sequence[Piece]) -> Box:
 
 
 def _around(pieces: Sequence[Piece]) -> Box:
-    """The smallest box that has all of these pieces' in it."""
+    """Return the smallest box that contains all pieces."""
     start = tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True)))
     return Box(start, tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True))))
 
 
 def adapter_names(low_rank: LowRank, local: str) -> tuple[str, str]:
-    """Local names of A and B beside the Megatron parameter `local`, as `adapters.py` registers them."""
+    """Return the local names of A and B beside the Megatron parameter `local`, as registered in `adapters.py`."""
     layer = local.removesuffix(SUFFIX)
     return (
         f"{layer}.{ADAPTER}.lora_A.{low_rank.projection}",
@@ -152,10 +155,10 @@ Naming = Callable[[LowRank, str], tuple[str, str]]
 
 
 def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: Naming) -> Layout:
-    """Where the factors lie that a rank needs which holds `layout` of the weights.
+    """Return the layout of the factors for a rank that holds `layout` of the weights.
 
-    Parts that an engine holds need not be neighbours, and may be held twice: where vLLM computes from a weight that it
-    also copies.
+    The pieces that an engine holds may be apart, and one may be held twice if vLLM computes from a weight that it also
+    copies. The factors then cover the smallest box around them.
 
     Args:
         local_names: (adapter, the weight's local tensor) -> names of the local tensors of A and B.
@@ -180,12 +183,16 @@ def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: 
 
 
 def follow(layouts: Callable[[int], Layout], change: Callable[[Layout], Layout]) -> Callable[[int], Layout]:
-    """`rank -> change(layouts(rank))`, one object for ranks that share one, as plans like it."""
+    """Return the function `rank -> change(layouts(rank))`.
+
+    Ranks that share a layout object share the changed one too, which keeps plans small.
+    """
     made: dict[int, tuple[Layout, Layout]] = {}
 
     def layout_of(rank: int) -> Layout:
         layout = layouts(rank)
         if id(layout) not in made:
+            # Keep the layout as well: its id stays unique only while the object exists.
             made[id(layout)] = layout, change(layout)  # kept: an id is only good while its object lives
         return made[id(layout)][1]
 
@@ -193,15 +200,21 @@ def follow(layouts: Callable[[int], Layout], change: Callable[[Layout], Layout])
 
 
 def names_of_factors(adapter: LowRank, local: str) -> tuple[str, str]:
-    """At a destination the factors have their global names: no parameter of an engine is called so."""
+    """Return the global names of the factors.
+
+    At a destination they serve as local names, which no engine's parameter has.
+    """
     return adapter.a, adapter.b
 
 
 def with_factors(layouts: Layouts, adapters: Mapping[str, LowRank], local_names: Naming = names_of_factors) -> Layouts:
-    """Layouts of weights, each with the factors that its rank needs."""
+    """Return the layouts of weights, each extended by the factors that its rank needs."""
     return follow(layouts, lambda layout: join_layouts(layout, factor_layout(layout, adapters, local_names)))
 
 
 def written_to(layout: Layout, adapters: Mapping[str, LowRank]) -> frozenset[str]:
-    """The local tensors of a destination that adapters are merged into: none may be an alias of the source's."""
+    """Return the local tensors of a destination into which adapters are merged.
+
+    None of them may alias the source's memory.
+    """
     return frozenset(layout.stored_in(piece.local) for piece in layout.pieces if piece.tensor in adapters)

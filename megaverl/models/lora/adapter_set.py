@@ -1,5 +1,7 @@
-"""A model's adapters, whoever computes them, and their way into weights elsewhere; and into folders as the `peft`
-library writes and reads them: adapter_config.json, adapter_model.safetensors."""
+"""Adapters of a model, independent of the engine: merging them into weights in another layout, and peft folders.
+
+An adapter folder holds adapter_config.json and adapter_model.safetensors, as the `peft` library writes and reads them.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,18 @@ class AdapterSet(ABC):
     """All adapters of a model on this rank.
 
     Args:
-        trained: weights of the model itself that are trained beside them: a critic's head.
+        low_ranks: adapter by the name of its weight.
+        lora: the role's settings.
+        grid: the model's grid.
+        role: role name, for messages.
+        trained: weights of the model itself that are trained as well, such as a critic's head.
 
     Attributes:
-        trained: their names.
-        low_ranks: adapter by the name of its weight, of the whole model.
-        weights: the factors and what else is trained, as global arrays.
+        trained: names of these weights.
+        low_ranks: adapter by the name of its weight, for the whole model.
+        weights: factors and other trained weights, as global arrays.
         parameters: the same on this rank, by local name.
-        layout_of: rank -> where they lie.
+        layout_of: rank -> their layout.
     """
 
     layout_of: Layouts
@@ -74,20 +80,20 @@ class AdapterSet(ABC):
     @property
     @abstractmethod
     def modules(self) -> Sequence[nn.Module]:
-        """Each adds what its adapter gives while it is `active`."""
+        """Modules that add the adapters' output while their attribute `active` is true."""
 
     @abstractmethod
     def beside(self, layouts: Layouts) -> Layouts:
-        """Layouts of the model's weights, each with the factors that the rank holds."""
+        """Return layouts of the model's weights, each extended by the factors that the rank holds."""
 
     @property
     def scaling(self) -> float:
-        """alpha / rank."""
+        """Factor on the adapters' output, alpha / rank."""
         return self.config.alpha / self.config.rank
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model without its adapters, which is the one that training started from."""
+        """Disable the adapters inside, which gives the model that training started from."""
         for adapter in self.modules:
             adapter.active = False  # type: ignore[assignment]
         try:
@@ -98,7 +104,7 @@ class AdapterSet(ABC):
 
 
 def initial_factor(low_rank: LowRank, seed: int) -> torch.Tensor:
-    """A [rank, columns] as peft initialises it: uniform, as of `nn.Linear`; from the seed and its name alone."""
+    """Return the initial A [rank, columns], uniform as in peft. It depends on the seed and the factor's name only."""
     shape = low_rank.shapes[low_rank.a]
     digest = hashlib.blake2b(f"lora/{seed}/{low_rank.a}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
@@ -106,21 +112,22 @@ def initial_factor(low_rank: LowRank, seed: int) -> torch.Tensor:
 
 
 class Merge:
-    """Adds adapters to weights that arrive in another layout, in place, as often as they have arrived anew.
+    """Merges adapters into weights in another layout, in place, each time the base weights have arrived.
 
-    The base weights and the factors travel by one plan; a rank that holds a box of a weight gets the rows of B and the
-    columns of A that belong to it. The product is added after all has landed, some rows at a time: no second copy of
-    anything, and the source's weights stay as they are to the last bit.
+    Base weights and factors arrive by one plan. A rank that holds a box of a weight gets the matching rows of B and
+    columns of A. The product is added after everything has arrived, in chunks. No tensor is copied as a whole, and the
+    source's weights stay bitwise unchanged.
 
     Args:
-        layout: of the weights there.
+        layout: layout of the weights at the destination.
+        adapters: adapter by the name of its weight.
         scaling: alpha / rank.
-        dtype: of the factors.
+        dtype: dtype of the factors.
 
     Attributes:
-        factors: the tensors in which the factors arrive, by their global names.
-        brought: weights and factors, by their global names, that must come anew before each `apply`.
-        written: local tensors that are written to: no other tensor may share their storage.
+        factors: tensors that receive the factors, by global name.
+        brought: global names of weights and factors that must arrive again before each `apply`.
+        written: local tensors that are modified, so no other tensor may share their storage.
     """
 
     def __init__(
@@ -143,11 +150,11 @@ class Merge:
 
     @torch.no_grad()
     def apply(self, view_of: Callable[[str, Box], torch.Tensor], only: Collection[str] | None = None) -> None:
-        """Add alpha / rank * B A to every weight that has an adapter; each must hold its base value.
+        """Add alpha / rank * B A to every weight with an adapter. Each must hold its base value.
 
         Args:
-            view_of: the box of a local tensor -> its elements, to be written to.
-            only: to these, by their global names.
+            view_of: (local tensor, box) -> writable view of these elements.
+            only: global names of the weights to change. None: all.
         """
         for piece in self._pieces:
             if only is None or piece.tensor in only:
@@ -155,7 +162,7 @@ class Merge:
                 add_product(target, *self._factors_of(self._adapters[piece.tensor], piece.box), self.scaling)
 
     def _factors_of(self, adapter: LowRank, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-        """(A, B) of a box of the weight."""
+        """Return (A, B) for a box of the weight."""
         left = box.start[1] - self._boxes[adapter.a].start[1]
         top = box.start[0] - self._boxes[adapter.b].start[0]
         rows, columns = box.shape
@@ -163,10 +170,10 @@ class Merge:
 
 
 def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
-    """target += scaling * b a, computed in float32 at least and rounded once.
+    """Compute target += scaling * b a in float32 or wider, rounding once.
 
     Args:
-        target: [rows, columns], up to axes of size one.
+        target: [rows, columns], possibly with axes of size one.
         a: [rank, columns].
         b: [rows, rank].
     """
@@ -175,6 +182,7 @@ def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling:
         matrix.addmm_(b.to(target.dtype), a.to(target.dtype), alpha=scaling)
         return
     a, b = a.float(), b.float()
+    # Chunks bound the float32 copies of 16-bit weights.
     for part in split(whole(tuple(matrix.shape)), CHUNK):
         rows, columns = part.slices
         place = matrix[rows, columns]
@@ -183,7 +191,7 @@ def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-# What this reads and writes is plain LoRA: these of peft's fields must say so.
+# Fields of peft's configuration that must have these values: only plain LoRA is supported.
 PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -196,10 +204,10 @@ PLAIN: dict[str, Any] = {
 
 
 def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> None:
-    """Write an adapter folder, which takes its name when it is whole. Every rank of the grid takes part.
+    """Write an adapter folder. It gets its name when it is complete. Collective over the grid.
 
     Args:
-        base: the model that the adapter belongs to, as peft's `base_model_name_or_path`.
+        base: the base model, for peft's `base_model_name_or_path`.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -219,7 +227,7 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
 
 
 def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
-    """Those of peft's LoraConfig that this run decides."""
+    """Return the fields of peft's LoraConfig that this run decides."""
     lora = adapters.config
     targets: Any = lora.targets
     if targets == ALL_LINEAR:
@@ -236,6 +244,7 @@ def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
 
 
 def _write(folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write a folder under a temporary name, then rename it."""
     temporary = folder.with_name(folder.name + ".tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -251,21 +260,22 @@ def _write(folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor
 
 
 def _stored_name(name: str) -> str:
-    """Factors are called as peft calls them; a module that is trained whole gets peft's prefix."""
+    """Return a tensor's name in the file: peft's for factors, and peft's prefix before other trained weights."""
     return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
 
 
 def load_adapters(adapters: AdapterSet, folder: str | Path) -> None:
-    """Fill a model's adapters from a peft folder, each rank its own parts. All ranks take part, and fail if one does.
+    """Load a peft folder into a model's adapters, each rank its own parts. Collective over the grid.
 
     Raises:
-        ModelError: no such folder, no plain LoRA, another rank or alpha, or adapters of other layers: names them all.
+        ModelError: on every rank: the folder is missing, is not plain LoRA, or has another rank, alpha or other layers.
     """
     with together(adapters.grid.world):
         _load(adapters, Path(folder))
 
 
 def _load(adapters: AdapterSet, folder: Path) -> None:
+    """Load a peft folder into this rank's parts of the adapters."""
     config, lora, key = read_config(folder), adapters.config, f"{adapters.role}.lora"
     wrong = [f"{name} is {config[name]!r}" for name, plain in PLAIN.items() if (config.get(name) or plain) != plain]
     if config.get("peft_type") != "LORA" or wrong:
@@ -292,10 +302,10 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """An adapter's configuration.
+    """Return the configuration of an adapter folder.
 
     Raises:
-        ModelError: there is none, or it is damaged.
+        ModelError: it is missing or damaged.
     """
     file = folder / CONFIG_FILE
     try:

@@ -1,20 +1,20 @@
 """LoRA (arXiv 2106.09685) on the linear layers of a model: h = W x + alpha / rank * B A x, with W frozen.
 
-On megatron-core's layers an adapter stands beside the layer that it belongs to, whose own parameters, names and code
-stay as they are. A fused layer (`linear_qkv`, `linear_fc1`) has the factors of each of its Hugging Face projections, as
-`peft` stores them; which of its rows are whose, the layout says. Under tensor parallelism a factor is cut where the
-weight is: B of a column-parallel layer, A of a row-parallel one; the other is whole on every rank, and its gradient
-too:
+On megatron-core's layers an adapter is a separate module beside its layer, whose parameters, names and code stay
+unchanged. A fused layer (`linear_qkv`, `linear_fc1`) has factors for each of its Hugging Face projections, as `peft`
+stores them; the layout says which rows belong to which projection. Under tensor parallelism a factor is split where the
+weight is split: B of a column-parallel layer, A of a row-parallel one. The other factor and its gradient are whole on
+every rank:
 
-- column parallel: y = A x on the whole input, B's rows are this rank's. Backward, y's gradient is summed over the
-  ranks (with sequence parallelism: y is gathered, and its gradient scattered in sums).
-- row parallel: the ranks' A x are summed (or scattered in sums), then B maps the sum.
-- replicated (the down-projections of latent attention): nothing travels.
+- column parallel: y = A x on the whole input, and B holds this rank's rows. In the backward pass y's gradient is summed
+  over the ranks. With sequence parallelism y is gathered, and its gradient is reduce-scattered.
+- row parallel: the ranks' A x are summed (or reduce-scattered), then B maps the sum.
+- replicated (the down-projections of latent attention): no communication.
 
-So what adapters send is `rank` numbers a token and projection.
+So adapters communicate `rank` numbers per token and projection.
 
-On a Hugging Face model's layers an adapter is a module below its layer, so that FSDP gathers and cuts its factors with
-the layer's block; each factor is cut by rows, as every parameter is.
+On a Hugging Face model's layers an adapter is a child module of its layer, so FSDP gathers and shards the factors with
+the layer's block. Each factor is sharded by rows, like every parameter.
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 
 class AdaptedProjection(NamedTuple):
-    """One projection of a layer: its adapter, the pieces of its weight on this rank, and the box that they fill."""
+    """One projection of a layer.
+
+    Attributes:
+        low_rank: its adapter.
+        pieces: pieces of its weight on this rank.
+        box: (start, stop) of the box that they fill.
+    """
 
     low_rank: LowRank
     pieces: Sequence[Piece]
@@ -70,12 +76,12 @@ class AdaptedProjection(NamedTuple):
 
 
 class Adapter(nn.Module):
-    """The adapters of one linear layer, added to what it returns.
+    """Adapters of one linear layer, whose output is added to the layer's.
 
     Args:
-        parts: its projections that have one, in the order of the layer's rows.
-        num_rows: of the layer's weight on this rank.
-        seed: of A's initial values, which do not depend on the grid; B starts at zero.
+        parts: projections with an adapter, in the order of the layer's rows.
+        num_rows: rows of the layer's weight on this rank.
+        seed: seed of A's initial values, which do not depend on the grid. B starts at zero.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Adapter(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         shared = self.sequence_parallel  # a factor that is whole on every rank sees its part of the sequence
         is_row, is_column = self.split is Split.ROW, self.split not in (Split.ROW, Split.REPLICATED)
+        # With sequence parallelism a whole factor sees only a part of the sequence, so its gradient must be summed.
         for low_rank, _, ((top, left), (bottom, right)) in parts:
             a = initial_factor(low_rank, seed)[:, left:right]
             b = torch.zeros(bottom - top, lora.rank)
@@ -112,7 +119,7 @@ class Adapter(nn.Module):
         self.to(platform.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[s, b, columns on this rank] -> [s, b, rows on this rank]: what the adapters add."""
+        """Return the adapters' output: [s, b, columns on this rank] -> [s, b, rows on this rank]."""
         hidden = self._dropped(hidden)
         low = F.linear(hidden, torch.cat(list(self.lora_A.values())))  # [s, b, rank * projections]
         group = self.tp_group
@@ -129,10 +136,10 @@ class Adapter(nn.Module):
         return F.linear(low * self.scaling, self._rows())
 
     def add_to(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> Any:
-        """A forward hook of the linear layer: adds what is computed from the same input.
+        """Forward hook of the linear layer that adds the adapters' output for the same input.
 
-        `output` is (out, bias). Transformer Engine's layers with a norm inside give ((out, normalised), bias), or
-        (out, bias, normalised) where they leave the bias to the caller.
+        `output` is (out, bias). Transformer Engine's layers with a norm inside give ((out, normalized), bias), or (out,
+        bias, normalized) if the caller adds the bias.
         """
         hidden = args[0]
         if len(output) == 3:
@@ -144,7 +151,7 @@ class Adapter(nn.Module):
         return (out + self(hidden) if self.active else out), bias
 
     def _rows(self) -> torch.Tensor:
-        """[rows, rank * projections]: each row of the layer against its own projection's part of A x."""
+        """Return the combined B, [rows, rank * projections]. Each row reads its own projection's part of A x."""
         rows = torch.block_diag(*self.lora_B.values())
         if self.order is None:
             return rows
@@ -153,8 +160,11 @@ class Adapter(nn.Module):
         return rows.index_select(0, self.order)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
-        """With dropout, as in peft: of the adapter's input. Ranks that see the same input drop the same; those that
-        have parts of a row draw for every part, so that each token has a mask of its own and generators stay alike."""
+        """Apply dropout to the adapter's input, as in peft.
+
+        Ranks with the same input drop the same elements. Ranks with parts of a row draw once for every part, so that
+        each token has its own mask and the random generators stay in step.
+        """
         if not self.dropout or not self.training:
             return hidden
         kept = hidden
@@ -166,9 +176,9 @@ class Adapter(nn.Module):
 
 
 def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tensor | None:
-    """[rows of the layer]: which row of the stacked B's each is; the one behind them all for rows that have none.
+    """Return for each row of the layer its row in the stacked B's, [rows of the layer].
 
-    None where they stand in the same order.
+    A row without an adapter gets the index after the last one. Returns None if the order is the same.
     """
     stacked = sum(bottom - top for _, _, ((top, _), (bottom, _)) in parts)
     order = torch.full((num_rows,), stacked, dtype=torch.int64)
@@ -182,7 +192,7 @@ def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tenso
 
 
 class Adapters(AdapterSet):
-    """Those of megatron-core's layers, each factor cut where its weight is."""
+    """Adapters of megatron-core's layers, with each factor split where its weight is."""
 
     def __init__(
         self,
@@ -222,12 +232,15 @@ class Adapters(AdapterSet):
 
     @property
     def modules(self) -> Sequence[Adapter]:
+        """Adapter modules of all layers on this rank."""
         return list(self._adapters.values())
 
     def beside(self, layouts: Layouts) -> Layouts:
+        """Return layouts of the model's weights, each extended by the factors beside them."""
         return with_factors(layouts, self.low_ranks, adapter_names)
 
     def _layout(self, layout: Layout) -> Layout:
+        """Return the layout of everything that is trained on a rank with `layout` of the weights."""
         factors = factor_layout(layout, self.low_ranks, adapter_names)
         more = tuple(piece for piece in layout.pieces if piece.tensor in self.trained)
         return Layout(
@@ -237,6 +250,7 @@ class Adapters(AdapterSet):
         )
 
     def _attach(self, chunks: Sequence[nn.Module], layout: Layout, config: TransformerConfig, seed: int) -> None:
+        """Create the adapters of this rank's layers and register their hooks."""
         by_layer: dict[str, list[AdaptedProjection]] = {}
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
@@ -248,13 +262,14 @@ class Adapters(AdapterSet):
             adapter = Adapter(parts, rows, self.config, config, self.grid, seed)
             layer.add_module(ADAPTER, adapter)
             if hasattr(layer, "return_layernorm_output"):
-                # Transformer Engine normalises inside the layer: the adapter's input is the normalised one
+                # Transformer Engine normalizes inside the layer, and the adapter needs the normalized input.
                 vars(layer).update(return_layernorm_output=True, return_layernorm_output_gathered=False)
             layer.register_forward_hook(adapter.add_to)
             self._adapters[name] = adapter
 
 
 def _layer(chunks: Sequence[nn.Module], name: str) -> nn.Module:
+    """Return the linear layer of a name in the layout."""
     if len(chunks) == 1:
         return chunks[0].get_submodule(name)
     chunk, _, rest = name.partition(".")
@@ -262,7 +277,11 @@ def _layer(chunks: Sequence[nn.Module], name: str) -> nn.Module:
 
 
 def _keep_graph(chunks: Sequence[nn.Module]) -> None:
-    """Embeddings are frozen, and a checkpointed layer whose input needs no gradient would give its adapters none."""
+    """Make the embeddings' output require a gradient.
+
+    Embeddings are frozen, and a checkpointed layer whose input requires no gradient would compute none for its
+    adapters.
+    """
 
     def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
@@ -276,7 +295,7 @@ FACTORS = ("lora_A", "lora_B")
 
 
 class LinearAdapter(nn.Module):
-    """The factors of one linear layer, in float32."""
+    """Factors of one linear layer of a Hugging Face model, in float32."""
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank, lora: LoraConfig) -> None:
         super().__init__()
@@ -286,7 +305,7 @@ class LinearAdapter(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device)))
 
     def add_to(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        """A forward hook of the layer."""
+        """Forward hook of the layer that adds the adapter's output."""
         if not self.active:
             return output
         hidden = F.dropout(args[0], self.dropout) if self.dropout and self.training else args[0]
@@ -295,11 +314,11 @@ class LinearAdapter(nn.Module):
 
 
 class LayerFactors(NamedTuple):
-    """Which layers of a model have adapters.
+    """Layers of a Hugging Face model that have adapters.
 
     Attributes:
         low_ranks: adapter by the name of its weight in the files.
-        layers: name of the layer in the module -> its adapter.
+        layers: adapter by the name of its layer in the module.
     """
 
     low_ranks: dict[str, LowRank]
@@ -307,7 +326,7 @@ class LayerFactors(NamedTuple):
 
     @property
     def factors(self) -> dict[str, tuple[str, LowRank]]:
-        """Local name -> a factor's global name, and its adapter."""
+        """Global name and adapter of each factor, by its local name."""
         return {
             f"{layer}.{ADAPTER}.{local}": (factor, low_rank)
             for layer, low_rank in self.layers.items()
@@ -315,7 +334,7 @@ class LayerFactors(NamedTuple):
         }
 
     def layout(self, shard: int, num_shards: int) -> Layout:
-        """Return what a shard holds of the factors."""
+        """Return what shard number `shard` holds of the factors."""
         shapes: dict[str, tuple[int, ...]] = {
             local: low_rank.shapes[factor] for local, (factor, low_rank) in self.factors.items()
         }
@@ -326,7 +345,7 @@ class LayerFactors(NamedTuple):
         return unsharded.shard({local: shard_box(box, shard, num_shards) for local, box in boxes.items()})
 
     def beside(self, layouts: Layouts, num_shards: int) -> Layouts:
-        """Layouts of the model's weights, each with the factors that the rank holds."""
+        """Return layouts of the model's weights, each extended by the factors that the rank holds."""
 
         @cache
         def of_shard(shard: int) -> Layout:
@@ -336,10 +355,10 @@ class LayerFactors(NamedTuple):
 
 
 def layer_factors(model: nn.Module, held: ShardedWeights, lora: LoraConfig, role: str) -> LayerFactors:
-    """Of a model that is still whole, with or without data.
+    """Select the layers with adapters in an unsharded model, which may be on the meta device.
 
     Raises:
-        ModelError: targets that name no linear layer.
+        ModelError: a target matches no linear layer.
     """
     name_of = {file: name.rpartition(".")[0] for name, file in held.renamed.items()}
     linear = [
@@ -352,11 +371,13 @@ def layer_factors(model: nn.Module, held: ShardedWeights, lora: LoraConfig, role
 
 
 class HFAdapters(AdapterSet):
-    """All adapters of a model of transformers; made before it is cut, filled by `attach` afterwards.
+    """Adapters of a model of transformers. Created before the model is sharded, and filled by `attach` afterwards.
 
     Args:
-        model: still whole; everything in it is frozen.
-        trained: names of weights that are trained besides.
+        model: unsharded model. All its parameters get frozen.
+        held: its weights and shards.
+        num_shards: number of shards.
+        trained: names of weights that are trained as well.
 
     Raises:
         ModelError: as `layer_factors`.
@@ -391,7 +412,11 @@ class HFAdapters(AdapterSet):
         self.layout_of = self.beside(follow(held.layout_of, self._trained_layout))
 
     def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """The model has been cut: `parameters` are this rank's, by the names of its `state_dict`. Fills the factors."""
+        """Initialize the factors after the model was sharded.
+
+        Args:
+            parameters: this rank's parameters, by their names in the model's `state_dict`.
+        """
         layout, factors = self.layout_of(self.grid.rank), self._chosen.factors
         self.parameters = {name: parameters[name] for name in layout.local_shapes}
         with torch.no_grad():
@@ -404,10 +429,13 @@ class HFAdapters(AdapterSet):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
+        """Adapter modules of all layers."""
         return self._adapters
 
     def beside(self, layouts: Layouts) -> Layouts:
+        """Return layouts of the model's weights, each extended by the factors that the rank holds."""
         return self._chosen.beside(layouts, self._num_shards)
 
     def _trained_layout(self, layout: Layout) -> Layout:
+        """Return the part of a layout that holds other trained weights."""
         return layout.without(layout.global_shapes.keys() - set(self.trained))
