@@ -218,8 +218,16 @@ def test_no_package_knows_what_it_should_not() -> None:
     assert wrong == []
 
 
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
+    """Count a function's lines without its docstring, comments and blank lines."""
+    docstring = function.body[0] if ast.get_docstring(function) is not None else None
+    first = function.body[0].lineno if docstring is None else (docstring.end_lineno or docstring.lineno) + 1
+    body = [line.strip() for line in lines[first - 1 : function.end_lineno]]
+    return sum(bool(line) and not line.startswith("#") for line in body)
+
+
 def test_functions_stay_short() -> None:
-    """Bound the length of a function. A module has no limit: it ends where its idea ends."""
+    """Bound the length of a function's code. A module has no limit: it ends where its idea ends."""
     files = sorted((ROOT / "megaverl").rglob("*.py"))
     functions = [
         f"{path}:{node.lineno} {node.name}"
