@@ -88,7 +88,6 @@ DOCSTRINGS_TO_REWRITE = {
     "rank_environment",
     "rewards",
     "rollout",
-    "sharding",
     "trainer",
     "weights",
     "workers",

@@ -1,1 +1,1 @@
-"""Where every element of every weight lives: pure arithmetic on boxes, no torch, no processes."""
+"""Location of every element of every weight on every rank: arithmetic on boxes, without torch or processes."""

@@ -1,4 +1,4 @@
-"""Boxes: the ranges of an array that a layout speaks of, with the few operations plans need."""
+"""Boxes, the index ranges of arrays that layouts consist of, and the operations on them that plans need."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A half-open range `[start, stop)` per axis of an array. Boxes sort by their start, then stop."""
+    """Half-open range `[start, stop)` per axis of an array. Boxes sort by start, then by stop."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Number of elements along each axis."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this box out of a tensor."""
+        """Index that selects this box from a tensor."""
         return tuple(map(slice, self.start, self.stop))
 
     def __str__(self) -> str:
@@ -33,19 +35,19 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole array of this shape."""
+    """Return the box of a whole array."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def cut(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
-    """The box of `shape` narrowed to `[start, stop)` along one axis."""
+    """Return the box of a whole array, narrowed to `[start, stop)` along one axis."""
     starts, stops = [0] * len(shape), list(shape)
     starts[axis], stops[axis] = start, stop
     return Box(tuple(starts), tuple(stops))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common box of two boxes of the same array, or None when they share no element."""
+    """Return the intersection of two boxes of the same array, or None if it is empty."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
     for low, high in zip(start, stop, strict=True):
@@ -55,13 +57,14 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
+    """Return whether `inner` lies inside `outer`."""
     return all(a <= b for a, b in zip(outer.start, inner.start, strict=True)) and all(
         a >= b for a, b in zip(outer.stop, inner.stop, strict=True)
     )
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """The disjoint boxes that make up `box` without `hole`: at most two per axis."""
+    """Return disjoint boxes that cover `box` without `hole`, at most two per axis."""
     common = intersect(box, hole)
     if common is None:
         return [box]
@@ -77,7 +80,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def subtract_all(box: Box, holes: Iterable[Box]) -> list[Box]:
-    """The disjoint boxes that make up `box` without any of the holes."""
+    """Return disjoint boxes that cover `box` without any of the holes."""
     rest = [box]
     for hole in holes:
         rest = [part for left in rest for part in subtract(left, hole)]
@@ -85,15 +88,15 @@ def subtract_all(box: Box, holes: Iterable[Box]) -> list[Box]:
 
 
 def same_up_to_ones(a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether two shapes are the same array up to axes of size one."""
+    """Return whether two shapes are equal except for axes of size one."""
     return [n for n in a if n != 1] == [n for n in b if n != 1]
 
 
 def carry(inner: Box, outer: Box, target: Box) -> Box:
-    """Where `inner`, a part of `outer`, lies in `target`.
+    """Map `inner`, a part of `outer`, to the same elements of `target`.
 
-    `outer` and `target` hold the same elements in the same order: their shapes agree up to axes of size
-    one (a 2-D expert weight inside a 3-D fused tensor).
+    `outer` and `target` hold the same elements in the same order. Their shapes are equal up to axes of size one (a 2-D
+    expert weight inside a 3-D fused tensor).
     """
     offsets = [
         (low - base, high - base)
@@ -110,7 +113,7 @@ def carry(inner: Box, outer: Box, target: Box) -> Box:
 
 
 def join(a: Box, b: Box) -> Box | None:
-    """The two boxes as one, when `b` follows `a` along one axis and they agree in the others; else None."""
+    """Return the union of two boxes if `b` follows `a` along one axis and they are equal in the others, else None."""
     joined = False
     for a_start, a_stop, b_start, b_stop in zip(a.start, a.stop, b.start, b.stop, strict=True):
         if a_start == b_start and a_stop == b_stop:
@@ -122,7 +125,7 @@ def join(a: Box, b: Box) -> Box | None:
 
 
 def split(box: Box, max_numel: int) -> list[Box]:
-    """Cut a box into boxes of at most `max_numel` elements, along the slowest axes first."""
+    """Split a box into boxes of at most `max_numel` elements, along the slowest axes first."""
     if box.numel <= max_numel:
         return [box]
     axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
@@ -136,9 +139,9 @@ def split(box: Box, max_numel: int) -> list[Box]:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of an array, counted row by row, as boxes: disjoint, in order, each contiguous there.
+    """Return the elements [start, stop) of an array in row-major order, as disjoint boxes in order, each contiguous.
 
-    At most two for each axis, less one: the end of a row, whole rows, the beginning of a row.
+    There are at most two boxes per axis, less one: the end of a row, whole rows, the beginning of a row.
     """
     if start >= stop:
         return []
@@ -161,22 +164,22 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 class BoxIndex:
-    """Boxes of one array, sorted along the axis that cuts them most, so that few are looked at."""
+    """Search index for boxes of one array, sorted along the axis with the most distinct starts."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         cuts = [len(set(starts)) for starts in zip(*(box.start for box in boxes), strict=True)]
-        # an array without axes has one element: every box meets every other
+        # An array without axes has one element, so all boxes intersect.
         self._axis = cuts.index(max(cuts)) if cuts else None
         self._boxes = list(enumerate(boxes))
         if self._axis is not None:
             axis = self._axis
             self._boxes.sort(key=lambda numbered: numbered[1].start[axis])
             self._starts = [box.start[axis] for _, box in self._boxes]
-            # the farthest stop so far never falls, so that it can be searched like the starts
+            # The largest stop so far never decreases, so it can be bisected like the starts.
             self._reach = list(accumulate((box.stop[axis] for _, box in self._boxes), max))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """The number of each box that shares elements with `box`, and the box that they share."""
+        """Yield the number of each box that intersects `box`, and the intersection."""
         low, high = 0, len(self._boxes)
         if self._axis is not None:
             low = bisect_right(self._reach, box.start[self._axis])
@@ -188,7 +191,7 @@ class BoxIndex:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The numbers of two boxes of the list that share elements; None when all are disjoint."""
+    """Return the numbers of two boxes of the list that intersect, or None if all are disjoint."""
     if len(boxes) > 1:
         index = BoxIndex(boxes)
         for number, box in enumerate(boxes):

@@ -1,4 +1,4 @@
-"""A layout: for one rank, which box of which global array sits in which box of which local tensor."""
+"""Layouts: for one rank, which box of which global array lies in which box of which local tensor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megaverl.sharding.weight import Weight
 
 
 class Piece(NamedTuple):
-    """A box of a global tensor and the box of the local tensor that holds it.
+    """Box of a global tensor, and the box of a local tensor that holds it.
 
-    The two boxes have the same shape up to axes of size one, and the same element order. `local` is a local tensor's
-    name or a view's (`Layout.views`).
+    The two boxes have the same shape up to axes of size one, and the same order of elements. `local` names a local
+    tensor or a view of one (`Layout.views`).
     """
 
     tensor: str
@@ -27,17 +27,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What one rank holds. Elements of local tensors that no piece covers are padding.
+    """Pieces of global tensors that one rank holds. Elements of local tensors that no piece covers are padding.
 
     Attributes:
-        pieces: in the order of the weights' table, those of routed experts after the others.
-        local_shapes: shape of every local tensor, by its name in the engine. A rank whose shard of a tensor is empty
-            does not list it.
+        pieces: in the order of the weights' table, with routed experts after the others.
+        local_shapes: shape of every local tensor, by its name in the engine. Tensors of which the rank has an empty
+            shard are not listed.
         global_shapes: shape of every global tensor of which the rank holds a piece.
-        quantised: of the local tensors, those that hold 8-bit numbers: rows and columns of the blocks of a matrix that
-            share a scale; None: the whole matrix does (`sharding/vllm.py`).
-        views: name of a view -> the local tensor that it is of, and how that is seen: pieces that lie there transposed
-            or in steps.
+        quantised: local tensors of 8-bit numbers -> rows and columns of the blocks that share a scale. None: the whole
+            matrix shares one (`sharding/vllm.py`).
+        views: name of a view -> its local tensor and strides, for pieces that lie there transposed or in steps.
     """
 
     pieces: tuple[Piece, ...]
@@ -47,11 +46,11 @@ class Layout:
     views: Mapping[str, tuple[str, Strides]] = field(default_factory=dict)
 
     def stored_in(self, local: str) -> str:
-        """The local tensor that a piece's `local` is, or is a view of."""
+        """Return the local tensor that `local` names, directly or as a view."""
         return self.views[local][0] if local in self.views else local
 
     def shape_of(self, local: str) -> tuple[int, ...]:
-        """Of a local tensor or of a view."""
+        """Return the shape of a local tensor or of a view."""
         if local not in self.views:
             return self.local_shapes[local]
         name, view = self.views[local]
@@ -59,14 +58,17 @@ class Layout:
 
     @cached_property
     def by_tensor(self) -> dict[str, list[Piece]]:
-        """The pieces of each global tensor. Made when first asked for: few ranks' are."""
+        """Pieces of each global tensor. Built on first use, because it is needed for few ranks."""
         index: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             index.setdefault(piece.tensor, []).append(piece)
         return index
 
     def without(self, tensors: Collection[str]) -> Layout:
-        """All but these global tensors, and but the local ones that hold nothing else; pure padding stays."""
+        """Return the layout without some global tensors, and without local tensors that held nothing else.
+
+        Local tensors of padding alone stay.
+        """
         if not tensors:
             return self
         pieces = tuple(piece for piece in self.pieces if piece.tensor not in tensors)
@@ -80,12 +82,11 @@ class Layout:
         )
 
     def shard(self, held: Mapping[str, Box]) -> Layout:
-        """Return the layout of a rank that holds a box of each local tensor of this whole layout, as FSDP2 shards a
-        module.
+        """Return the layout of a rank that holds one box of each local tensor of this layout, like a shard of FSDP2.
 
         Args:
-            held: local tensor -> the box of it that becomes the rank's local tensor. Tensors that are not named, and
-                boxes without elements, are left out.
+            held: local tensor -> its box that becomes the rank's local tensor. Tensors without a box, or with an empty
+                one, are left out.
         """
         held = {name: box for name, box in held.items() if box.numel}
         pieces, views = [], {}
@@ -111,7 +112,8 @@ class Layout:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For another rank: what JSON can hold."""
+        """Return the layout as JSON values, to send it to another rank."""
+        # Most boxes are equal in all layers, so each is sent once.
         numbers: dict[Box, int] = {}  # most boxes are the same in every layer
 
         def number(box: Box) -> int:
@@ -130,7 +132,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Layout:
-        """What `to_json` made."""
+        """Return the layout that `to_json` converted."""
         boxes = [Box(*map(tuple, corners)) for corners in told["boxes"]]
         return cls(
             tuple(Piece(tensor, boxes[of], local, boxes[at]) for tensor, of, local, at in told["pieces"]),
@@ -142,7 +144,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements held, padding not counted."""
+        """Number of elements held, without padding."""
         return sum(piece.box.numel for piece in self.pieces)
 
 
@@ -150,7 +152,7 @@ EMPTY = Layout((), {}, {})
 
 
 def join_layouts(a: Layout, b: Layout) -> Layout:
-    """What a rank holds that holds both, under different local names."""
+    """Return the layout of a rank that holds both. Their local names must differ."""
     return Layout(
         a.pieces + b.pieces,
         a.local_shapes | b.local_shapes,
@@ -161,12 +163,13 @@ def join_layouts(a: Layout, b: Layout) -> Layout:
 
 
 class Fill(NamedTuple):
-    """How a local tensor is filled: alike in all layers, so worked out once and used for each.
+    """Contents of one local tensor. Equal in all layers of a kind, so it is computed once and used for each.
 
     Attributes:
-        parts: (which of the weights that it holds, box of that weight, box of the local tensor).
-        shape: of the local tensor, padding included.
-        view: how it is seen in the order of the weights; None: it has that order. The boxes are then of the view.
+        parts: (number of the weight among those it holds, box of that weight, box of the local tensor).
+        shape: shape of the local tensor, including padding.
+        view: view of the local tensor in the order of the weights; the boxes are then of the view. None: the order is
+            the same.
     """
 
     parts: tuple[tuple[int, Box, Box], ...]
@@ -175,11 +178,11 @@ class Fill(NamedTuple):
 
 
 def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
-    """A local tensor made of boxes stacked along axis 0, in this order.
+    """Return a local tensor made of boxes stacked along axis 0.
 
     Args:
-        boxes: `(which weight, box of it)`; at least one, equal in every axis but the first.
-        rows: rows of the local tensor when it is longer than its parts (padding at the end).
+        boxes: (number of the weight, box of it), at least one. All are equal except along axis 0.
+        rows: rows of the local tensor, if it is padded at the end.
     """
     parts = []
     offset = 0
@@ -193,7 +196,7 @@ def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
 
 
 class LayoutBuilder:
-    """Collects the pieces of one rank, local tensor by local tensor."""
+    """Collects the pieces of one rank, one local tensor after the other."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -202,7 +205,7 @@ class LayoutBuilder:
         self._views: dict[str, tuple[str, Strides]] = {}
 
     def add(self, local: str, weights: Sequence[Weight], fill: Fill) -> None:
-        """A local tensor, the weights that it holds, and how they fill it."""
+        """Add a local tensor, the weights that it holds, and how they fill it."""
         seen = local
         if fill.view is not None:
             seen = f"{local}.{fill.view}"
@@ -214,18 +217,19 @@ class LayoutBuilder:
         self._local_shapes[local] = fill.shape
 
     def build(self, quantised: Mapping[str, int | None] | None = None) -> Layout:
+        """Return the layout of everything added."""
         return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes, quantised or {}, self._views)
 
 
 def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
-    """Every tensor whole, local names equal to global ones: what a folder or a single process holds."""
+    """Return a layout of whole tensors whose local names are the global ones, as in a folder or a single process."""
     held = {name: tuple(shape) for name, shape in shapes}
     boxes = {name: whole(shape) for name, shape in held.items()}
     return Layout(tuple(Piece(name, box, name, box) for name, box in boxes.items() if box.numel), held, held)
 
 
 def padded_tensors(layout: Layout) -> list[str]:
-    """Names of the local tensors that have elements which no piece covers."""
+    """Return names of the local tensors that contain padding."""
     covered = dict.fromkeys(layout.local_shapes, 0)
     for piece in layout.pieces:
         covered[layout.stored_in(piece.local)] += piece.local_box.numel
@@ -235,8 +239,8 @@ def padded_tensors(layout: Layout) -> list[str]:
 def shard_box(box: Box, index: int, count: int) -> Box:
     """Return shard `index` of `count` of a box: even chunks of rows, of which the last ones may be shorter or empty.
 
-    Rule (torch 2.13, `distributed/fsdp/_fully_shard/_fsdp_param.py` and `_fsdp_common.py`, which follow `torch.chunk`):
-    every chunk has ceil(rows / shards) rows.
+    Every chunk has ceil(rows / shards) rows, as in `torch.chunk` (torch 2.13,
+    `distributed/fsdp/_fully_shard/_fsdp_param.py` and `_fsdp_common.py`).
     """
     rows = box.shape[0]
     chunk = -(-rows // count)

@@ -1,13 +1,15 @@
-"""Who holds what, who wants it, and who serves whom: as few bytes as can be, from near by, as evenly as can be.
+"""Decide which holder serves which rank: with the fewest bytes, from nearby, and evenly balanced.
 
-A model of a hundred layers with a hundred experts each has few ways in which its tensors are spread. Tensors that the
-same ranks hold and want in the same boxes are one `TensorGroup`, and are planned as one.
+A model with a hundred layers of a hundred experts each has only a few ways in which its tensors are distributed.
+Tensors that the same ranks hold and want in the same boxes form one `TensorGroup` and are planned together.
 
-The rule for serving, the same on every rank: a holder on the needing rank's own node, else any holder. Those who need
-boxes of one size stand in a line, by class and rank, each with a request for every tensor; the line is cut into equal
-runs, one a holder. So holders differ by one request at most, and a rank meets few holders. Large boxes are dealt first,
-and what does not come out even goes on where the last deal ended: over all sizes, the holders differ by one largest box
-at most.
+The rule, equal on every rank: a rank is served by a holder on its own node, else by any holder. Ranks that need boxes
+of one size form a line, sorted by class and rank, with one request for every tensor. The line is cut into equal runs,
+one per holder. So loads differ by at most one request, and a rank talks to few holders. Large boxes are assigned first,
+and each assignment starts where the previous one ended. Over all sizes, loads differ by at most one largest box.
+
+    requests:  r0 r0 r0 | r1 r1 r1 | r2 r2
+    holder:       h0    |    h1    |  h2      (the next size starts at h2)
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ Boxes = tuple[Box, ...]
 
 
 class RankLayouts:
-    """All ranks' layouts of one side. Ranks that share a layout object are one class, known by its number.
+    """Layouts of all ranks on one side. Ranks that share a layout object form a class, identified by a number.
 
     Attributes:
-        class_of: the class of each rank.
-        ranks: the ranks of each class.
-        layouts: the layout of each class.
+        class_of: class of each rank.
+        ranks: ranks of each class.
+        layouts: layout of each class.
         shapes: global shape of every tensor.
-        held: tensor -> (class, number in `boxes`) of every class that holds some of it, as one flat tuple.
-        boxes: the distinct sets of boxes in which a class holds a tensor.
-        disagreements: what ranks of this side say differently of a tensor's shape.
+        held: tensor -> flat tuple of (class, index in `boxes`) for every class that holds some of it.
+        boxes: distinct sets of boxes in which a class holds a tensor.
+        disagreements: contradictions between ranks about a tensor's shape, as messages.
     """
 
     def __init__(self, layouts: Callable[[int], Layout], world: int) -> None:
@@ -61,7 +63,7 @@ class RankLayouts:
                 known = self.shapes.setdefault(tensor, shape)
                 if known is not shape and known != shape:
                     self.disagreements.append(f"{tensor}: ranks of one side say {known} and {shape} of its shape")
-            # not `by_tensor`: a layout keeps that, and this rank needs it of few
+            # `by_tensor` would be cached by every layout, though it is needed for few.
             boxes_of: dict[str, Boxes] = {}
             for tensor, box, _, _ in layout.pieces:
                 boxes_of[tensor] = (*boxes_of[tensor], box) if tensor in boxes_of else (box,)
@@ -71,14 +73,14 @@ class RankLayouts:
         self.held = {tensor: tuple(classes) for tensor, classes in held.items()}
 
     def holding(self, classes: tuple[int, ...]) -> Iterator[tuple[int, Boxes]]:
-        """The classes of an entry of `held`, each with its boxes."""
+        """Yield the classes of an entry of `held` with their boxes."""
         for number, boxes in zip(classes[::2], classes[1::2], strict=True):
             yield number, self.boxes[boxes]
 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The boxes of a tensor that exactly these classes of the source hold, disjoint."""
+    """Boxes of a tensor that exactly these classes of the source hold. The boxes are disjoint."""
 
     classes: tuple[int, ...]
     cells: Boxes
@@ -86,13 +88,13 @@ class ShardSet:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that the same classes hold in the same boxes, and the same classes want in the same boxes.
+    """Tensors that the same classes hold in the same boxes and the same classes want in the same boxes.
 
     Attributes:
-        tensors: their names, in the order of the source's layouts.
-        shards: every element that is held, by who holds it.
-        wanted: for each class of the destination, how many elements it wants of each shard set that it meets.
-        missing: a box that each class of the destination wants and nobody holds, where there is one.
+        tensors: names, in the order of the source's layouts.
+        shards: all held elements, grouped by their holders.
+        wanted: class of the destination -> shard set -> number of elements that it wants of it.
+        missing: class of the destination -> a box that it wants and no rank holds.
     """
 
     tensors: list[str]
@@ -102,7 +104,7 @@ class TensorGroup:
 
 
 def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
-    """All tensors that both sides know and the destination wants some of."""
+    """Return the groups of all tensors that both sides have and the destination wants."""
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for tensor in source.shapes:
         if tensor in dest.held:
@@ -113,11 +115,13 @@ def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
 def _group(
     source: RankLayouts, dest: RankLayouts, held: tuple[int, ...], wanted_by: tuple[int, ...], tensors: list[str]
 ) -> TensorGroup:
+    """Return the group of tensors that are held and wanted alike."""
     shards = _shard_sets(source, held)
     cells = [(number, cell) for number, shard_set in enumerate(shards) for cell in shard_set.cells]
     index = BoxIndex([cell for _, cell in cells])
     wanted: dict[int, dict[int, int]] = {}
     missing: dict[int, Box] = {}
+    # Many classes want the same boxes, and the intersections are computed once.
     seen: dict[Boxes, tuple[dict[int, int], Box | None]] = {}
     for number, boxes in dest.holding(wanted_by):
         if boxes not in seen:
@@ -140,6 +144,7 @@ def _group(
 
 
 def _shard_sets(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, ...]:
+    """Return all held elements of a tensor, grouped by their holders."""
     holders: dict[Box, set[int]] = {}
     for number, boxes in source.holding(held):
         for box in boxes:
@@ -154,7 +159,7 @@ def _shard_sets(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, .
 
 
 def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]:
-    """Overlapping boxes cut into cells, each with all who hold it."""
+    """Split overlapping boxes into disjoint cells, each with all its holders."""
     cells: list[tuple[Box, set[int]]] = []
     for box, classes in holders:
         cut: list[tuple[Box, set[int]]] = []
@@ -170,7 +175,7 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
 
 
 class ShardRange(NamedTuple):
-    """Shard set `shards` of tensors `low` to `high` (not included) of a group, all by their numbers."""
+    """Shard set number `shards` of the tensors `low` to `high` (exclusive) of a group."""
 
     group: int
     low: int
@@ -178,20 +183,23 @@ class ShardRange(NamedTuple):
     shards: int
 
 
-# class of the destination -> (elements of a box, shard set of a group) of all that it wants
+# Class of the destination -> (elements of a box, shard set of a group) for everything it wants.
 Asked = Mapping[int, Sequence[tuple[int, ShardRange]]]
 
 
 class Deal:
-    """Requests of one size to one pool of holders, in a line rank by rank and cut into equal runs, one a holder.
+    """Assignment of requests of one size to a pool of holders.
+
+    The requests form a line, rank after rank, which is cut into equal runs, one per holder.
 
     Args:
-        pool: the holders. The one at place `start` has the first run; where the runs are not equal, those from there
-            on have one request more.
-        wanted: rank -> what it asks for, one request for each tensor; in the order of the line.
+        pool: the holders.
+        start: place of the holder with the first run. If runs are not equal, holders from there on have one request
+            more.
+        wanted: rank -> what it requests, one request per tensor, in the order of the line.
 
     Attributes:
-        end: the place of the first holder that has the fewest.
+        end: place of the first holder with the fewest requests.
     """
 
     def __init__(self, pool: Sequence[int], start: int, wanted: Mapping[int, Sequence[ShardRange]]) -> None:
@@ -204,7 +212,7 @@ class Deal:
         self.end = (start + self._extra) % len(pool)
 
     def fetched(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
-        """From whom a rank gets what."""
+        """Yield (holder, part) for everything that a rank receives."""
         place = self._place[rank]
         low, high = self._firsts[place], self._firsts[place + 1]
         while low < high:
@@ -214,7 +222,7 @@ class Deal:
             low = end
 
     def served(self, place: int) -> Iterator[tuple[int, ShardRange]]:
-        """To whom the holder at a place of the pool gives what."""
+        """Yield (rank, part) for everything that the holder at a place of the pool sends."""
         turn = (place - self.start) % len(self.pool)
         low, high = self._first_of(turn), self._first_of(turn + 1)
         while low < high:
@@ -224,7 +232,7 @@ class Deal:
             low = end
 
     def _parts(self, other: int, rank: int, low: int, high: int) -> Iterator[tuple[int, ShardRange]]:
-        """`(other, part)` of what the requests `low` to `high`, all of one rank, ask for."""
+        """Yield (other, part) for the requests `low` to `high`, all of one rank."""
         first = self._firsts[self._place[rank]]
         for part in self.wanted[rank]:
             if first >= high:
@@ -235,19 +243,22 @@ class Deal:
             first += part.high - part.low
 
     def _first_of(self, turn: int) -> int:
+        """Return the first request of a run."""
         return turn * self._each + min(turn, self._extra)
 
     def _turn_of(self, request: int) -> int:
+        """Return the run that contains a request."""
         longer = self._extra * (self._each + 1)
         return request // (self._each + 1) if request < longer else self._extra + (request - longer) // self._each
 
 
 class Dealer:
-    """All deals of one set of holders: the ranks of some classes of the source.
+    """All assignments for one set of holders: the ranks of some classes of the source.
 
     Args:
-        classes: the classes.
-        asked: what is wanted of all that the holders have.
+        classes: classes of the holders.
+        asked: everything wanted of what the holders have.
+        node_of: node of each rank.
     """
 
     def __init__(
@@ -266,6 +277,7 @@ class Dealer:
         for number, requests in asked.items():
             for size, part in requests:
                 by_size.setdefault(size, {}).setdefault(number, []).append(part)
+        # Large boxes first, so that smaller ones even out the remainder.
         for size in sorted(by_size, reverse=True):
             lines: dict[int, dict[int, list[ShardRange]]] = {}
             for number, parts in sorted(by_size[size].items()):
@@ -277,7 +289,7 @@ class Dealer:
                 earlier.append(Deal(self._pools[key], earlier[-1].end if earlier else 0, line))
 
     def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:
-        """The holders of each node, and all; of each class first one on every node, then the next."""
+        """Return the holders of each node and of all nodes, alternating over nodes within each class."""
         on_node: dict[tuple[int, int], int] = {}
         order = []
         for number in sorted(self._holders):
@@ -292,17 +304,18 @@ class Dealer:
         return pools
 
     def _pool_of(self, rank: int) -> int:
+        """Return the pool that serves a rank: that of its node, else the pool of all holders."""
         node = self._node_of[rank]
         return node if node in self._pools else ANYWHERE
 
     def fetched(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
-        """From whom `rank`, which is none of the holders, gets what."""
+        """Yield (holder, part) for everything that `rank`, which is not a holder, receives."""
         for deal in self._deals[self._pool_of(rank)]:
             if rank in deal.wanted:
                 yield from deal.fetched(rank)
 
     def served(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
-        """To whom `rank`, one of the holders, gives what."""
+        """Yield (rank, part) for everything that the holder `rank` sends."""
         for key in (ANYWHERE, self._node_of[rank]):
             for deal in self._deals[key]:
                 yield from deal.served(self._place[key][rank])

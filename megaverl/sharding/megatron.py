@@ -1,28 +1,30 @@
-"""Megatron-core's GPTModel as a layout: tensor, pipeline, virtual-pipeline and expert parallel; data replicas alike.
-And its distributed checkpoint: global arrays under `sharded_state_dict` keys, whatever the grid.
+"""Layouts of Megatron-core's GPTModel on any grid, and of its distributed checkpoints.
+
+Data-parallel replicas are alike. A distributed checkpoint holds global arrays under `sharded_state_dict` keys, which do
+not depend on the grid.
 
 Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`, `transformer/attention.py`, `transformer/mlp.py`,
 `transformer/multi_latent_attention.py`, `transformer/moe/experts.py`):
-- `linear_qkv` is the array [q heads of group 0, k 0, v 0, q heads of group 1, ...] cut into equal runs of
-  rows, also when there are fewer groups than ranks;
-- `linear_fc1` is [this rank's gate rows; this rank's up rows];
-- the vocabulary is padded at its end and cut into equal runs of rows;
-- layers are numbered from zero on every stage (and in every chunk of a virtual pipeline);
-- the last stage holds a second copy of tied embeddings when it is not the first stage too;
-- expert-parallel ranks hold neighbouring experts, numbered from zero on each, cut by the expert-tensor size;
-  router and shared experts are as the rest of the layer;
-- of gpt-oss, `linear_fc1` has gate and up rows in turn, as its files have columns: a hook behind it puts gates first
-  (`models/build.py`), and experts are not cut;
-- the down-projections of latent attention are whole on every rank, as Transformer Engine's layer spec has them and
-  so does our local one (`models/attention.py`; megatron-core's own would cut them).
+- `linear_qkv` is the array [q heads of group 0, k 0, v 0, q heads of group 1, ...] split into equal runs of rows, even
+  if there are fewer groups than ranks.
+- `linear_fc1` is [this rank's gate rows; this rank's up rows].
+- The vocabulary is padded at its end and split into equal runs of rows.
+- Layers are numbered from zero on every stage, and in every chunk of a virtual pipeline.
+- The last stage holds a second copy of tied embeddings if it is not the first stage as well.
+- Expert-parallel ranks hold adjacent experts, numbered from zero on each rank, split by the expert-tensor size. Router
+  and shared experts are split like the rest of the layer.
+- gpt-oss's `linear_fc1` alternates gate and up rows, as its files alternate columns. A hook after it moves gates to the
+  front (`models/build.py`), and experts are not split.
+- The down-projections of latent attention are whole on every rank, in Transformer Engine's layer spec and in megaverl's
+  local one (`models/attention.py`). megatron-core's own local spec would split them.
 
 Rules of a checkpoint (megatron-core 0.16, `transformer/transformer_block.py`, `transformer/mlp.py`,
 `transformer/moe/experts.py`):
-- a key's array is the parameter of a model without any parallelism, the vocabulary padded;
-- layers of one kind are stacked along a first axis, `decoder.layers.REST` [layers, ...]; where they differ (dense
-  and routed ones), each has a key of its own, `decoder.layers.N.REST`;
-- routed experts are stacked along an axis behind that one: `mlp.experts.experts.REST` [layers, experts, ...];
-- the local layer spec stores the norms of plain attention and MLP under Transformer Engine's fused names.
+- A key's array is the parameter of a model without parallelism, with the vocabulary padded.
+- Layers of one kind are stacked along a first axis, `decoder.layers.REST` [layers, ...]. If layers differ (dense and
+  routed), each has its own key, `decoder.layers.N.REST`.
+- Routed experts are stacked along the next axis: `mlp.experts.experts.REST` [layers, experts, ...].
+- The local layer spec stores the norms of plain attention and MLP under Transformer Engine's fused names.
 """
 
 from __future__ import annotations
@@ -50,23 +52,22 @@ def megatron_layouts(
     transformer_engine: bool = False,
     layer_split: Sequence[int] | None = None,
 ) -> Callable[[int], Layout]:
-    """`rank -> layout` for a whole grid; ranks that hold the same share one object, as plans like it.
+    """Return the function from rank to layout for a whole grid. Ranks that hold the same share one object.
+
+    Local names have the prefix `chunk{v}.` if a rank holds several chunks.
 
     Args:
         weights: the model's global arrays, from `megaverl.models.architectures.weights_of`.
-        spec: gives the number of heads, groups, layers and experts.
-        shape: the grid; data and context replicas hold the same.
+        spec: numbers of heads, groups, layers and experts.
+        shape: the grid. Data-parallel and context-parallel replicas hold the same.
         padded_vocab_size: rows of the padded vocabulary over all tensor-parallel ranks.
-        transformer_engine: use the names of Transformer Engine's layer spec (experts: TEGroupedMLP), instead
-            of the local one's (SequentialMLP).
-        layer_split: decoder layers of every stage in model order (with virtual stages: chunk by chunk,
-            and in each chunk stage by stage). Even when None.
-
-    Local names carry the prefix `chunk{v}.` when a rank holds several chunks, and none otherwise.
+        transformer_engine: use the names of Transformer Engine's layer spec (experts: TEGroupedMLP) instead of the
+            local one's (SequentialMLP).
+        layer_split: decoder layers of every stage in model order (with virtual stages: chunk by chunk, and in each
+            chunk stage by stage). None: an even split.
 
     Raises:
-        GridError: layers, heads, rows, experts or the padded vocabulary that the grid does not divide, each
-            as `misfits` says it.
+        GridError: the grid does not divide layers, heads, rows, experts or the padded vocabulary; lists all problems.
     """
     model = _Model(weights, spec, shape, padded_vocab_size, transformer_engine, layer_split)
     by_rank: dict[int, Layout] = {}
@@ -91,8 +92,13 @@ def megatron_layouts(
 
 
 class _Fused(NamedTuple):
-    """The weights that one parameter holds, its name (in a decoder layer, the part within the layer), and the number
-    of the routed expert that it is of."""
+    """Weights that one parameter holds.
+
+    Attributes:
+        name: name of the parameter; in a decoder layer, the part within the layer.
+        weights: the weights, in the order in which they are fused.
+        expert: number of the routed expert. None: no routed expert's.
+    """
 
     name: str
     weights: tuple[Weight, ...]
@@ -100,7 +106,7 @@ class _Fused(NamedTuple):
 
 
 class _Model:
-    """The weights, indexed by stage and expert, and how each kind of parameter is filled, worked out once."""
+    """Weights indexed by stage and expert, with the contents of each kind of parameter computed once."""
 
     def __init__(
         self,
@@ -141,7 +147,7 @@ class _Model:
         self._expert_names: dict[int, list[tuple[str, int, int, int]]] = {}
 
     def dense(self, pp_rank: int, tp_rank: int) -> Layout:
-        """All but the routed experts."""
+        """Return the layout of everything except routed experts."""
         held: list[tuple[str, _Fused]] = []
         for stage, prefix in self._chunks(pp_rank):
             last = stage == self._num_stages - 1
@@ -156,11 +162,11 @@ class _Model:
         return self._layout(held, self._shape.tp, tp_rank)
 
     def experts(self, pp_rank: int, ep_rank: int, etp_rank: int) -> Layout:
-        """The routed experts."""
+        """Return the layout of the routed experts."""
         assert self._spec.moe is not None
         num_local = self._spec.moe.num_experts // self._shape.ep
         if pp_rank not in self._expert_names:
-            # names and their order are the same on all expert-parallel ranks of a stage
+            # Names and their order are equal on all expert-parallel ranks of a stage.
             self._expert_names[pp_rank] = [
                 (prefix + fused.name.format(i), layer, i, number)
                 for stage, chunk in self._chunks(pp_rank)
@@ -176,17 +182,18 @@ class _Model:
         return self._layout(held, self._shape.expert_tp, etp_rank)
 
     def _chunks(self, pp_rank: int) -> Iterator[tuple[int, str]]:
-        """Each virtual stage of a rank and the prefix of its parameters' names."""
+        """Yield each virtual stage of a rank, and the prefix of its parameters' names."""
         for chunk in range(self._shape.vpp or 1):
             yield chunk * self._shape.pp + pp_rank, f"chunk{chunk}." if (self._shape.vpp or 1) > 1 else ""
 
     def _layers(self, stage: int, prefix: str) -> Iterator[tuple[int, str]]:
-        """Each decoder layer of a stage and the prefix of its parameters' names."""
+        """Yield each decoder layer of a stage, and the prefix of its parameters' names."""
         start = self._starts[stage]
         for layer in range(start, self._starts[stage + 1]):
             yield layer, f"{prefix}decoder.layers.{layer - start}."
 
     def _layout(self, held: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int) -> Layout:
+        """Return the layout of named parameters on one tensor-parallel rank."""
         builder = LayoutBuilder()
         for local, (name, weights, expert) in held:
             stacked = expert if weights[0].is_stacked else None
@@ -197,7 +204,7 @@ class _Model:
         return builder.build()
 
     def _fill(self, weights: Sequence[Weight], tp: int, tp_rank: int, stacked: int | None) -> Fill:
-        """The boxes that one tensor-parallel rank stacks into a parameter; or that of one expert in an array of all."""
+        """Return a parameter's contents on one tensor-parallel rank, or expert `stacked` of an array of all experts."""
         first = weights[0]
         if stacked is not None:
             part = stacked_part(first, range(stacked, stacked + 1), tp, tp_rank)
@@ -212,7 +219,7 @@ class _Model:
         return stack([(number, even_part(weight, tp, tp_rank)) for number, weight in enumerate(weights)])
 
     def _problems(self, weights: Sequence[Weight]) -> Iterator[str]:
-        """What the grid does not divide."""
+        """Yield what the grid does not divide."""
         spec, shape, tp = self._spec, self._shape, self._shape.tp
         yield from map(str, misfits(spec, tp=tp, etp=shape.expert_tp, ep=shape.ep))
         vocabulary = next((weight for weight in weights if weight.split is Split.VOCAB), None)
@@ -224,11 +231,12 @@ class _Model:
 
 
 def _as_fused(names: dict[str, list[Weight]], expert: int | None = None) -> list[_Fused]:
+    """Return the parameters for weights grouped by name."""
     return [_Fused(name, tuple(weights), expert) for name, weights in names.items()]
 
 
 def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] | None) -> list[int]:
-    """First layer of every (virtual) stage in model order, and the number of layers as the last entry."""
+    """Return the first layer of every (virtual) stage in model order, followed by the number of layers."""
     num_stages = shape.pp * (shape.vpp or 1)
     if layer_split is None:
         if spec.num_layers % num_stages:
@@ -246,7 +254,7 @@ def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] 
 
 
 def _interleaved(fused: Sequence[Weight], num_groups: int, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
-    """Rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
+    """Yield the rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
     run = sum(weight.shape[0] for weight in fused) // tp
     low, high = tp_rank * run, (tp_rank + 1) * run
     row = 0
@@ -269,14 +277,14 @@ LOCAL_NAMES = {
 
 
 class CheckpointKey(NamedTuple):
-    """A parameter's key, and its index along the axes that the key's array has in front."""
+    """Key of a parameter in a checkpoint, and its index along the leading axes of the key's array."""
 
     key: str
     front: tuple[int, ...]
 
 
 def stores_each_layer(spec: ModelSpec) -> bool:
-    """Whether runs of this model store every layer under a key of its own."""
+    """Return whether runs of this model store every layer under a key of its own."""
     return spec.moe is not None
 
 
@@ -289,13 +297,15 @@ def checkpoint_layout(
     present: Collection[str] | None = None,
     transformer_engine: bool = True,
 ) -> Layout:
-    """Where every weight lies in a distributed checkpoint; local names are keys, local shapes the keys' arrays.
+    """Return the layout of all weights in a distributed checkpoint.
+
+    Local names are keys, local shapes the keys' arrays.
 
     Args:
         padded_vocab_size: rows of the embedding's array.
-        prefix: in front of every key, such as a role's `actor.`.
-        present: the keys of an existing checkpoint, to find out under which of the possible names it stores a
-            parameter. None: the names that a run writes.
+        prefix: prefix of every key, such as a role's `actor.`.
+        present: keys of an existing checkpoint, which decide between possible names of a parameter. None: the names
+            that a run writes.
         transformer_engine: without `present`: names of Transformer Engine's layer spec, else of the local one.
     """
     single = megatron_layouts(weights, spec, GridShape(), padded_vocab_size=padded_vocab_size)(0)
@@ -330,7 +340,7 @@ def checkpoint_layout(
 def _candidates(
     local: str, spec: ModelSpec, with_engine: dict[str, str], *, transformer_engine: bool
 ) -> Iterator[CheckpointKey]:
-    """The places under which a parameter of the local layer spec may be stored, the likeliest first."""
+    """Yield the keys under which a parameter of the local layer spec may be stored, the likeliest first."""
     found = LAYER.fullmatch(local)
     if found is None:
         yield CheckpointKey(local, ())
@@ -352,7 +362,7 @@ def _candidates(
 
 
 def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:
-    """The sizes of the axes in front: layers, experts."""
+    """Return the sizes of the leading axes of a key's array: layers and experts."""
     num_layers, num_experts = counts
     is_expert = ".experts.experts." in place.key
     sizes = {(1, False): (num_layers,), (1, True): (num_experts,), (2, True): (num_layers, num_experts)}

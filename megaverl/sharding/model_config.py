@@ -1,8 +1,8 @@
 """Checks of a Hugging Face `config.json` before Megatron-core builds its model.
 
-A configuration is checked twice: `wrong_types` looks at the file as it is written, and `not_computed` at the keys as
-transformers reads them, with the defaults of the model's class (`transformers_config.py`). Whatever would give other
-logits than transformers, or other logits in vLLM than in the trainer, is refused here, before any rank starts.
+A configuration is checked twice. `wrong_types` looks at the file as it is written. `not_computed` looks at the keys as
+transformers reads them, with the defaults of the model's class (`transformers_config.py`). Anything that would give
+other logits than transformers, or other logits in vLLM than in the trainer, is refused before any rank starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 AGAIN = "Copy the file again from its source."
 OTHER_MODEL = "Use another model."
 
-# The supported architectures, and the `model_type` by which transformers finds their configuration's class.
+# Supported architectures -> the `model_type` by which transformers finds their configuration class.
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -49,12 +49,12 @@ LARGEST = {
 
 
 class ExpertKeys(NamedTuple):
-    """Names of the keys that describe routed experts.
+    """Names of the keys that describe routed experts, and properties of the router.
 
     Attributes:
-        number: the number of experts.
-        width: the inner width of one expert.
-        by_sigmoid: the router scores by a sigmoid, has a bias and groups, and stands behind first dense layers.
+        number: key of the number of experts.
+        width: key of the inner width of one expert.
+        by_sigmoid: the router uses sigmoid scores, a bias and groups of experts, and the first layers are dense.
         has_aux_loss: transformers computes a load-balancing loss.
     """
 
@@ -73,16 +73,17 @@ EXPERT_KEYS = {
 }
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
-# Of every head of these, rotary embeddings turn the fraction `partial_rotary_factor`. The others turn whole heads.
+# Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in these architectures.
 PARTLY_ROTARY = ("Glm4MoeForCausalLM",)
 WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
-# These attend within `sliding_window` in every layer, those in the layers that `layer_types` names. gpt-oss has windows
-# in every other layer, the first first, as vLLM (0.32) computes it whatever `layer_types` says.
+# WINDOWED_EVERYWHERE attend within `sliding_window` in every layer, WINDOWED_BY_LAYER in the layers that `layer_types`
+# names. gpt-oss has windows in every other layer from the first on: vLLM (0.32) computes it so whatever `layer_types`
+# is.
 WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SLIDING = "sliding_attention"
 
-# Keys of which only these values are computed. The first is the one that the message names.
+# Architecture ("" for all) -> key -> values that are computed correctly. Messages name the first one.
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {
         "quantization_config": (None,),
@@ -91,9 +92,9 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "mlp_bias": (False, None),
         "use_bidirectional_attention": (False, None),
         "per_layer_config": (None,),
-        # transformers and megaverl train without it, a dropout that a run may set is megatron.attention_dropout
+        # transformers and megaverl ignore the model's own dropout. A run can set megatron.attention_dropout.
         "attention_dropout": (0.0, None),
-        # transformers ignores these, vLLM (0.32) does not
+        # transformers ignores these keys, and vLLM (0.32) does not.
         "is_causal": (True,),
         "logit_scale": (1.0, None),
         "qkv_bias": (False, None),
@@ -112,7 +113,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_interleave": (True,),
         "index_topk": (None,),
     },
-    # what vLLM computes, whatever is set (0.32, `gpt_oss.py`)
+    # vLLM always computes these values (0.32, `gpt_oss.py`).
     "GptOssForCausalLM": {
         "attention_bias": (True,),
         "rms_norm_eps": (1e-5,),
@@ -120,13 +121,13 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_limit": (7.0,),
     },
 }
-# Attention projections without biases: of the others, Qwen2's always have them, and GLM-4.5's where it is asked for.
+# Biases of the attention projections: optional in GLM-4.5, always there in Qwen2 and gpt-oss, nowhere else.
 WITH_OPTIONAL_BIAS = ("Glm4MoeForCausalLM",)
 WITH_ATTENTION_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
 
-# Llama 3's rotary scaling, whose other constants megatron-core (0.16 to 0.19) fixes.
+# Constants of Llama 3's rotary scaling that megatron-core (0.16 to 0.19) has fixed.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Rotary scalings, and the numbers that each needs.
+# Rotary scaling -> numbers that it needs.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -137,7 +138,12 @@ OPTIONAL_ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor")
 
 
 class Described:
-    """The keys of a config.json as transformers reads them; `written` are those that stand in the file."""
+    """Keys of a config.json as transformers reads them.
+
+    Args:
+        values: all keys, with defaults.
+        written: keys in the file.
+    """
 
     def __init__(self, architecture: str, values: dict[str, Any], written: dict[str, Any]) -> None:
         self.architecture = architecture
@@ -146,14 +152,15 @@ class Described:
         self._written = written
 
     def says(self, key: str) -> str:
-        """Return "key is value", and that it is transformers' default where the file leaves the key out."""
+        """Return "key is value", followed by "(transformers' default)" if the file leaves the key out."""
         return f"{key} is {self._value(key)}"
 
     def named(self, *keys: str) -> str:
-        """Return "key=value and key=value", in the same way."""
+        """Return "key=value and key=value", with the same note."""
         return " and ".join(f"{key}={self._value(key)}" for key in keys)
 
     def is_written(self, key: str) -> bool:
+        """Return whether the file itself has the key."""
         return key in self._written
 
     def _value(self, key: str) -> str:
@@ -187,7 +194,7 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def not_computed(described: Described) -> Iterator[str]:
-    """Yield a message for everything that would be computed otherwise than transformers does."""
+    """Yield a message for everything that would be computed differently from transformers."""
     architecture, values = described.architecture, described.values
     allowed = {**ONLY[""], **ONLY.get(architecture, {})}
     if architecture not in (*WITH_OPTIONAL_BIAS, *WITH_ATTENTION_BIAS):
@@ -204,7 +211,7 @@ def not_computed(described: Described) -> Iterator[str]:
 
 
 def instead_of(key: str, found: Any) -> str:
-    """Return what to do about a value that is not computed."""
+    """Return what the user can do about an unsupported value."""
     if key == "attention_dropout":
         return "Set it to 0.0. To train with dropout, set megatron.attention_dropout."
     if key != "quantization_config":
@@ -219,15 +226,17 @@ def instead_of(key: str, found: Any) -> str:
 
 
 def _is_positive(value: Any) -> bool:
+    """Return whether `value` is a finite number above 0."""
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 def _activation(described: Described) -> Iterator[str]:
+    """Yield problems with the activation function."""
     expected: tuple[str, ...] = ("silu", "swish")
     if described.architecture == "GemmaForCausalLM":
-        # transformers reads Gemma's first folders, which say gelu, as its tanh form
+        # transformers treats `gelu` in Gemma's first folders as the tanh form.
         expected = ("gelu_pytorch_tanh",)
-        # transformers ignores hidden_activation, vLLM (0.32) prefers it
+        # transformers ignores hidden_activation, and vLLM (0.32) prefers it.
         if described.values.get("hidden_activation") not in (None, *expected):
             yield f"{described.says('hidden_activation')}; only {expected[0]} is computed. {OTHER_MODEL}"
     if described.values["hidden_act"] not in expected:
@@ -235,7 +244,7 @@ def _activation(described: Described) -> Iterator[str]:
 
 
 def _heads(described: Described) -> Iterator[str]:
-    """Check what transformers' attention divides. Latent attention has as many key-value heads as heads."""
+    """Yield problems with sizes of heads. Latent attention has as many key-value heads as heads."""
     values = described.values
     if described.architecture in WITH_LATENT_ATTENTION:
         if values["qk_rope_head_dim"] % 2:
@@ -250,7 +259,7 @@ def _heads(described: Described) -> Iterator[str]:
 
 
 def _windows(described: Described) -> Iterator[str]:
-    """Check for a sliding window that is not computed as it is written."""
+    """Yield problems with a sliding window that would not be computed as written."""
     values, architecture = described.values, described.architecture
     window, layer_types = values.get("sliding_window"), values.get("layer_types") or []
     if architecture == "GptOssForCausalLM":
@@ -290,11 +299,11 @@ def _windows(described: Described) -> Iterator[str]:
 
 
 def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
-    """Return the window that some token of the longest sequence feels, and which layers attend within it.
+    """Return the sliding window, if the longest sequence exceeds it, and the layers that use it.
 
     Returns:
-        The window in tokens, the query's own among them; None: full attention. Then whether each layer has it; empty:
-        all layers have.
+        The window in tokens, including the query's own; None for full attention. Then whether each layer has the
+            window; empty if all have.
     """
     values, architecture = described.values, described.architecture
     window = values.get("sliding_window")
@@ -311,17 +320,19 @@ def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
 
 
 def _asks_for_window(values: dict[str, Any]) -> bool:
-    """Return whether Qwen2's keys, in a model whose class does not read them, mean some layers to have a window."""
+    """Return whether keys of Qwen2, in a model whose class does not read them, request windows in some layers."""
     first = values.get("max_window_layers", 28)
     unread = "layer_types" not in values and type(first) is int
     return bool(unread and values.get("use_sliding_window") and values["num_hidden_layers"] > first)
 
 
 def _is_felt(window: int | None, values: dict[str, Any]) -> bool:
+    """Return whether the window is shorter than the longest sequence."""
     return window is not None and window < values["max_position_embeddings"]
 
 
 def _rope(described: Described) -> Iterator[str]:
+    """Yield problems with the rotary embedding."""
     rope, kind = described.rope, described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
     supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
@@ -348,6 +359,7 @@ def _rope(described: Described) -> Iterator[str]:
 
 
 def _yarn(described: Described, fraction: float) -> Iterator[str]:
+    """Yield problems with YaRN's scaling of the rotary embedding."""
     rope = described.rope
     if fraction != 1.0:
         yield (
@@ -373,7 +385,7 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
 
 
 def yarn_attention_factor(rope: dict[str, Any]) -> float:
-    """Return YaRN's factor on rotated queries and keys, as transformers' `_compute_yarn_parameters` does."""
+    """Return YaRN's factor on rotated queries and keys, as in transformers' `_compute_yarn_parameters`."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -383,12 +395,12 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's "attention temperature" (arXiv 2309.00071, eq. 22) of a scaling factor."""
+    """Return YaRN's "attention temperature" (arXiv 2309.00071, eq. 22) for a scaling factor."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn_attention_factor_in_vllm(described: Described) -> float:
-    """Return the same of vLLM 0.32: `deepseek_scaling_rope.py`, and `gpt_oss.py`, which passes no such key on."""
+    """Return YaRN's factor as in vLLM 0.32: `deepseek_scaling_rope.py`, and `gpt_oss.py`, which ignores such keys."""
     rope = described.rope
     if described.architecture not in WITH_LATENT_ATTENTION:
         return yarn_mscale(rope["factor"], 1.0)
@@ -397,6 +409,7 @@ def _yarn_attention_factor_in_vllm(described: Described) -> float:
 
 
 def _experts(described: Described) -> Iterator[str]:
+    """Yield problems with routed experts."""
     values, keys = described.values, EXPERT_KEYS[described.architecture]
     num_experts, per_token = values[keys.number], values["num_experts_per_tok"]
     if per_token > num_experts:
@@ -424,6 +437,7 @@ def _experts(described: Described) -> Iterator[str]:
 
 
 def _groups_of_experts(described: Described, num_experts: int, per_token: int) -> Iterator[str]:
+    """Yield problems with groups of experts."""
     groups, chosen = described.values["n_group"], described.values["topk_group"]
     size, rest = divmod(num_experts, groups)
     if rest or chosen > groups or per_token > chosen * size:

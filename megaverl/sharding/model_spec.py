@@ -1,5 +1,7 @@
-"""What a model is, read from a Hugging Face `config.json`: plain numbers, no torch; and whether tensor and expert
-parallelism cut it into equal parts: one rule, for Megatron's grids and for vLLM."""
+"""Dimensions of a model, read from a Hugging Face `config.json` as plain numbers without torch.
+
+Also, which sizes of tensor and expert parallelism divide a model: one rule for Megatron's grids and for vLLM.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from megaverl.sharding.model_config import (
 from megaverl.sharding.transformers_config import is_model_type, read_by_transformers
 
 ARCHITECTURES = tuple(MODEL_TYPES)
-# Why others that are asked for are not among them (megatron-core 0.16).
+# Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
     "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet (0.16 to 0.19) needs flash-linear-attention and Transformer "
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
@@ -36,12 +38,12 @@ NO_TABLE = {
     "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two, and no norms "
     "behind attention and MLP",
 }
-# Whose model in vLLM is another than transformers', as read in 0.32.
+# Architectures whose vLLM implementation (0.32) differs from transformers'.
 NOT_IN_VLLM = {
     "Gemma3nForCausalLM": "vLLM's (0.32) leaves out the embeddings of tokens that each layer has "
     "(`embed_tokens_per_layer`) where there are no images, and answers as another model"
 }
-# Other names of the numbers of an `outline`, by the most usual one.
+# Alternative names of an `outline`'s numbers, by the most common one.
 OTHER_NAMES = {
     "vocab_size": ("vocab_size", "padded_vocab_size"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -59,10 +61,10 @@ OTHER_NAMES = {
         "seq_length",
     ),
 }
-# Norms over each query and key head: always, or where `use_qk_norm` asks for them.
+# Norms over each query and key head: always, or if `use_qk_norm` is true.
 WITH_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
-# Whose `norm_topk_prob` decides over the weights of the chosen experts.
+# Architectures in which `norm_topk_prob` decides whether the chosen experts' weights are normalized.
 MAYBE_NORMALIZED = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 UNLIMITED = 2**31 - 1  # positions of a model that counts none, such as Mamba
@@ -70,18 +72,19 @@ UNLIMITED = 2**31 - 1  # positions of a model that counts none, such as Mamba
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The routed experts of a decoder's layers.
+    """Routed experts of a decoder's layers.
 
     Attributes:
-        num_experts, experts_per_token: routed experts of a layer, and how many a token goes to.
+        num_experts: routed experts of a layer.
+        experts_per_token: experts that each token goes to.
         ffn_hidden_size: inner width of one routed expert.
-        normalize_weights: the chosen experts' weights are divided by their sum.
-        num_dense_layers: the first layers, which have a plain MLP of `ModelSpec.ffn_hidden_size` instead.
-        shared_ffn_hidden_size: inner width of all shared experts together; 0: none.
-        router: how scores become probabilities.
-        router_bias: a bias that only takes part in choosing the experts (DeepSeek-V3's
-            `e_score_correction_bias`), not in weighing them.
-        num_groups, groups_per_token: experts stand in groups, and a token chooses within its best groups.
+        normalize_weights: divide the chosen experts' weights by their sum.
+        num_dense_layers: number of first layers that have a plain MLP of `ModelSpec.ffn_hidden_size` instead.
+        shared_ffn_hidden_size: inner width of all shared experts together. 0: none.
+        router: function that turns scores into probabilities.
+        router_bias: the router has a bias for choosing experts, which does not affect their weights (DeepSeek-V3's
+            `e_score_correction_bias`).
+        num_groups, groups_per_token: experts are in groups, and a token chooses within its best groups.
         scaling: factor on the routed experts' output.
         aux_loss_coef: weight of the load-balancing loss in training.
     """
@@ -104,7 +107,7 @@ class MoESpec:
 class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the latents and sizes inside a head.
 
-    `q_lora_rank` is None where queries come straight from the hidden state.
+    `q_lora_rank` is None if queries are projected from the hidden state directly.
     """
 
     q_lora_rank: int | None
@@ -116,25 +119,24 @@ class MLASpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The dimensions of a decoder-only transformer, in Hugging Face's meaning of each.
+    """Dimensions of a decoder-only transformer, with the meanings of Hugging Face.
 
     Attributes:
-        rope_scaling: None for plain rotary embeddings, else the Hugging Face dictionary (`rope_type`, ...).
-        moe: the routed experts; None: every layer has a plain MLP.
-        mla: multi-head latent attention; None: plain attention.
-        activation: of the gate in the MLP; `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`; `clamped_swiglu`
-            (gpt-oss): gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up within 7 of zero.
+        rope_scaling: Hugging Face's dictionary (`rope_type`, ...). None: plain rotary embeddings.
+        moe: the routed experts. None: every layer has a plain MLP.
+        mla: multi-head latent attention. None: plain attention.
+        activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`. `clamped_swiglu`
+            (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up between -7 and 7.
         norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
-        rotary_fraction: of each head, from its first dimension on, that rotary embeddings turn.
-        scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
-        sliding_window: tokens of attention's window; None: full attention.
-        windowed_layers: whether each layer attends within the window; empty: all layers do.
-        linear_bias: all linear layers of the decoder have a bias, experts and routers among them.
-        attention_sinks: attention's softmax has one more score for each head, learned, of nothing.
-        is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
-            as good as the config.json tells them.
-        source: path of the config.json that it was read from.
-        trusts_code: Python files beside `source` may be run (`model.trust_remote_code`).
+        rotary_fraction: fraction of each head, from its first dimension on, that rotary embeddings rotate.
+        scale_embeddings: multiply embeddings by sqrt(hidden_size) (Gemma).
+        sliding_window: attention's window in tokens. None: full attention.
+        windowed_layers: whether each layer attends within the window. Empty: all layers do.
+        linear_bias: all linear layers of the decoder have a bias, including experts and routers.
+        attention_sinks: attention's softmax has one more learned score per head, with a value of zero.
+        is_tabled: all of this was read as Megatron's tables need it. False: an `outline`, as accurate as config.json.
+        source: path of the config.json.
+        trusts_code: Python files beside `source` may run (`model.trust_remote_code`).
     """
 
     architecture: str
@@ -168,26 +170,27 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
-        """Read `folder/config.json`, of a model that Megatron-core builds.
+        """Read `folder/config.json` of a model that Megatron-core can build.
 
         Raises:
-            ModelError: no such file, not JSON, an unsupported architecture, or a missing key.
+            ModelError: the file is missing or not JSON, the architecture is not supported, or a key is missing.
         """
         return cls.from_config(*_config_of(folder))
 
     @classmethod
     def outline(cls, folder: str | Path) -> ModelSpec:
-        """Read `folder/config.json`, of any model that transformers builds: as `from_folder` where that can, else what
-        lengths and memory are reckoned with.
+        """Read `folder/config.json` of any model that transformers can build.
+
+        The result is that of `from_folder` if possible, else only what lengths and memory are estimated from.
 
         Raises:
-            ModelError: no such file, not JSON, or no size of the vocabulary.
+            ModelError: the file is missing, is not JSON, or has no vocabulary size.
         """
         return cls.outline_of(*_config_of(folder))
 
     @classmethod
     def outline_of(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
-        """The same, from the dictionary of a `config.json`."""
+        """Return the outline of a `config.json` given as a dictionary."""
         try:
             return cls.from_config(config, source)
         except ModelError:
@@ -197,11 +200,11 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
-        """Build the spec from the dictionary of a Hugging Face `config.json`.
+        """Return the spec of a `config.json` given as a dictionary.
 
         Raises:
-            ModelError: as `from_folder`; also for what would be computed otherwise than its author meant. Names
-                everything that is wrong at once.
+            ModelError: as `from_folder`, or the model would be computed differently from its author's intention. Lists
+                everything that is wrong.
         """
         if not isinstance(config, dict):
             raise ModelError(f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}")
@@ -229,7 +232,7 @@ class ModelSpec:
 
 
 def _under_fsdp(config: dict[str, Any]) -> str:
-    """Say whether FSDP2 trains a model that Megatron does not: whether transformers builds it."""
+    """Return a sentence on whether FSDP2 can train a model that Megatron cannot: whether transformers can build it."""
     from transformers import __version__
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -254,7 +257,7 @@ def _under_fsdp(config: dict[str, Any]) -> str:
 
 
 def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:
-    """A folder's config.json, and its path."""
+    """Return a folder's config.json and its path."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ModelError(
@@ -269,9 +272,9 @@ def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the fields of an outline, under the few names that most config.json have for them.
+    """Return the fields of an outline, from the few names that most config.json files use.
 
-    A model with images has its decoder's in `text_config`.
+    A model with images has its decoder's fields in `text_config`.
     """
     config = _with_defaults(config)
     parts = [config, *(part for key in TEXT_PARTS if isinstance(part := config.get(key), dict))]
@@ -306,7 +309,7 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with the defaults of transformers' class, if transformers knows the model and reads the file."""
+    """Return `config` with the defaults of transformers' class, or unchanged if transformers cannot read it."""
     architecture = (config.get("architectures") or [None])[0]
     model_type = config.get("model_type") or MODEL_TYPES.get(architecture)
     if not isinstance(model_type, str) or not is_model_type(model_type):
@@ -330,7 +333,7 @@ def _read(described: Described) -> dict[str, Any]:
         "ffn_hidden_size": values["intermediate_size"],
         "num_heads": num_heads,
         "num_kv_heads": values["num_key_value_heads"],
-        # a class without this key leaves it out, or has null
+        # Some classes lack this key, or have null.
         "head_dim": values.get("head_dim") or values["hidden_size"] // num_heads,
         "vocab_size": values["vocab_size"],
         "tie_embeddings": bool(values["tie_word_embeddings"]),
@@ -349,7 +352,7 @@ def _read(described: Described) -> dict[str, Any]:
         fields["moe"] = _read_experts(described)
     if architecture in WITH_LATENT_ATTENTION:
         mla = MLASpec(values["q_lora_rank"], *(values[key] for key in LATENT_SIZES))
-        # every head has keys and values of its own, whatever num_key_value_heads says
+        # Every head has its own keys and values, whatever num_key_value_heads is.
         fields |= {"mla": mla, "num_kv_heads": num_heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
     window, windowed_layers = windows_of(described)
     fields |= {"sliding_window": window, "windowed_layers": windowed_layers}
@@ -359,7 +362,7 @@ def _read(described: Described) -> dict[str, Any]:
 
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what scales the rotary embedding, by its new name `rope_type`; None: nothing does."""
+    """Return the scaling of the rotary embedding under its new name `rope_type`, or None without scaling."""
     if rope["rope_type"] == "default":
         return None
     elsewhere = ("type", "rope_theta", "partial_rotary_factor")
@@ -367,15 +370,16 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_experts(described: Described) -> MoESpec:
+    """Return the routed experts."""
     values, keys = described.values, EXPERT_KEYS[described.architecture]
     width = values[keys.width]
     moe = MoESpec(
         num_experts=values[keys.number],
         experts_per_token=values["num_experts_per_tok"],
         ffn_hidden_size=width,
-        # Mixtral's and gpt-oss's classes have no such key: theirs always sum to one
+        # Mixtral's and gpt-oss's classes have no such key; their weights always sum to one.
         normalize_weights=bool(values["norm_topk_prob"]) if described.architecture in MAYBE_NORMALIZED else True,
-        # as in transformers, the coefficient counts only where the router's outputs are asked for
+        # As in transformers, the coefficient applies only if the router's outputs are requested.
         aux_loss_coef=float(values["router_aux_loss_coef"])
         if keys.has_aux_loss and values["output_router_logits"]
         else 0.0,
@@ -395,11 +399,13 @@ def _read_experts(described: Described) -> MoESpec:
 
 
 class Misfit(NamedTuple):
-    """A size that does not fit a model.
+    """Size of a parallel axis that does not divide a model.
 
     Attributes:
+        axis: the parallel axis.
+        size: its size.
         parts: what it does not divide, such as "6 key-value heads".
-        fitting: the sizes that divide all that this one should.
+        fitting: sizes that divide everything on this axis.
     """
 
     axis: Literal["tp", "etp", "ep"]
@@ -409,6 +415,7 @@ class Misfit(NamedTuple):
 
     @property
     def reason(self) -> str:
+        """Sentence that says what is not divided, and which sizes fit."""
         fitting = ", ".join(map(str, self.fitting))
         return f"does not divide the model's {' and '.join(self.parts)}. Sizes that fit: {fitting}."
 
@@ -417,7 +424,7 @@ class Misfit(NamedTuple):
 
 
 def why_not_in_vllm(spec: ModelSpec) -> str:
-    """Return why vLLM generates as another model than this one; empty: it does not."""
+    """Return why vLLM computes this model differently from the trainer, or "" if it does not."""
     if why := NOT_IN_VLLM.get(spec.architecture):
         return why
     if spec.architecture in WINDOWED_BY_LAYER and spec.windowed_layers:
@@ -429,12 +436,12 @@ def why_not_in_vllm(spec: ModelSpec) -> str:
 
 
 def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
-    """Whether several of `tp` ranks compute with the same key-value head, as there are fewer heads than ranks."""
+    """Return whether several of `tp` ranks use the same key-value head, since there are fewer heads than ranks."""
     return spec.mla is None and spec.num_kv_heads < tp
 
 
 def no_adapters(spec: ModelSpec, tp: int) -> str:
-    """Why a model cannot have low-rank adapters at this `tp`; empty: it can."""
+    """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
     if not shares_kv_heads(spec, tp):
         return ""
     return (
@@ -444,11 +451,16 @@ def no_adapters(spec: ModelSpec, tp: int) -> str:
 
 
 def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool = False) -> list[Misfit]:
-    """What `tp`, `etp` (inside routed experts) and `ep` do not divide; with `engine` of vLLM's, which divides experts
-    that have biases: megatron-core (0.16 to 0.19) does not.
+    """Return the sizes that do not divide the model.
 
-    There may be fewer key-value heads than tensor-parallel ranks, if they divide these: vLLM gives each rank a copy of
-    its head, and Megatron cuts the rows of `linear_qkv` evenly, wherever in a head that is.
+    There may be fewer key-value heads than tensor-parallel ranks if their number divides the ranks: vLLM gives each
+    rank a copy of its head, and Megatron splits the rows of `linear_qkv` evenly, even inside a head.
+
+    Args:
+        tp: tensor-parallel size.
+        etp: tensor-parallel size inside routed experts.
+        ep: expert-parallel size.
+        engine: the sizes are vLLM's, which can split experts that have biases. megatron-core (0.16 to 0.19) cannot.
     """
     moe, kv_heads = spec.moe, spec.num_kv_heads
 
@@ -457,7 +469,7 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
 
     by_tp = {f"{spec.num_heads} attention heads": _divides(spec.num_heads)}
     if spec.mla is None:
-        # vLLM's gpt-oss (0.32, `gpt_oss.py`) gives no rank a copy of a head
+        # vLLM's gpt-oss (0.32, `gpt_oss.py`) cannot copy heads to several ranks.
         by_tp[f"{kv_heads} key-value heads"] = _divides(kv_heads) if engine and spec.attention_sinks else fits_kv
     if moe is None or moe.num_dense_layers:
         by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(spec.ffn_hidden_size)
@@ -475,12 +487,14 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
 
 
 def _divides(number: int) -> Callable[[int], bool]:
+    """Return a predicate for sizes that divide `number`."""
     return lambda size: number % size == 0
 
 
 def _misfit(
     axis: Literal["tp", "etp", "ep"], size: int, parts: dict[str, Callable[[int], bool]], largest: int
 ) -> Misfit | None:
+    """Return the misfit of one axis, or None if `size` divides all parts."""
     broken = [words for words, fits in parts.items() if not fits(size)]
     if not broken:
         return None

@@ -1,8 +1,11 @@
-"""A plan: the intersection of a source and a destination layout, seen from one rank.
+"""Plans: the intersection of a source and a destination layout, from the point of view of one rank.
 
-Every rank computes its own plan by arithmetic alone, and the rules are the same everywhere, so that the
-sends of one rank are the receives of another without a word between them. What a rank holds itself it copies;
-the rest comes from a holder on its node, else from any, shared out as `load_balance` says.
+Every rank computes its own plan by arithmetic alone. The rules are the same everywhere, so the sends of one rank are
+the receives of another without communication. A rank copies what it holds itself. The rest comes from a holder on its
+node, else from any holder, balanced as `load_balance` describes.
+
+    rank 0: plan.sends[1]    = (A, B)
+    rank 1: plan.receives[0] = (A, B)    same transfers, same order
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank has to do: copies within itself, and by peer what it sends and receives.
+    """Work of one rank: copies within itself, and what it sends to and receives from each peer.
 
-    The lists to and from a peer are in the same order on both sides.
+    The lists for a pair of ranks have the same order on both sides.
     """
 
     rank: int
@@ -55,7 +58,7 @@ class Plan:
     receives: dict[int, tuple[Transfer, ...]]
 
     def only(self, wanted: Callable[[str], bool]) -> Plan:
-        """The part of it that concerns the weights, by their global names, that are wanted."""
+        """Return the part of the plan for weights whose global names satisfy `wanted`."""
 
         def kept(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
             return tuple(transfer for transfer in transfers if wanted(transfer.tensor))
@@ -67,12 +70,12 @@ class Plan:
 
     @property
     def num_received(self) -> int:
-        """Elements that come from other ranks."""
+        """Number of elements that come from other ranks."""
         return _count(self.receives.values())
 
     @property
     def num_sent(self) -> int:
-        """Elements that go to other ranks."""
+        """Number of elements that go to other ranks."""
         return _count(self.sends.values())
 
 
@@ -85,20 +88,21 @@ def make_plan(
     *,
     allow_unused: bool = False,
 ) -> Plan:
-    """The plan of `rank` in a world where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
+    """Return the plan of `rank`, where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
 
-    Each element comes once, from the nearest holder: the rank itself, else one on its node, else any; where
-    several are as near, they share the work evenly.
+    Each element comes once, from the nearest holder: the rank itself, else one on its node, else any. Equally near
+    holders share the work evenly.
 
     Args:
-        source_layouts, dest_layouts: same arguments give same layouts on every rank. Ranks that hold the
-            same should share one object: the work grows with the number of distinct objects.
-        node_of: the node of a rank; None: all on one.
+        source_layouts, dest_layouts: must give equal layouts for equal arguments on every rank. Ranks that hold the
+            same should share one object, since the work grows with the number of distinct objects.
+        world: number of ranks.
+        node_of: node of a rank. None: all on one node.
         allow_unused: the source may have tensors that the destination lacks.
 
     Raises:
-        ReshardError: tensors that one side has and the other lacks, unequal global shapes, or elements that
-            nobody holds; names every offending tensor.
+        ReshardError: a tensor is on one side only, global shapes differ, or no rank holds some elements. Names every
+            such tensor.
     """
     return make_plans(source_layouts, dest_layouts, world, node_of, allow_unused=allow_unused)[rank]
 
@@ -111,28 +115,30 @@ def make_plans(
     *,
     allow_unused: bool = False,
 ) -> Sequence[Plan]:
-    """The plans of all ranks, each made when it is asked for, and not kept.
+    """Return the plans of all ranks, each computed when it is accessed and not kept.
 
-    Args:
-        The arguments and errors are those of `make_plan`.
+    Arguments and errors are those of `make_plan`.
     """
     with _collector_at_rest():
         return _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
-    """The copies that fill `dest` from `source` in one place (a folder, one process), merged.
+    """Return merged copies that fill `dest` from `source` in one place (a folder, one process).
 
     Raises:
-        ReshardError: elements of `dest` that `source` lacks.
+        ReshardError: `source` lacks elements of `dest`.
     """
     return list(make_plans(lambda _: source, lambda _: dest, 1, allow_unused=True)[0].copies)
 
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
-    """Layouts and plans are hundreds of thousands of tuples and no cycle: walking through them again and again
-    while they grow would be a third of the time."""
+    """Disable garbage collection inside.
+
+    Layouts and plans are hundreds of thousands of tuples without cycles. Scanning them repeatedly while they grow would
+    take a third of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +149,7 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 class _Row(NamedTuple):
-    """A transfer of one tensor between any rank of a class of the source and any of the destination."""
+    """Transfer of one tensor between any rank of a source class and any rank of a destination class."""
 
     tensor: str
     box: Box
@@ -154,6 +160,8 @@ class _Row(NamedTuple):
 
 
 class _Planner(Sequence[Plan]):
+    """Sequence of all ranks' plans, computed on access from tables that all ranks share."""
+
     def __init__(
         self, source_layouts: Layouts, dest_layouts: Layouts, world: int, node_of: NodeOf, allow_unused: bool
     ) -> None:
@@ -165,7 +173,7 @@ class _Planner(Sequence[Plan]):
         self._refuse_mismatch(allow_unused)
         self._groups = group_tensors(self._source, self._dest)
         self._refuse_missing()
-        # what each class of the destination wants of each set of holders, and the sets that a class has to do with
+        # Set of holder classes -> class of the destination -> what it wants of them.
         self._asked: dict[tuple[int, ...], dict[int, list[tuple[int, ShardRange]]]] = {}
         for number, group in enumerate(self._groups):
             for dest_class, amounts in group.wanted.items():
@@ -197,6 +205,7 @@ class _Planner(Sequence[Plan]):
             return self._plan(ranks) if isinstance(ranks, int) else [self._plan(r) for r in ranks]
 
     def _plan(self, rank: int) -> Plan:
+        """Return the plan of one rank."""
         own, wants = self._source.class_of[rank], self._dest.class_of[rank]
         copies: list[ShardRange] = []
         incoming: dict[int, list[ShardRange]] = {}
@@ -221,13 +230,16 @@ class _Planner(Sequence[Plan]):
         )
 
     def _dealer(self, classes: tuple[int, ...]) -> Dealer:
+        """Return the assignments of one set of holders, created once."""
         if classes not in self._dealers:
             self._dealers[classes] = Dealer(classes, self._asked[classes], self._source, self._dest, self._node_of)
         return self._dealers[classes]
 
     def _transfers(self, source: int, dest: int, parts: list[ShardRange]) -> tuple[Transfer, ...]:
-        """What goes from one rank to another, in an order that both know: by group, tensor and box."""
+        """Return what goes from one rank to another, in an order that both know: by group, tensor and box."""
         source_class, dest_class = self._source.class_of[source], self._dest.class_of[dest]
+        # The plans of a large job hold tens of millions of transfers. Creating the tuples directly skips the named
+        # tuple's constructor.
         new = tuple.__new__  # a world's plans hold tens of millions of transfers: skip the named tuple's own
         transfers: list[Transfer] = []
         for number, same in groupby(sorted(parts), key=lambda part: part.group):
@@ -241,7 +253,7 @@ class _Planner(Sequence[Plan]):
         return tuple(transfers)
 
     def _rows_of(self, number: int, shards: tuple[int, ...], source_class: int, dest_class: int) -> list[list[_Row]]:
-        """For each tensor of a group, what of these shard sets goes from one class to another."""
+        """Return for each tensor of a group what these shard sets transfer from one class to another."""
         key = (number, shards, source_class, dest_class)
         if key not in self._rows:
             group = self._groups[number]
@@ -249,7 +261,7 @@ class _Planner(Sequence[Plan]):
             self._rows[key] = rows = []
             for tensor in group.tensors:
                 held, wanted = held_by[tensor], wanted_by[tensor]
-                # tensors alike differ at most in the place of their boxes inside fused local tensors
+                # Tensors of a group differ at most in the places of their boxes inside fused local tensors.
                 shape = (number, shards, _places(held), _places(wanted))
                 if shape not in self._merged:
                     self._merged[shape] = _merge(_overlaps(group, shards, held, wanted))
@@ -262,6 +274,7 @@ class _Planner(Sequence[Plan]):
         return self._rows[key]
 
     def _refuse_mismatch(self, allow_unused: bool) -> None:
+        """Raise ReshardError if the two sides differ in tensors or shapes."""
         problems = [*self._source.disagreements, *self._dest.disagreements]
         problems += [
             f"{tensor}: the source has no such tensor"
@@ -279,6 +292,7 @@ class _Planner(Sequence[Plan]):
             raise ReshardError(f"source and destination are not the same model: {'; '.join(listed(problems))}.")
 
     def _refuse_missing(self) -> None:
+        """Raise ReshardError if no rank holds an element that the destination needs."""
         problems = []
         for group in self._groups:
             for number, box in group.missing.items():
@@ -292,7 +306,7 @@ class _Planner(Sequence[Plan]):
 
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Runs of tensors with the shard sets that all of the run come in, from the parts of one group."""
+    """Yield runs of tensors with the shard sets that apply to the whole run, from the parts of one group."""
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})
     for low, high in pairwise(cuts):
         shards = tuple(sorted(part.shards for part in parts if part.low <= low and high <= part.high))
@@ -301,7 +315,7 @@ def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ..
 
 
 def _places(pieces: list[Piece]) -> tuple[object, ...]:
-    """What of the pieces of a tensor decides how boxes merge: all but the names."""
+    """Return what decides how the boxes of a tensor merge: everything about its pieces except names."""
     if len(pieces) == 1:
         return pieces[0].box, pieces[0].local_box
     locals_ = list(dict.fromkeys(piece.local for piece in pieces))
@@ -309,7 +323,7 @@ def _places(pieces: list[Piece]) -> tuple[object, ...]:
 
 
 class _Overlap(NamedTuple):
-    """A box of the source that the destination wants: in which piece of either side, and where there."""
+    """Box of the source that the destination wants, with its piece and place on either side."""
 
     source_local: str
     dest_local: str
@@ -323,6 +337,7 @@ class _Overlap(NamedTuple):
 def _overlaps(
     group: TensorGroup, shards: tuple[int, ...], held: list[Piece], wanted: list[Piece]
 ) -> Iterator[_Overlap]:
+    """Yield the intersections of held and wanted pieces in some shard sets."""
     cells = [cell for number in shards for cell in group.shards[number].cells]
     places = [next((i, p) for i, p in enumerate(held) if contains(p.box, cell)) for cell in cells]
     for j, piece in enumerate(wanted):
@@ -335,7 +350,7 @@ def _overlaps(
 
 
 def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]:
-    """Join what is adjacent in all three boxes, until nothing is; sorted by box."""
+    """Merge intersections that are adjacent in all three boxes, until none is left. Sorted by box."""
     merged = sorted(overlaps)
     count = 0
     while count != len(merged):
@@ -351,16 +366,19 @@ def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]
 
 
 def _join(a: _Overlap, b: _Overlap) -> _Overlap | None:
+    """Return the union of two adjacent intersections, or None."""
     if (a.source_local, a.dest_local) != (b.source_local, b.dest_local):
         return None
     box, source_box, dest_box = join(a.box, b.box), join(a.source_box, b.source_box), join(a.dest_box, b.dest_box)
     if box is None or source_box is None or dest_box is None:
         return None
-    # side by side in one tensor and one below the other in the next: adjacent everywhere, yet not one box
+    # Boxes may lie side by side in one tensor and below each other in another. They are adjacent everywhere, but no
+    # single box.
     if not (same_up_to_ones(box.shape, source_box.shape) and same_up_to_ones(box.shape, dest_box.shape)):
         return None
     return a._replace(box=box, source_box=source_box, dest_box=dest_box)
 
 
 def _count(by_peer: Iterable[Sequence[Transfer]]) -> int:
+    """Return the number of elements of all transfers."""
     return sum(transfer.box.numel for transfers in by_peer for transfer in transfers)

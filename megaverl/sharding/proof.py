@@ -1,7 +1,7 @@
-"""Proof that a plan is right: each element written once, none fetched that is held, sends match receives.
+"""Proof that a plan is correct: each element is written once, none is fetched needlessly, and sends match receives.
 
-The proof knows nothing of how plans are made. It goes tensor by tensor, and what it proved of one holds for
-another whose pieces and transfers have the same boxes: thousands of layers and experts cost a few proofs.
+The proof is independent of how plans are made. It works tensor by tensor, and a result is reused for other tensors
+whose pieces and transfers have the same boxes. Thousands of layers and experts need only a few proofs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megaverl.sharding.plan import Plan, Transfer
 def check_plan(plan: Plan) -> None:
     """Prove one rank's plan against its own two layouts.
 
-    Every element that the destination layout needs is written exactly once and nothing else is written; what
-    is sent is the part of the source layout that it is said to be; and no element comes from another rank that
-    this rank holds itself.
+    - Every element that the destination layout needs is written exactly once, and nothing else is written.
+    - Every box sent is the part of the source layout that the transfer names.
+    - No element that this rank holds itself comes from another rank.
 
     Raises:
         ReshardError: names tensor, box and rank.
@@ -28,10 +28,10 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Prove the plans of all ranks, and that each sends exactly what the other receives, in the same order.
+    """Prove the plans of all ranks, and that each rank sends exactly what the other receives, in the same order.
 
-    Each plan is looked at once and not kept, so that `make_plans` may make it on the way: what two ranks say of
-    their traffic is compared by its 64-bit hash, and box by box only to name a difference.
+    Each plan is used once and not kept, so `make_plans` may create it on the fly. The two ranks' lists are compared by
+    64-bit hashes, and box by box only to report a difference.
 
     Raises:
         ReshardError: names tensor, box and both ranks.
@@ -57,7 +57,7 @@ def check_plans(plans: Sequence[Plan]) -> None:
 
 
 class _Held:
-    """A layout as the proofs see it: for each tensor the number of its places, and the local names in them."""
+    """Layout with a number for each tensor's places, so that tensors in equal places can be recognized."""
 
     def __init__(self, layout: Layout, numbers: dict[object, int]) -> None:
         self.layout = layout
@@ -65,7 +65,10 @@ class _Held:
         self._places: dict[str, tuple[int, tuple[str, ...]]] = {}
 
     def places(self, tensor: str) -> tuple[int, tuple[str, ...]]:
-        """Tensors of the same number lie in the same boxes, up to the names of local tensors."""
+        """Return the number of a tensor's places and the local names in them.
+
+        Tensors with the same number lie in the same boxes, up to the names of local tensors.
+        """
         found = self._places.get(tensor)
         if found is None:
             pieces = self.layout.by_tensor.get(tensor, ())
@@ -76,7 +79,7 @@ class _Held:
 
 
 class _Checker:
-    """Proofs, and what was proven so far."""
+    """Proofs, and everything proven so far."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
@@ -87,6 +90,7 @@ class _Checker:
         self._fetched: set[object] = set()
 
     def check(self, plan: Plan) -> None:
+        """Prove one plan."""
         if id(plan.dest_layout) not in self._sound:
             _check_layout(plan.dest_layout, plan.rank)
             self._sound[id(plan.dest_layout)] = plan.dest_layout
@@ -94,7 +98,7 @@ class _Checker:
         written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
         read: set[tuple[object, ...]] = set()
         for sender, receiver, transfers in _traffic(plan):
-            # a plan may hold tens of thousands of transfers: fields by number, and no call for each
+            # Plans hold tens of thousands of transfers. Fields are read by number and without calls, to save time.
             for transfer in transfers:
                 if transfer[2] != sender or transfer[5] != receiver:
                     raise ReshardError(
@@ -119,13 +123,14 @@ class _Checker:
                 self._check_needed(tensor, transfers, source, plan.rank)
 
     def _of(self, layout: Layout) -> _Held:
+        """Return the layout's `_Held`, created once per layout."""
         held = self._held.get(id(layout))
         if held is None:
             held = self._held[id(layout)] = _Held(layout, self._numbers)
         return held
 
     def _check_read(self, transfer: Transfer, source: _Held) -> None:
-        """The box that is sent is the one that it is said to be."""
+        """Check that the box sent is the one that the transfer names."""
         number, locals_ = source.places(transfer.tensor)
         local = transfer.source_local
         key = (number, locals_.index(local) if local in locals_ else None, transfer.box, transfer.source_box)
@@ -135,7 +140,7 @@ class _Checker:
             self._read.add(key)
 
     def _check_written(self, tensor: str, transfers: Sequence[Transfer], dest: _Held, rank: int) -> None:
-        """Every element of a tensor's places is written once, with what belongs there."""
+        """Check that every element of a tensor's places is written once, with the right contents."""
         number, locals_ = dest.places(tensor)
         key: tuple[object, ...]
         if len(locals_) == 1:
@@ -148,7 +153,7 @@ class _Checker:
             self._written.add(key)
 
     def _check_needed(self, tensor: str, transfers: Sequence[Transfer], source: _Held, rank: int) -> None:
-        """Nothing that the rank holds comes from another."""
+        """Check that nothing that the rank holds comes from another rank."""
         number, _ = source.places(tensor)
         for transfer in transfers:
             key = (number, transfer.box)
@@ -164,7 +169,7 @@ class _Checker:
 
 
 def _traffic(plan: Plan) -> list[tuple[int, int, Sequence[Transfer]]]:
-    """`(sender, receiver, transfers)` of all that the plan says."""
+    """Return (sender, receiver, transfers) of everything in a plan."""
     for what, peers in (("sends to", plan.sends), ("receives from", plan.receives)):
         for peer in peers:
             if peer == plan.rank or not 0 <= peer < plan.world:
@@ -176,7 +181,7 @@ def _traffic(plan: Plan) -> list[tuple[int, int, Sequence[Transfer]]]:
 
 
 def _check_layout(layout: Layout, rank: int) -> None:
-    """The pieces of a layout lie inside their local tensors and do not overlap there."""
+    """Check that the pieces of a layout lie inside their local tensors and do not overlap."""
     by_local: dict[str, list[Piece]] = {}
     for piece in layout.pieces:
         by_local.setdefault(piece.local, []).append(piece)
@@ -195,6 +200,7 @@ def _check_layout(layout: Layout, rank: int) -> None:
 
 
 def _prove_written(tensor: str, transfers: Sequence[Transfer], pieces: Sequence[Piece], rank: int) -> None:
+    """Check that the transfers write every place of a tensor once."""
     for transfer in transfers:
         _prove_place(transfer, transfer.dest_local, transfer.dest_box, pieces, rank)
     for local in dict.fromkeys(piece.local for piece in pieces):
@@ -209,7 +215,7 @@ def _prove_written(tensor: str, transfers: Sequence[Transfer], pieces: Sequence[
 
 
 def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piece], rank: int) -> None:
-    """`box` of the local tensor is a place of the tensor's, and holds just the transfer's global box."""
+    """Check that `box` of the local tensor holds exactly the transfer's global box."""
     if not same_up_to_ones(transfer.box.shape, box.shape):
         raise ReshardError(f"{_where(transfer)}: {transfer.box} and {local} {box} differ in shape.")
     inside = 0
@@ -231,7 +237,7 @@ def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piec
 
 
 def _refuse_difference(plans: Sequence[Plan], sender: int, receiver: int) -> None:
-    """Say where what one rank sends and what the other expects are not the same."""
+    """Raise ReshardError with the first difference between what one rank sends and the other expects."""
     sent, expected = plans[sender].sends.get(receiver, ()), plans[receiver].receives.get(sender, ())
     for a, b in zip(sent, expected, strict=False):
         if a != b:
@@ -244,6 +250,7 @@ def _refuse_difference(plans: Sequence[Plan], sender: int, receiver: int) -> Non
 
 
 def _where(transfer: Transfer) -> str:
+    """Return a transfer in words."""
     return (
         f"{transfer.tensor} {transfer.box} from {transfer.source_local} {transfer.source_box} of rank "
         f"{transfer.source} to {transfer.dest_local} {transfer.dest_box} of rank {transfer.dest}"

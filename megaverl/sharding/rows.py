@@ -1,4 +1,7 @@
-"""The rows of a batch as layouts: a row is a one-dimensional box, held at some place of a rank's batch."""
+"""Rows of a batch as layouts, so that batches are redistributed by the same plans as weights.
+
+A row is a global tensor of one element. Its place in a rank's batch is a place in the local tensor `BATCH`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plan, Transfer, make_plans
 
-# rank of the job -> the rows of the step's batch that it holds, or wants, in this order. Who is left out has none.
+# Rank of the job -> rows of the step's batch that it holds or wants, in this order. Missing ranks have none.
 Rows = Mapping[int, Sequence[int]]
 
 BATCH = "batch"  # the local tensor of every row
@@ -18,7 +21,7 @@ ONE = whole((1,))
 
 
 class Move(NamedTuple):
-    """One message: these rows, from one rank to another."""
+    """One message: rows that go from one rank to another."""
 
     source: int
     dest: int
@@ -26,7 +29,7 @@ class Move(NamedTuple):
 
 
 def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
-    """Whatever a rank has in any of the parts, ascending; joined once for ranks that have the very same ones."""
+    """Return the union of each rank's rows over all parts, ascending. Ranks with identical parts share one object."""
     found: dict[int, list[Sequence[int]]] = {}
     for part in parts:
         for rank, rows in part.items():
@@ -39,8 +42,11 @@ def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
 
 
 def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> list[Move]:
-    """What one rank sends and receives, as `plan_rows` says. Where every row has one holder nothing is to be shared
-    out among several, and a rank looks at its own rows alone. Arguments and errors: see there."""
+    """Return the messages that one rank sends and receives, equal to those of `plan_rows`.
+
+    If every row has one holder, there is nothing to balance, and the rank looks at its own rows only. That is the
+    common case and much faster. Arguments and errors are those of `plan_rows`.
+    """
     holder = {row: other for other, rows in source.items() for row in rows}
     if len(holder) != sum(map(len, source.values())):
         plans = plan_rows(source, dest, node_of)
@@ -58,6 +64,7 @@ def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int
 
 
 def _check_wanted(rank: int, rows: Sequence[int], held: Mapping[int, object]) -> None:
+    """Raise DataError if a rank wants a row twice, or a row that no rank holds."""
     wanted = set(rows)
     if len(wanted) == len(rows) and wanted <= held.keys():
         return
@@ -68,14 +75,15 @@ def _check_wanted(rank: int, rows: Sequence[int], held: Mapping[int, object]) ->
 
 
 def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> Sequence[Plan]:
-    """The plans of all ranks that bring each the rows that it wants: every row is a tensor of one element.
+    """Return the plans of all ranks that bring each rank the rows it wants.
 
     Args:
-        source: rows that every rank holds now; dest: rows that it wants.
-        node_of: the node of a rank; None: all on one.
+        source: rows that every rank holds now.
+        dest: rows that every rank wants.
+        node_of: node of a rank. None: all ranks are on one node.
 
     Raises:
-        DataError: rows that are wanted and that nobody holds, or that one rank wants twice.
+        DataError: a wanted row is held by no rank, or one rank wants it twice.
     """
     held = dict.fromkeys(set().union(*source.values()))
     for rank, rows in dest.items():
@@ -85,17 +93,18 @@ def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = N
 
 
 def moves_of(plan: Plan) -> list[Move]:
-    """What one rank sends and receives, rows in the order in which they are wanted; one message for a pair."""
+    """Return the messages of one rank, one per peer and direction, with rows in the order in which they are wanted."""
     out = [Move(plan.rank, peer, _rows(transfers)) for peer, transfers in plan.sends.items()]
     return out + [Move(peer, plan.rank, _rows(transfers)) for peer, transfers in plan.receives.items()]
 
 
 def _rows(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    """Return the rows of transfers, in the order of their places at the destination."""
     return tuple(int(transfer.tensor) for transfer in sorted(transfers, key=lambda transfer: transfer.dest_box))
 
 
 def _layouts(rows_of: Rows) -> Callable[[int], Layout]:
-    """Ranks with the same rows share a layout, as plans like it."""
+    """Return the layouts of all ranks. Ranks with equal rows share one object, which keeps plans small."""
     made: dict[tuple[int, ...], Layout] = {(): EMPTY}
     by_rank: dict[int, Layout] = {}
     for rank, rows in rows_of.items():

@@ -1,7 +1,7 @@
-"""Copies between strided views, as loop nests: what a program copied, followed back to arrays and cut into boxes.
+"""Copies between strided views as loop nests, traced back to arrays and split into boxes.
 
-Addresses and strides count elements of a storage. A nest is `settled` on the axes of a dense array, given by their
-falling strides, when each of its loops stays on one axis: then it is a set of boxes there.
+Addresses and strides count elements of a storage. A dense array is described by the decreasing strides of its axes. A
+loop nest is `settled` on these axes if each of its loops moves along one axis only. It then describes a set of boxes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MOST_PARTS = 100_000  # that one copy may fall into
 
 
 class NotStrided(ValueError):
-    """No boxes describe this copy."""
+    """Raised for a copy that no set of boxes describes."""
 
 
 class Loop(NamedTuple):
-    """Its turns, and how far one of them moves in the source and in the destination."""
+    """One loop of a copy: the number of iterations, and the step of each in the source and in the destination."""
 
     turns: int
     source: int
@@ -32,32 +32,35 @@ class Loop(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """`dest[dest_start + sum(i * loop.dest)] = source[source_start + sum(i * loop.source)]`, for all i of all loops."""
+    """Copy described by loops.
+
+    `dest[dest_start + sum(i * loop.dest)] = source[source_start + sum(i * loop.source)]`, for all i of all loops.
+    """
 
     source_start: int
     dest_start: int
     loops: tuple[Loop, ...]
 
     def shifted(self, loop: Loop, turns: int) -> Copy:
-        """The same from a later turn of a loop on."""
+        """Return the copy with the starts of iteration `turns` of a loop."""
         return self._replace(
             source_start=self.source_start + turns * loop.source, dest_start=self.dest_start + turns * loop.dest
         )
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of an array in row-major order."""
+    """Return the strides of a dense array in row-major order."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
-    """The copy in parts that are settled on these axes of its `side` ("source" or "dest").
+    """Yield parts of the copy that are settled on these axes of its `side` ("source" or "dest").
 
     Args:
-        strides: falling, each a multiple of the next; the first axis has no end.
+        strides: decreasing, each a multiple of the next. The first axis is unbounded.
 
     Raises:
-        NotStrided: a stride that is no multiple of its axis's, or too many parts.
+        NotStrided: a stride is not a multiple of its axis's stride, or there are too many parts.
     """
     pending, parts = [_plain(copy)], 0
     while pending:
@@ -73,7 +76,7 @@ def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
 
 
 def _plain(copy: Copy) -> Copy:
-    """Without loops of one turn; two that are one in both sides are joined."""
+    """Remove loops of one iteration, and merge loops that are contiguous on both sides."""
     loops: list[Loop] = []
     for loop in sorted((loop for loop in copy.loops if loop.turns > 1), key=lambda loop: (-loop.source, -loop.dest)):
         if loops and loops[-1][1:] == (loop.source * loop.turns, loop.dest * loop.turns):
@@ -84,6 +87,7 @@ def _plain(copy: Copy) -> Copy:
 
 
 def _axis_of(stride: int, strides: Sequence[int]) -> int:
+    """Return the axis along which a stride moves."""
     axis = next((axis for axis, unit in enumerate(strides) if stride >= unit), None)
     if axis is None or stride % strides[axis]:
         raise NotStrided(f"a stride of {stride} is on none of the axes of strides {tuple(strides)}")
@@ -91,7 +95,7 @@ def _axis_of(stride: int, strides: Sequence[int]) -> int:
 
 
 def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
-    """Two or more parts of a copy that is not settled; None where it is."""
+    """Return two or more parts of a copy that is not settled, or None if it is settled."""
     start = getattr(copy, f"{side}_start")
     for axis in range(1, len(strides)):
         end, unit = strides[axis - 1], strides[axis]
@@ -101,15 +105,20 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         for loop in here:
             _axis_of(getattr(loop, side), strides)
         first = start % end
+        # If even the farthest iteration stays within this axis, its loops need no splitting.
         reach = first + sum((loop.turns - 1) * getattr(loop, side) for loop in here)
         if not here or reach - reach % unit < end:
             continue
         loop = here.pop()
         stride = getattr(loop, side)
         others = tuple(other for other in copy.loops if other is not loop)
+        # Finer loops that cross a step of this loop's stride cannot be separated from it, so its iterations are
+        # unrolled.
         finer = first % stride + sum((other.turns - 1) * getattr(other, side) for other in here)
         if end % stride or finer - finer % unit >= stride:
             return [copy.shifted(loop, turn)._replace(loops=others) for turn in range(loop.turns)]
+        # Otherwise the loop is cut at the axis's ends: the rest of the first row, whole rows, the beginning of the last
+        # row.
         turns = end // stride
         head = -(first // stride) % turns
         bounds = sorted({0, min(head, loop.turns), head + max(0, loop.turns - head) // turns * turns, loop.turns})
@@ -129,7 +138,7 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
 
 
 def compose(read: Copy, write: Copy) -> Iterator[Copy]:
-    """What `read` takes of what `write` has put there: from `write`'s source to `read`'s destination.
+    """Return what `read` takes of what `write` has put there, as copies from `write`'s source to `read`'s destination.
 
     Raises:
         NotStrided: see `settle`.
@@ -148,8 +157,15 @@ def compose(read: Copy, write: Copy) -> Iterator[Copy]:
 
 
 def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[Copy]:
-    """The turns of a settled copy that read what was written."""
+    """Yield the iterations of a settled copy that read data written by an earlier one.
+
+    Args:
+        part: copy settled on the strides of `written`.
+        source_start: start of the earlier copy in its source.
+        written: loops of the earlier copy, by decreasing step in its destination.
+    """
     rest = part.source_start
+    # The start address in the mixed radix of the loops: one index per loop.
     digits = []
     for loop in written:
         digit, rest = divmod(rest, loop.dest)
@@ -184,8 +200,12 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
 
 
 class Strides(NamedTuple):
-    """How an array is seen so that its elements come in another's order: its axes in this order, and of each every
-    `step`-th element from `first` on."""
+    """View of an array whose elements come in another array's order.
+
+    Attributes:
+        axes: permutation of the axes.
+        first, step: along each permuted axis, every `step`-th element from `first` on.
+    """
 
     axes: tuple[int, ...]
     first: tuple[int, ...]
@@ -193,27 +213,32 @@ class Strides(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
+        """Return whether the view is the array itself, up to offsets."""
         return self.axes == tuple(range(len(self.axes))) and set(self.step) <= {1}
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of an array of this shape, seen so."""
+        """Return the shape of the view of an array with the given shape."""
         permuted = [shape[axis] for axis in self.axes]
         return tuple(
             math.ceil((size - first) / step) for size, first, step in zip(permuted, self.first, self.step, strict=True)
         )
 
     def behind(self, count: int) -> Strides:
-        """Of an array that has so many axes more in front, which stay as they are."""
+        """Return the view of an array with `count` more leading axes, which stay unchanged."""
         axes = (*range(count), *(count + axis for axis in self.axes))
         return Strides(axes, (0,) * count + self.first, (1,) * count + self.step)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor seen so, sharing its storage."""
+        """Return the view of a tensor, sharing its storage."""
         every = zip(self.first, self.step, strict=True)
         return tensor.permute(self.axes)[tuple(slice(first, None, step) for first, step in every)]
 
     def inside(self, part: Box) -> tuple[Box, Strides]:
-        """What of the view lies in a box of the array: its box in the view, and how the box alone is seen so."""
+        """Return the part of the view inside a box of the array.
+
+        Returns:
+            The part's box in the view, and the view of the box by itself.
+        """
         low = [part.start[axis] for axis in self.axes]
         high = [part.stop[axis] for axis in self.axes]
         every = list(zip(low, high, self.first, self.step, strict=True))
@@ -228,7 +253,7 @@ class Strides(NamedTuple):
 
 
 def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) -> Iterator[tuple[Box, Strides, Box]]:
-    """The copy as `(box of the source, how the destination is seen, box of that view)`, for two dense arrays.
+    """Yield the copy as (box of the source, view of the destination, box of that view), for two dense arrays.
 
     Raises:
         NotStrided: see `settle`.
@@ -238,7 +263,8 @@ def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) ->
     source_strides, dest_strides = dense_strides(source_shape), dense_strides(dest_shape)
     for half in settle(copy, "source", [source_strides[axis] for axis in source_axes] or [1]):
         for part in settle(half, "dest", [dest_strides[axis] for axis in dest_axes] or [1]):
-            # source axis -> the loop that is an axis of the box; the other loops are turned one by one
+            # Source axis -> the loop that becomes an axis of the box. All other loops are unrolled. Long loops are kept
+            # first.
             kept: dict[int, Loop] = {}
             for loop in sorted(part.loops, key=lambda loop: -loop.turns):
                 axis = source_axes[_axis_of(loop.source, [source_strides[axis] for axis in source_axes])]
@@ -255,6 +281,7 @@ def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) ->
 
 
 def _dest_axis(stride: int, axes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the destination axis along which a stride moves."""
     return axes[_axis_of(stride, [strides[axis] for axis in axes])]
 
 
@@ -265,6 +292,7 @@ def _box(
     dest_axes: Sequence[int],
     dest_strides: Sequence[int],
 ) -> tuple[Box, Strides, Box]:
+    """Return one box of a copy whose loops `kept` are its axes."""
     low, at = _unravel(copy.source_start, source_strides), _unravel(copy.dest_start, dest_strides)
     high = tuple(start + (kept[axis].turns if axis in kept else 1) for axis, start in enumerate(low))
     counts, steps = [1] * len(at), [1] * len(at)
@@ -275,6 +303,7 @@ def _box(
         counts[axis], steps[axis] = loop.turns, loop.dest // dest_strides[axis]
         moving.append(axis)
     still = [axis for axis in range(len(at)) if axis not in moving]
+    # Moving axes take the order of the source's axes; the others keep their places.
     places = iter(moving)  # where an axis moves, the axes that move stand there in the source's order
     axes = tuple(axis if axis in still else next(places) for axis in range(len(at)))
     view = Strides(axes, tuple(at[axis] % steps[axis] for axis in axes), tuple(steps[axis] for axis in axes))
@@ -284,6 +313,7 @@ def _box(
 
 
 def _unravel(address: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an address in an array with these strides."""
     found = []
     for stride in strides:
         index, address = divmod(address, stride)

@@ -1,14 +1,12 @@
-"""Where a program copies tensors to, seen by running it on tensors without data: the layout of what it loads.
+"""Find out where a program copies tensors, by running it on tensors without data.
 
-The program is a model's own `load_weights`, or what turns a model's tensors into those of a file. Sources are meta
-tensors; a dispatch mode sees every copy below torch's views, which are offsets and strides by then. Copies of copies
-are followed back to the sources (`sharding.strided`). What is computed from a source instead of copied is named.
+The program is a model's own `load_weights`, or code that converts a model's tensors to those of a file. Its inputs are
+meta tensors. A dispatch mode sees every copy below torch's views, which are offsets and strides at that point. Copies
+of copies are traced back to the inputs (`sharding.strided`). Tensors that are computed instead of copied are reported.
 
-The weights of a Hugging Face module: their names and shapes in a folder, and where they lie in the module.
-
-transformers may save under other names than a module's, and in other pieces
-(experts that a module holds in one tensor are one file entry each, some are transposed): its own conversion is run on
-tensors without data, and what it copies is recorded (`sharding.tracing`).
+`weights_of_module` uses this for a Hugging Face module, which transformers may save under other names and in other
+pieces: experts of one tensor become one entry each, and some are transposed. transformers' own conversion runs on
+tensors without data.
 """
 
 from __future__ import annotations
@@ -33,7 +31,9 @@ if TYPE_CHECKING:
 
 MOST_REPEATS = 64  # of one element of a source
 MOST_STEPS = 8  # between a source and what it is copied to
+# Operators that copy their input.
 _COPIES = ("aten::clone", "aten::_to_copy", "aten::contiguous")
+# Operators that act as views but are not marked as such.
 _VIEWS = (
     "aten::_unsafe_view",
     "aten::_reshape_alias",
@@ -43,6 +43,7 @@ _VIEWS = (
     "aten::unbind",
     "aten::chunk",
 )
+# Operators that only read shapes, or create tensors without copying.
 _NEW = (
     "aten::empty_like",
     "aten::new_empty",
@@ -57,17 +58,26 @@ _NEW = (
 
 
 class _Write(NamedTuple):
-    """A copy into a storage; `source` None: of numbers that come from no source."""
+    """Copy into a storage. `source` None: constants, which come from no source."""
 
     source: int | None
     copy: Copy
 
 
 class Tracer(TorchDispatchMode):
-    """While it is active, copies of its sources are recorded and not made."""
+    """Dispatch mode that records copies of its sources instead of executing them.
+
+    Example:
+            tracer = Tracer()
+            source = tracer.source("weight", (4, 8), torch.float32)
+            with tracer:
+                parameter.copy_(source.t())
+            list(tracer.copied(parameter))
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        # Storages are identified by address, which stays unique only while they exist.
         self._kept: list[torch.Tensor] = []  # storages are known by their address
         self._names: dict[int, str] = {}
         self._shapes: dict[int, tuple[int, ...]] = {}
@@ -75,7 +85,7 @@ class Tracer(TorchDispatchMode):
         self._computed: dict[int, frozenset[str]] = {}
 
     def source(self, name: str, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without data, which stands for one of that name."""
+        """Return a tensor without data that stands for the source `name`."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self._kept.append(tensor)
         self._names[_storage(tensor)] = name
@@ -83,10 +93,10 @@ class Tracer(TorchDispatchMode):
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> Iterator[tuple[str | None, tuple[int, ...], Copy]]:
-        """What was copied into a tensor's storage: name and shape of the source, and the copy, the last one last.
+        """Yield what was copied into a tensor's storage: name and shape of the source, and the copy, in order of time.
 
         Raises:
-            NotStrided: what it holds is no copy.
+            NotStrided: the tensor holds something that is not a copy.
         """
         for write in self._writes.get(_storage(tensor), ()):
             for source, copy in self._followed(write, MOST_STEPS):
@@ -94,17 +104,18 @@ class Tracer(TorchDispatchMode):
                 yield name, self._shapes.get(source, ()) if source is not None else (), copy
 
     def computed(self, tensor: torch.Tensor) -> frozenset[str]:
-        """The sources of what a tensor holds, if some of it is not a copy; else none."""
+        """Return the sources of a tensor that holds something other than copies, else nothing."""
         key = _storage(tensor)
         if key not in self._computed:
             return frozenset()
         return self._computed[key] | self._sources_of(key)
 
     def sources_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """All whose elements went into what a tensor holds."""
+        """Return all sources whose elements affect a tensor."""
         return self._sources_of(_storage(tensor))
 
     def _followed(self, write: _Write, steps: int) -> Iterator[tuple[int | None, Copy]]:
+        """Yield the copies from sources that a write amounts to, following at most `steps` intermediate copies."""
         if write.source is None or write.source in self._names:
             yield write.source, write.copy
             return
@@ -117,6 +128,7 @@ class Tracer(TorchDispatchMode):
                 yield from self._followed(_Write(earlier.source, copy), steps - 1)
 
     def _sources_of(self, key: int) -> frozenset[str]:
+        """Return all sources whose elements affect a storage."""
         if key in self._names:
             return frozenset((self._names[key],))
         found = self._computed.get(key, frozenset())
@@ -126,10 +138,12 @@ class Tracer(TorchDispatchMode):
         return found
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's storage depends on a source."""
         key = _storage(tensor)
         return key in self._names or key in self._writes or key in self._computed
 
     def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+        """Record a copy from `source` to `dest`."""
         key = _storage(dest)
         self._kept += [dest, source]
         source = source.expand(dest.shape)
@@ -146,6 +160,7 @@ class Tracer(TorchDispatchMode):
                 self._writes.setdefault(key, []).append(_Write(None, copy))
 
     def _compute(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
+        """Record that a tensor is computed from sources."""
         self._kept.append(tensor)
         key = _storage(tensor)
         self._computed[key] = self._computed.get(key, frozenset()) | sources
@@ -153,6 +168,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Record an operator that involves a source, and execute it on meta tensors only."""
         kwargs = kwargs or {}
         name = func._schema.name
         known = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each) and self._is_known(each)]
@@ -170,6 +186,7 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ("aten::zero_", "aten::fill_"):
             self._write(args[0], torch.empty((), device="meta"))
+            # The program overwrites a source with a constant.
             if (key := _storage(args[0])) in self._names:  # a source of which a program makes a constant
                 del self._names[key]
             return args[0]
@@ -184,11 +201,13 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _joined(self, stacks: bool, func: Any, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        """Record `cat` or `stack` as copies of its inputs."""
         made: torch.Tensor = func([each.to("meta") for each in tensors], dim)
         parts = made.unbind(dim) if stacks else made.split([each.shape[dim] for each in tensors], dim)
         return self._made(made, zip(parts, tensors, strict=True))
 
     def _made(self, made: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Record the copies into a new tensor, and return it."""
         self._shapes[_storage(made)] = tuple(made.shape)
         for part, source in parts:
             if self._is_known(source):
@@ -197,20 +216,23 @@ class Tracer(TorchDispatchMode):
 
 
 def _is_tensor(value: Any) -> bool:
+    """Return whether `value` is a tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def _offset(tensor: torch.Tensor) -> int:
+    """Return a tensor's offset in its storage."""
     return int(tensor.storage_offset())
 
 
 def _once(copy: Copy) -> Iterator[Copy]:
-    """Without loops that stay at one element of the source."""
+    """Yield the copy without loops that repeat one element of the source, unrolled."""
     still = next((loop for loop in copy.loops if loop.turns > 1 and not loop.source), None)
     if still is None:
         yield copy
@@ -224,33 +246,33 @@ def _once(copy: Copy) -> Iterator[Copy]:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """Where the sources have gone.
+    """Destinations of all sources.
 
     Attributes:
-        layout: of all that is a copy; a local tensor is a destination.
-        computed: destination -> the sources that its program computes it from, or copies as no boxes describe.
+        layout: everything that is a copy. Local tensors are destinations.
+        computed: destination -> sources from which it is computed, or copied in a way that no boxes describe.
     """
 
     layout: Layout
     computed: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For another rank: what JSON can hold."""
+        """Return the layout as JSON values, to send it to another rank."""
         return {"layout": self.layout.to_json(), "computed": {name: sorted(of) for name, of in self.computed.items()}}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> TracedLayout:
-        """What `to_json` made."""
+        """Return the layout that `to_json` converted."""
         computed = {name: frozenset(sources) for name, sources in told["computed"].items()}
         return cls(Layout.from_json(told["layout"]), computed)
 
     @property
     def parameters(self) -> frozenset[str]:
-        """The destinations."""
+        """Names of all destinations."""
         return frozenset(self.layout.local_shapes) | self.computed.keys()
 
     def from_sources(self, prefix: str) -> TracedLayout:
-        """What comes from the sources whose names begin so."""
+        """Return the part that comes from sources whose names start with `prefix`."""
         pieces = tuple(piece for piece in self.layout.pieces if piece.tensor.startswith(prefix))
         views = {piece.local: self.layout.views[piece.local] for piece in pieces if piece.local in self.layout.views}
         layout = Layout(
@@ -267,7 +289,7 @@ class TracedLayout:
         return TracedLayout(layout, computed)
 
     def renamed(self, rename: Callable[[str], str]) -> TracedLayout:
-        """The same of other sources and destinations."""
+        """Return the layout with renamed sources and destinations."""
         layout = Layout(
             tuple(p._replace(tensor=rename(p.tensor), local=rename(p.local)) for p in self.layout.pieces),
             {rename(name): shape for name, shape in self.layout.local_shapes.items()},
@@ -279,7 +301,7 @@ class TracedLayout:
 
 
 def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
-    """Of different sources; what some say of destinations is added."""
+    """Return the union of layouts of different sources. A destination that is computed in one of them is computed."""
     computed = {name: sources for part in parts for name, sources in part.computed.items()}
     shapes = {name: shape for part in parts for name, shape in part.layout.local_shapes.items()}
     layout = Layout(
@@ -292,7 +314,7 @@ def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
 
 
 def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> TracedLayout:
-    """What the tracer saw of these tensors, which are dense."""
+    """Return the layout of dense destination tensors, as the tracer saw them."""
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
     global_shapes: dict[str, tuple[int, ...]] = {}
@@ -315,13 +337,13 @@ def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> T
 
 
 def layout_of_sources(tracer: Tracer, made: Mapping[str, torch.Tensor]) -> Layout:
-    """The other way round: where tensors that a program made lie in its sources, which are the local tensors.
+    """Return where tensors that a program created lie in its sources. Local tensors are the sources.
 
     Args:
-        made: by their global names.
+        made: created tensors, by their global names.
 
     Raises:
-        NotStrided: names one that is no copy of sources, or not of all of its elements.
+        NotStrided: names a tensor that is not a copy of sources, or not all of it.
     """
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
@@ -357,6 +379,7 @@ def _pieces(
     views: dict[str, tuple[str, Strides]],
     global_shapes: dict[str, tuple[int, ...]],
 ) -> list[Piece]:
+    """Return the pieces of one destination, recording views and shapes of sources."""
     pieces: list[Piece] = []
     shape = tuple(tensor.shape)
     for source, source_shape, copy in tracer.copied(tensor):
@@ -374,7 +397,7 @@ def _pieces(
 
 
 def _last_ones(pieces: list[Piece]) -> list[Piece]:
-    """Without those that are written over by a later one, as tied weights are that a file has twice."""
+    """Remove pieces that a later one overwrites, such as tied weights that a file stores twice."""
     if sum(piece.local_box.numel for piece in pieces) <= 1:
         return pieces
     kept: list[Piece] = []
@@ -391,13 +414,13 @@ def _last_ones(pieces: list[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class ModuleWeights:
-    """What a model's folder holds of its module.
+    """Tensors that a model's folder stores for a module.
 
     Attributes:
-        layout: the module's, whole: global tensors have the names of the files, and `global_shapes` all of them in the
-            files' order; local ones are parameters and saved buffers under the names of `state_dict()`.
-            `layout.shard` says what a rank holds that has a box of each.
-        tied: further names of a tensor in the module -> its name in `layout`.
+        layout: layout of the whole module. Global tensors have the names of the files, and `global_shapes` their order.
+            Local tensors are parameters and saved buffers under the names of `state_dict()`. `layout.shard` gives the
+            layout of a rank that holds a box of each.
+        tied: further name of a tensor in the module -> its name in `layout`.
     """
 
     layout: Layout
@@ -405,12 +428,12 @@ class ModuleWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By the names in a folder's files."""
+        """Shapes by the names in a folder's files."""
         return self.layout.global_shapes
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Name in the module -> in the files, of the tensors that are the same in both but for that."""
+        """Name in the module -> name in the files, for tensors that are otherwise equal."""
         pieces, held = self.layout.by_tensor, dict.fromkeys(self.layout.local_shapes, 0)
         for piece in self.layout.pieces:
             held[self.layout.stored_in(piece.local)] += 1
@@ -422,7 +445,7 @@ class ModuleWeights:
 
 
 def weights_of_module(model: PreTrainedModel) -> ModuleWeights:
-    """Of a module, on any device and of any dtype: it is only looked at.
+    """Return the weights of a module on any device and of any dtype. The module is not changed.
 
     Raises:
         ModelError: transformers computes what it saves, or saves other tensors than the module has.

@@ -1,8 +1,8 @@
-"""A `config.json` as transformers' own configuration class reads it.
+"""Read a `config.json` with transformers' own configuration class.
 
-A key that is absent has the default of the model's class, which differs from class to class (Mixtral's rotary base is
-1e6, gpt-oss scales by YaRN, Mistral has a window of 4,096 tokens), and several spellings of a key mean the same. The
-class decides both, so that no default is written down here.
+A missing key has the default of the model's class, and defaults differ between classes: Mixtral's rotary base is 1e6,
+gpt-oss scales by YaRN, Mistral has a window of 4,096 tokens. Some keys also have several spellings. The class decides
+both, so no default is repeated here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 
 from megaverl.errors import ModelError
 
-# Configuration classes make lists of one entry for each layer: a damaged file must not ask for a billion of them.
+# Configuration classes create lists with one entry per layer. A damaged file must not make them create a billion.
 MOST_LAYERS = 10_000
 
 
 def read_by_transformers(model_type: str, config: dict[str, Any], source: str = "config.json") -> dict[str, Any]:
-    """Return every key of `config` as transformers' class of `model_type` reads it, with its defaults.
+    """Return every key of `config` as transformers' class for `model_type` reads it, with its defaults.
 
-    transformers imports torch where it is installed, which takes seconds. A process that has not imported torch has a
-    child process without torch read the file instead, which takes two seconds of a processor. What it answers is kept
-    in the user's cache folder for later commands, under a digest of the values and of transformers' files.
+    transformers imports torch if it is installed, which takes seconds. A process that has not imported torch therefore
+    reads the file in a child process without torch, which takes two seconds. The result is cached in the user's cache
+    folder, under a digest of the values and of transformers' files.
 
     Raises:
         ModelError: transformers has no such model type, or its class refuses the values.
@@ -46,7 +46,7 @@ def read_by_transformers(model_type: str, config: dict[str, Any], source: str = 
 
 
 def _counts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of layers in a configuration and in its parts, such as `text_config`."""
+    """Yield keys and numbers of layers in a configuration and in its parts, such as `text_config`."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _counts(value)
@@ -64,6 +64,7 @@ def is_model_type(name: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _answer(model_type: str, config: str) -> str:
+    """Return the JSON of `_read`, from the cache if possible."""
     if "torch" in sys.modules:
         return _read(model_type, config)
     kept = _cache_file(model_type, config)
@@ -77,9 +78,9 @@ def _answer(model_type: str, config: str) -> str:
 
 
 def _cache_file(model_type: str, config: str) -> Path:
-    """Return where the answer for a configuration is kept.
+    """Return the cache file for a configuration.
 
-    The name changes with the values, and with the files of transformers that decide what is made of them.
+    Its name depends on the values, and on the files of transformers that interpret them.
     """
     package = find_spec("transformers")
     folder = Path(package.origin).parent if package is not None and package.origin is not None else Path()
@@ -92,7 +93,7 @@ def _cache_file(model_type: str, config: str) -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file as a whole, whatever ends the process and whoever else writes it."""
+    """Write a file atomically, safe against concurrent writers and an early end of the process."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
@@ -100,8 +101,9 @@ def _write(file: Path, text: str) -> None:
 
 
 def _ask_child(model_type: str, config: str) -> str:
+    """Run this module in a child process and return its answer."""
     command = [sys.executable, "-m", __name__, model_type]
-    # advice about torch, and progress of imports, are no answer
+    # Only the answer may be printed, without transformers' advice about torch or its progress of imports.
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, input=config, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -115,7 +117,8 @@ def _read(model_type: str, config: str) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.utils import logging
 
-    # What it warns of is refused or said by megaverl, and said again by each rank that loads the model.
+    # megaverl refuses or reports what transformers would warn about, and every rank that loads the model would warn
+    # again.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -130,7 +133,8 @@ def _read(model_type: str, config: str) -> str:
 
 
 def main() -> None:
-    """Read a config.json from standard input, without torch."""
+    """Read a config.json from standard input without torch, and print the answer."""
+    # Makes `import torch` fail, so that transformers runs without it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     print(_read(sys.argv[1], sys.stdin.read()))
 

@@ -1,28 +1,32 @@
-"""vLLM's model parameters as a layout, for any tensor-parallel rank, with and without expert parallelism; and weights
-that an engine holds in 8 bits: which they are, what shares a scale, and in which parts they land.
+"""Layout of vLLM's model parameters for any tensor-parallel rank, with and without expert parallelism.
 
-An engine asks vLLM's own loader (`rollout/vllm_layouts.py`). The planner takes these rules, since a table of bytes must
-not wait for vLLM's import (15 s) nor need it on a login node; tests hold one against the other.
+Also weights that an engine holds in 8 bits: which these are, what shares a scale, and in which parts they arrive.
+
+An engine asks vLLM's own loader (`rollout/vllm_layouts.py`). The planner uses the rules below: a memory estimate must
+not wait 15 s for vLLM's import, nor need vLLM on a login node. Tests compare the two.
 
 Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.py`, `fused_moe/`):
-- `qkv_proj` is [this rank's q rows; its k rows; its v rows]; with fewer key-value heads than ranks, each head
-  is held by as many neighbouring ranks as share it;
-- `gate_up_proj` is [this rank's gate rows; its up rows];
-- the vocabulary is padded to a multiple of 64 and cut into equal runs of rows;
-- `fused_qkv_a_proj` is [q_a; kv_a], whole on every rank;
-- `w13_weight` is [expert, this rank's gate rows then its up rows, hidden], `w2_weight` is [expert, hidden, this
-  rank's columns]: all experts, cut by the tensor-parallel size;
-- with expert parallelism the tensor-parallel ranks divide the experts instead, each whole: neighbouring ones
-  ("linear") or every n-th ("round_robin"), one more on the first ranks where the number does not divide
-  (`fused_moe/expert_map_manager.py`). Router and shared experts stay as they are;
-- gpt-oss's experts are as in its files, but `[expert, out, in]`; `w2_bias` is on the first rank alone, unless ranks
-  divide the experts, and zero on the others.
-Kernels that repack the experts after loading (FlashInfer, CPU grouped GEMM) hold something else: not laid out. Of a
-quantised engine the layout says the same, and which tensors are quantised; where their scales are, the engine does.
+- `qkv_proj` is [this rank's q rows; its k rows; its v rows]. With fewer key-value heads than ranks, each head is held
+  by as many adjacent ranks as share it.
+- `gate_up_proj` is [this rank's gate rows; its up rows].
+- The vocabulary is padded to a multiple of 64 and split into equal runs of rows.
+- `fused_qkv_a_proj` is [q_a; kv_a], whole on every rank.
+- `w13_weight` is [expert, this rank's gate rows then its up rows, hidden], `w2_weight` is [expert, hidden, this rank's
+  columns]. Both hold all experts, split by the tensor-parallel size.
+- With expert parallelism the tensor-parallel ranks divide the experts, each expert whole: adjacent ones ("linear") or
+  every n-th ("round_robin"), one more on the first ranks if the number is not divisible
+  (`fused_moe/expert_map_manager.py`). Router and shared experts are not affected.
+- gpt-oss's experts are as in its files, but `[expert, out, in]`. Without expert parallelism `w2_bias` is on the first
+  rank only, and zero on the others.
 
-A scale belongs to a block of a matrix as the engine's rank holds it: fused (q, k, v; gate, up), cut, an expert's.
-Blocks follow neither the source's shards nor the weights of a fused matrix, so a matrix is quantised when all of it has
-landed, from a buffer in the dtype that travels. Rules: vLLM 0.32, `model_executor/layers/quantization/online/fp8.py`.
+Kernels that repack experts after loading (FlashInfer, CPU grouped GEMM) hold something else, which has no layout here.
+A quantized engine has the same layout, which also says which tensors are quantized. The engine knows where their scales
+are.
+
+A scale belongs to a block of a matrix as the engine's rank holds it: fused (q, k, v; gate, up), split, an expert's.
+Blocks follow neither the source's shards nor the weights inside a fused matrix. So a matrix is quantized only after all
+of it has arrived, from a buffer in the dtype of the transfer. Rules: vLLM 0.32,
+`model_executor/layers/quantization/online/fp8.py`.
 """
 
 from __future__ import annotations
@@ -41,22 +45,22 @@ if TYPE_CHECKING:
     import torch
 
 
-# vLLM's names -> rows and columns of a block that has a scale, or None for one scale a matrix. It reads `fp8` as
-# `fp8_per_tensor` where the model's folder is not quantised (`model_executor/model_loader/weight_utils.py`).
+# vLLM's names -> rows and columns of a block that has a scale, or None for one scale per matrix. vLLM treats `fp8` as
+# `fp8_per_tensor` if the model's folder is not quantized (`model_executor/model_loader/weight_utils.py`).
 QUANTIZATIONS: dict[str, int | None] = {"fp8_per_block": 128, "fp8_per_tensor": None, "fp8": None}
 SCALE_BYTES = 4  # float32
 ROUTER = "mlp.router."
 
 
 class QuantisedWeight(NamedTuple):
-    """A quantised tensor of this rank's part of an engine, and its scales: weight ≈ numbers * scale.
+    """Quantized tensor of this rank's part of an engine, and its scales: weight ≈ numbers * scale.
 
     Attributes:
-        numbers: float8_e4m3fn, of the layout's shape: [rows, columns], or [experts, rows, columns].
-        scales: float32: [blocks along the rows, along the columns], behind [experts] where there are such; without
-            blocks one number a matrix, [1] or [experts].
-        block: rows and columns of a block; None: the matrix is one.
-        powers_of_two: scales are rounded up to such (UE8M0, which DeepGEMM's kernels may want).
+        numbers: float8_e4m3fn, [rows, columns] or [experts, rows, columns], the shape in the layout.
+        scales: float32, [blocks along the rows, along the columns] after an optional axis of experts. Without blocks
+            one number per matrix, [1] or [experts].
+        block: rows and columns of a block. None: the matrix is one block.
+        powers_of_two: scales are rounded up to powers of two (UE8M0, which DeepGEMM's kernels may need).
     """
 
     numbers: torch.Tensor
@@ -66,8 +70,10 @@ class QuantisedWeight(NamedTuple):
 
 
 def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
-    """vLLM's parameters that are quantised: the matrices of linear layers and experts, but not embeddings, the
-    language-model head and routers; in the order of the weights."""
+    """Return vLLM's parameters that are quantized, in the order of the weights.
+
+    These are matrices of linear layers and experts, but not embeddings, the language-model head and routers.
+    """
     return {
         weight.vllm: None
         for weight in weights
@@ -80,17 +86,20 @@ def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
 
 
 def scale_shape(rows: int, columns: int, block: int | None) -> tuple[int, ...]:
-    """Of the scales of one matrix."""
+    """Return the shape of the scales of one matrix."""
     return (1,) if block is None else (-(-rows // block), -(-columns // block))
 
 
 def slot_of(piece: Piece) -> int:
-    """The place of a piece's matrix among those of its local tensor: an expert's; 0 where there is one."""
+    """Return the index of a piece's matrix in its local tensor: the number of its expert, or 0 without experts."""
     return piece.local_box.start[0] if len(piece.local_box.start) > 2 else 0
 
 
 def matrices(layout: Layout) -> dict[frozenset[str], int]:
-    """Global tensors that fill one quantised matrix of this layout -> its elements; in the order of the pieces."""
+    """Return each set of global tensors that fills a quantized matrix, and the matrix's number of elements.
+
+    They are in the order of the pieces.
+    """
     found: dict[tuple[str, int], set[str]] = {}
     for piece in layout.pieces:
         if piece.local in layout.quantised:
@@ -99,20 +108,21 @@ def matrices(layout: Layout) -> dict[frozenset[str], int]:
 
 
 def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[str], ...]:
-    """The weights that land in quantised matrices, in parts of which no rank holds more than `max_numel` elements,
-    or one matrix if that is larger; in the order in which they land.
+    """Split the weights of quantized matrices into parts that fit a buffer and arrive one after the other.
 
-    Every rank's matrices fill its parts one after the other; what several ranks hold is in the latest of theirs. So
-    each part is as much as can be for as many as can be, with experts on one rank each too.
+    In a part no rank holds more than `max_numel` elements, or one matrix if that is larger. Every rank's matrices fill
+    its parts in turn, and a matrix held by several ranks goes to the latest of their parts. So parts are as full as
+    possible on as many ranks as possible, also with experts that are on one rank each.
 
     Args:
-        layouts: the distinct ones of all ranks, in an order that is the same everywhere.
+        layouts: distinct layouts of all ranks, in an order that is the same everywhere.
     """
     held: dict[frozenset[str], dict[int, int]] = {}
     for number, layout in enumerate(layouts):
         for tensors, numel in matrices(layout).items():
             held.setdefault(tensors, {})[number] = numel
     parts: list[set[str]] = []
+    # Layout number -> (its last part, elements in it so far).
     reached: dict[int, tuple[int, int]] = {}  # by layout: its last part, and its elements in it
     for tensors, holders in held.items():
         place = max(reached.get(number, (0, 0))[0] for number in holders)
@@ -126,7 +136,7 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
 
 
 def held_bytes(layout: Layout, itemsize: int) -> int:
-    """Bytes of an engine's tensors: one an element where they are quantised, and their scales."""
+    """Return the bytes of an engine's tensors: one per element for quantized ones, plus their scales."""
     total = 0
     for name, shape in layout.local_shapes.items():
         if name not in layout.quantised:
@@ -153,19 +163,19 @@ def vllm_layouts(
     expert_placement: Placement = "linear",
     quantization: str | None = None,
 ) -> Callable[[int], Layout]:
-    """`rank -> layout`, under vLLM's parameter names, for replicas of `tp_size` neighbouring ranks.
+    """Return the function from rank to layout under vLLM's parameter names, for replicas of `tp_size` adjacent ranks.
 
-    Replicas share one object a tensor-parallel rank.
+    Equal tensor-parallel ranks of different replicas share one object.
 
     Args:
         expert_parallel: vLLM's `enable_expert_parallel`.
-        expert_placement: its `expert_placement_strategy`; as in vLLM, models without expert groups are placed
-            linearly whatever it says.
-        quantization: vLLM's, one of `QUANTIZATIONS`; None: weights are floating-point numbers.
+        expert_placement: vLLM's `expert_placement_strategy`. As in vLLM, models without expert groups are always placed
+            linearly.
+        quantization: vLLM's quantization, one of `QUANTIZATIONS`. None: floating-point weights.
 
     Raises:
-        GridError: heads, rows or the padded vocabulary that `rollout.tp` does not divide, or fewer experts than
-            ranks; each with the first tensor that it concerns.
+        GridError: `rollout.tp` does not divide heads, rows or the padded vocabulary, or exceeds the number of experts.
+            Each problem names the first tensor concerned.
     """
     problems = [*_problems(weights, spec, tp_size, expert_parallel)]
     if problems:
@@ -209,7 +219,7 @@ def vllm_layouts(
 
 
 def experts_of(num_experts: int, ep_size: int, ep_rank: int, placement: Placement) -> range:
-    """The experts that one expert-parallel rank holds, in the order in which it holds them."""
+    """Return the experts of one expert-parallel rank, in the order in which it holds them."""
     if placement == "round_robin":
         return range(ep_rank, num_experts, ep_size)
     fewest, more = divmod(num_experts, ep_size)
@@ -220,7 +230,7 @@ def experts_of(num_experts: int, ep_size: int, ep_rank: int, placement: Placemen
 def _add_experts(
     builder: LayoutBuilder, experts: dict[str, dict[int, list[Weight]]], held: range, tp_size: int, tp_rank: int
 ) -> None:
-    """`w13_weight` and `w2_weight` of all layers."""
+    """Add `w13_weight` and `w2_weight` of all layers."""
     fills: dict[_Kind, Fill] = {}
     for local, by_expert in experts.items():
         kind = _kind(by_expert[held[0]])
@@ -230,7 +240,7 @@ def _add_experts(
 
 
 def _fill_experts(weights: Sequence[Weight], num_experts: int, tp_size: int, tp_rank: int) -> Fill:
-    """Experts along axis 0, in each its weights stacked along axis 1."""
+    """Return the contents of a tensor of experts along axis 0, with the weights of each stacked along axis 1."""
     one = stack([(number, even_part(weight, tp_size, tp_rank)) for number, weight in enumerate(weights)])
     parts = tuple(
         (expert * len(weights) + number, box, Box((expert, *inner.start), (expert + 1, *inner.stop)))
@@ -241,20 +251,21 @@ def _fill_experts(weights: Sequence[Weight], num_experts: int, tp_size: int, tp_
 
 
 def _add_stacked(builder: LayoutBuilder, stacked: dict[str, Weight], held: range, tp_size: int, tp_rank: int) -> None:
-    """Of all layers, what files hold as one array of all experts."""
+    """Add the weights of all layers that files store as one array of all experts."""
     for local, weight in stacked.items():
         part = stacked_part(weight, held, tp_size, tp_rank)
-        # ranks add up their outputs, to which one of them adds the bias
+        # The ranks' outputs are summed, so only one rank may add the bias.
         parts = () if weight.split is Split.STACKED_WHOLE and tp_rank else ((0, part.box, whole(part.box.shape)),)
         builder.add(local, [weight], Fill(parts, part.shape, part.view))
 
 
 def _kind(weights: Sequence[Weight]) -> _Kind:
-    """What decides how a parameter is filled: the same in all layers that are alike."""
+    """Return what decides how a parameter is filled. It is equal in all layers of a kind."""
     return tuple((weight.split, weight.shape) for weight in weights)
 
 
 def _fill(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int) -> Fill:
+    """Return the contents of a parameter that is not a routed expert's."""
     first = weights[0]
     if first.split is Split.VOCAB:
         run = _padded(first) // tp_size
@@ -264,10 +275,12 @@ def _fill(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int
 
 
 def _padded(weight: Weight) -> int:
+    """Return the rows of the padded vocabulary."""
     return -(-weight.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
 
 
 def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
+    """Return the box of a weight on one rank."""
     if weight.split in (Split.K, Split.V) and shares_kv_heads(spec, tp_size):
         head = tp_rank // (tp_size // spec.num_kv_heads)
         run = weight.shape[0] // spec.num_kv_heads
@@ -276,7 +289,7 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
 
 
 def _problems(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_parallel: bool) -> Iterator[str]:
-    """What `rollout.tp` does not divide."""
+    """Yield what `rollout.tp` does not divide."""
     found = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True)
     yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in found)
     expert = next((weight for weight in weights if weight.expert is not None), None)

@@ -1,4 +1,4 @@
-"""A weight: a global array under its Hugging Face name, how engines split it, and many of them in one message."""
+"""Weights: global arrays under Hugging Face names and their splits. Also, compact messages about many weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from megaverl.sharding.strided import Strides
 
 
 class Split(Enum):
-    """How tensor parallelism divides a weight.
+    """Axis along which tensor parallelism splits a weight, and its part of a fused tensor.
 
-    VOCAB, COLUMN, Q, K, V, GATE and UP divide the output rows (axis 0), ROW the input columns (axis 1).
-    Q, K, V and GATE, UP also say which part of a fused tensor a weight is.
-    STACKED ones hold all routed experts of a layer along axis 0, each transposed, `[in, out]`, or as a bias:
-    STACKED_OUT is divided along the outputs, STACKED_IN along the inputs, STACKED_WHOLE (a bias on outputs that ranks
-    add up) not at all.
+    VOCAB, COLUMN, Q, K, V, GATE and UP split the output rows (axis 0), ROW the input columns (axis 1). Q, K, V and
+    GATE, UP also name the part of a fused tensor. STACKED weights hold all routed experts of a layer along axis 0, each
+    transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs, STACKED_IN along the inputs.
+    STACKED_WHOLE, a bias on outputs that are summed over ranks, is not split.
     """
 
     REPLICATED = "replicated"
@@ -40,17 +39,17 @@ class Weight(NamedTuple):
     """One global array.
 
     Attributes:
-        name: its name in Hugging Face's files.
-        shape: its global shape, without any padding.
-        split: how tensor parallelism divides it.
-        stage: the number of the decoder layer that it belongs to, or the first or last pipeline stage.
-        megatron: name of the GPTModel parameter that holds it; for a decoder layer, the part after
-            `decoder.layers.N.`. Weights of the same name are fused in the order of the table. A routed
-            expert's has `{}` where its number on the expert-parallel rank goes.
-        transformer_engine: the same under Transformer Engine's layer spec, where it differs.
-        vllm: name of vLLM's parameter, or None when vLLM has no use for it.
-        megatron_tied: name of the second copy that the last stage holds when it is not the first one too.
-        expert: its number among the layer's routed experts; None: no routed expert's, or that of all of them.
+        name: name in Hugging Face's files.
+        shape: global shape, without padding.
+        split: split by tensor parallelism.
+        stage: number of its decoder layer, or the first or last pipeline stage.
+        megatron: name of the GPTModel parameter that holds it; in a decoder layer, the part after `decoder.layers.N.`.
+            Weights with the same name are fused in the order of the table. In a routed expert's name, `{}` stands for
+            its number on the expert-parallel rank.
+        transformer_engine: the same under Transformer Engine's layer spec, if it differs.
+        vllm: name of vLLM's parameter. None: vLLM does not load it.
+        megatron_tied: name of the second copy on the last stage, if that is not the first stage as well.
+        expert: its number among the layer's routed experts. None: no routed expert's weight, or one of all experts.
     """
 
     name: str
@@ -65,17 +64,20 @@ class Weight(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it holds all routed experts of a layer."""
+        """Return whether the array holds all routed experts of a layer."""
         return self.split in (Split.STACKED_OUT, Split.STACKED_IN, Split.STACKED_WHOLE)
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
-    """By name, as `Engine.layouts` takes them."""
+    """Return the shapes of weights by name, as `Engine.layouts` takes them."""
     return {weight.name: weight.shape for weight in weights}
 
 
 def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
-    """One of `tp` equal parts, which must exist: columns of a ROW weight, all of a REPLICATED one, rows of others."""
+    """Return the box of one of `tp` equal parts: columns of a ROW weight, all of a REPLICATED one, rows of others.
+
+    The size must be divisible by `tp`.
+    """
     if weight.split is Split.REPLICATED:
         return whole(weight.shape)
     axis = 1 if weight.split is Split.ROW else 0
@@ -84,12 +86,12 @@ def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
 
 
 class StackedPart(NamedTuple):
-    """Some experts of a weight that holds all, `[experts, in, out]` or `[experts, out]`, and the local array of them.
+    """Some experts of an array that holds all of them, `[experts, in, out]` or `[experts, out]`, and their local array.
 
     Attributes:
-        box: of the weight.
-        shape: of the local array, `[experts, out, in]` or `[experts, out]`.
-        view: how that is seen in the order of the weight.
+        box: box of the global array.
+        shape: shape of the local array, `[experts, out, in]` or `[experts, out]`.
+        view: view of the local array in the order of the global one. None: the order is the same.
     """
 
     box: Box
@@ -98,7 +100,7 @@ class StackedPart(NamedTuple):
 
 
 def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
-    """One of `tp` parts of neighbouring experts, which must exist."""
+    """Return one of `tp` parts of adjacent experts. The split size must be divisible by `tp`."""
     axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(weight.split)
     start, stop = [experts.start] + [0] * (len(weight.shape) - 1), [experts.stop, *weight.shape[1:]]
     if axis is not None:
@@ -116,9 +118,9 @@ GAP = "\0"  # stands for a number; no name holds it
 
 
 def listed(lines: Iterable[str]) -> list[str]:
-    """The lines, in order; lines that say the same of every number in some ranges become one.
+    """Return the lines with those merged that differ only in numbers from full ranges.
 
-    `layers.0.up: x`, `layers.1.up: x`, `layers.3.up: x` give `layers.0-1,3.up: x`. Nothing is left out.
+    `layers.0.up: x`, `layers.1.up: x`, `layers.3.up: x` become `layers.0-1,3.up: x`. No information is lost.
     """
     alike: dict[str, list[tuple[int, ...]]] = {}
     for line in lines:
@@ -135,18 +137,20 @@ def listed(lines: Iterable[str]) -> list[str]:
 
 
 def as_block(problems: Iterable[str], most: int) -> str:
-    """The lines of `listed`, each on an indented line of its own, and how many there are beyond `most`."""
+    """Return the lines of `listed`, indented, at most `most` of them, followed by the number of others."""
     lines = listed(problems)
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
 def _fill(text: str, numbers: list[str]) -> str:
+    """Replace the gaps of a line by numbers."""
     values = iter(numbers)
     return re.sub(GAP, lambda _: next(values), text)
 
 
 def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text, such as "0-1,3"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
