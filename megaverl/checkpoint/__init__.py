@@ -1,17 +1,19 @@
-"""Checkpoints: what makes a folder one is its manifest, written last, and what the manifest says; CRC-32 of files,
-found while they are written and again while they are read. Here are pure files, no torch.
+"""Checkpoint folders and their manifests: pure file handling, without torch.
+
+A folder is a checkpoint if it has a manifest, which is written last. CRC-32 checksums are computed while files are
+written, and again while they are read.
 
 checkpoints/
-    step_00000010/          a whole checkpoint: named so only after everything in it was on the disk
+    step_00000010/          a complete checkpoint: it gets this name only after all of it was on the disk
         manifest.json       step, roles and their grids, versions, every file with its size and checksum
         state.json          the trainer's own state
-        rollouts.safetensors    responses that were not trained on yet, where a run left in the middle of a step
+        rollouts.safetensors    responses that were not trained on yet, if the run stopped in the middle of a step
         random_00000.json   one per rank: its random generators
         __0_0.distcp        one per rank: its tensors; compared with their checksums as they are loaded
         __0_1.distcp        its objects, if it has any
         .metadata, common.pt, metadata.json     the rest of megatron-core's `torch_dist` format
     step_00000020.tmp/      a partial one: ignored, and removed by the next save
-    best.json               the best one's name
+    best.json               the name of the best one
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# zlib's polynomial with the processor's own instruction: five times as fast as zlib, and as fast as memory.
+# CRC-32 with zlib's polynomial and the processor's own instructions: five times as fast as zlib, and as fast as memory.
 from isal.isal_zlib import crc32, crc32_combine
 
 from megaverl.errors import CheckpointError, DamagedCheckpoint
@@ -35,16 +37,22 @@ PIECE_BYTES = 1 << 24
 
 
 class ChecksummedFile(io.FileIO):
-    """A new file that counts and sums up what is written to it, front to back."""
+    """A new file that counts its bytes and computes their CRC-32 as they are written in order."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
         self.num_bytes, self.crc32 = 0, 0
 
     def write(self, data: Any, known_crc32: int | None = None) -> int:
+        """Append bytes and update the checksum.
+
+        Args:
+            known_crc32: the CRC-32 of `data`, if the caller knows it.
+        """
         view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):  # the system may take less than it is given
+        # A write may be partial.
+        while done < len(view):
             done += super().write(view[done:]) or 0
         self.num_bytes += len(view)
         own = crc32(view) if known_crc32 is None else known_crc32
@@ -53,12 +61,12 @@ class ChecksummedFile(io.FileIO):
 
     @property
     def record(self) -> list[Any]:
-        """[bytes, CRC-32] of what was written."""
+        """[bytes, CRC-32] of everything written."""
         return [self.num_bytes, f"{self.crc32:08x}"]
 
 
 def write_bytes(path: Path, data: bytes) -> list[Any]:
-    """Write a file that is on the disk when this returns; its [bytes, CRC-32]."""
+    """Write a file that is on the disk when this returns; return its [bytes, CRC-32]."""
     with ChecksummedFile(path) as file:
         file.write(data)
         os.fsync(file.fileno())
@@ -66,17 +74,18 @@ def write_bytes(path: Path, data: bytes) -> list[Any]:
 
 
 def synced_record(path: Path) -> list[Any]:
-    """Put a file that something else wrote on the disk; its [bytes, CRC-32]."""
+    """Flush a file that other code wrote to the disk; return its [bytes, CRC-32]."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return [path.stat().st_size, crc32_of(path)]
 
 
 def crc32_of(path: Path) -> str:
-    """The CRC-32 of a file, as eight hex digits."""
+    """Return the CRC-32 of a file as eight hex digits."""
     value = 0
     with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # Linux then reads twice as far ahead
+        # With this advice, Linux reads twice as far ahead.
+        if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         block = bytearray(1 << 22)
         view = memoryview(block)
@@ -86,13 +95,13 @@ def crc32_of(path: Path) -> str:
 
 
 def read_into(file: io.FileIO, view: memoryview, offset: int, *, keep_cached: bool = True) -> int:
-    """Fill `view` from `offset` on, and return its CRC-32.
+    """Fill `view` with the file's bytes from `offset`, and return their CRC-32.
 
     Args:
-        keep_cached: False: nobody reads these bytes again, so the system need not find memory to keep them in.
+        keep_cached: False if nobody reads these bytes again, so that the kernel need not keep them in memory.
 
     Raises:
-        EOFError: the file ends before.
+        EOFError: the file is too short.
     """
     value = 0
     for start in range(0, len(view), PIECE_BYTES):
@@ -115,20 +124,20 @@ PREFIX = "step_"
 TENSORS_SUFFIX = "_0.distcp"
 OBJECTS_SUFFIX = "_1.distcp"
 PARTIAL_SUFFIX = ".tmp"
-INSIDE_SUFFIX = "_inside"  # of the name of one that was taken in the middle of the next step
+INSIDE_SUFFIX = "_inside"  # suffix of a checkpoint that was taken in the middle of the next step
 FIX = "Look at the folder's free space and rights, or point run.dir elsewhere. The checkpoints before it are untouched."
 USE_ANOTHER = "Take another checkpoint (checkpoint.resume=FOLDER), or start anew (checkpoint.resume=never)."
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
-        serial: counts the checkpoints of a run folder; the highest is the newest, whatever its step.
-        job: of the torchrun job that wrote it, the same over its restarts; empty outside of one.
-        roles: role -> its `model` (dimensions), `value_head`, `grid` (sizes) and `lora` (if it trains adapters: of
-            which base model, by its weights).
+        serial: number of the checkpoint in its run folder; the highest is the newest, whatever its step.
+        job: the torchrun job that wrote it, equal over restarts; empty outside of one.
+        roles: role -> its `model` (dimensions), `value_head`, `grid` (sizes) and `lora` (if it trains adapters, with a
+            digest of the base model's weights).
         files: every other file of the folder -> [bytes, CRC-32 as eight hex digits].
     """
 
@@ -146,7 +155,8 @@ class Manifest:
         """Read `folder/manifest.json`.
 
         Raises:
-            CheckpointError: no such file, not a manifest, changed after it was written, or of another format.
+            CheckpointError: the file is missing, is not a manifest, was changed after it was written, or has another
+                format.
         """
         path = folder / MANIFEST_FILE
         if not path.is_file():
@@ -167,12 +177,12 @@ class Manifest:
         )
 
     def write(self, folder: Path) -> None:
-        """Write it to `folder`, on the disk when this returns."""
+        """Write the manifest to `folder`. It is on the disk when this returns."""
         content = asdict(self)
         write_json(folder / MANIFEST_FILE, {**content, "crc32": _crc32_of_json(content)})
 
     def wrong_sizes(self, folder: Path) -> list[str]:
-        """Every file that is missing or has another size, in words; no file is read."""
+        """List every file that is missing or has another size, in words. No file is read."""
         wrong = []
         for name, (size, _) in self.files.items():
             path = folder / name
@@ -188,12 +198,13 @@ class Manifest:
             raise damaged(folder, wrong)
 
     def wrong_bytes(self, folder: Path, share: int = 0, shares: int = 1, *, tensors: bool = True) -> list[str]:
-        """Every file of this share (of so many) whose bytes are not those that were written, in words.
+        """List every file whose checksum differs from the recorded one, in words, in one of `shares` shares.
 
-        Shares are of about the same number of bytes, so that several ranks read a checkpoint together.
+        Shares have about the same number of bytes, so that several ranks can check a checkpoint together.
 
         Args:
-            tensors: those of the tensors too, which are nearly all of it; loading compares what it reads itself.
+            tensors: whether to check files of tensors, which are nearly everything. Loading checks the tensors that it
+                reads.
         """
         names = [name for name in self.files if tensors or not name.endswith(TENSORS_SUFFIX)]
         by_size = sorted(names, key=lambda name: (-int(self.files[name][0]), name))
@@ -210,9 +221,9 @@ class Manifest:
         return wrong
 
     def check_roles(self, folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
-        """Raise a CheckpointError that lists what a run with the roles `wanted` cannot take from here.
+        """Raise a CheckpointError that lists what a run with the roles `wanted` cannot load.
 
-        The grids may differ, and roles that are not wanted do not matter.
+        Grids may differ, and extra roles in the checkpoint do not matter.
         """
         wrong = []
         for role, description in wanted.items():
@@ -236,43 +247,48 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[str]:
 
 
 def damaged(folder: Path, wrong: Sequence[str]) -> DamagedCheckpoint:
-    """The error that lists what is wrong with the files of a checkpoint."""
+    """Return the error that lists problems with the files of a checkpoint."""
     return DamagedCheckpoint(f"{folder}: damaged: {'; '.join(wrong)}. {USE_ANOTHER}")
 
 
 def folder_of(root: Path, step: int, *, inside: bool = False) -> Path:
-    """Where the checkpoint of `step` lies; `inside` the next step it has a name of its own."""
+    """Return the folder of the checkpoint of `step`.
+
+    Args:
+        inside: whether it was taken in the middle of the next step, which gives it a name of its own.
+    """
     return root / f"{PREFIX}{step:08d}{INSIDE_SUFFIX if inside else ''}"
 
 
 def partial_name(folder: Path) -> Path:
-    """The name of a checkpoint folder while it is being written or removed."""
+    """Return the name of a checkpoint folder while it is being written or removed."""
     return folder.with_name(folder.name + PARTIAL_SUFFIX)
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """Folders under `root` that have a checkpoint's name, partial ones not among them."""
+    """List the folders in `root` that have a checkpoint's name, without partial ones."""
     if not root.is_dir():
         return []
     return sorted(p for p in root.glob(PREFIX + "*") if p.is_dir() and p.suffix != PARTIAL_SUFFIX)
 
 
 def readable(root: Path) -> list[tuple[Path, Manifest]]:
-    """The checkpoints whose manifest can be read, oldest first."""
+    """List the checkpoints whose manifest can be read, oldest first."""
     found = []
     for folder in checkpoint_folders(root):
         try:
             found.append((folder, Manifest.read(folder)))
-        except CheckpointError:  # `newest_whole` says why; here it only means that it is not one
+        except CheckpointError:
+            # `newest_whole` reports the reason. Here the folder just does not count.
             continue
     return sorted(found, key=lambda entry: entry[1].serial)
 
 
 def newest_first(root: Path, job: str = "") -> tuple[list[Path], list[str]]:
-    """The checkpoints all of whose files are there, newest first, and what is wrong with the others.
+    """Return the checkpoints with all their files, newest first, and the problems of the others.
 
     Args:
-        job: only those that this job wrote.
+        job: only checkpoints of this job.
     """
     problems: list[str] = []
     whole: list[tuple[int, Path]] = []
@@ -289,12 +305,12 @@ def newest_first(root: Path, job: str = "") -> tuple[list[Path], list[str]]:
 
 
 def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint all of whose files are there, and what is wrong with others; their bytes are not read.
+    """Return the newest checkpoint with all its files, and the problems of others; (None, []) if there is none yet.
 
-    (None, []) where there is none yet.
+    The files' contents are not read.
 
     Raises:
-        CheckpointError: there are checkpoints, and every one is damaged.
+        CheckpointError: there are checkpoints, and all of them are damaged.
     """
     found, problems = newest_first(root)
     if not found and problems:
@@ -316,7 +332,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON; CheckpointError if it is missing or damaged."""
+    """Read JSON.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     try:
         return read_json_file(path, not_finite=True)
     except (OSError, ValueError) as error:
@@ -324,7 +344,7 @@ def read_json(path: Path) -> Any:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the folder's entries (new names, renames) on the disk."""
+    """Flush the folder's entries (new names, renames) to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -334,7 +354,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the body into a CheckpointError that says where and what to do."""
+    """Convert an OSError of the block to a CheckpointError with the folder and advice."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which checkpoint `checkpoint.resume` names, by looking at files alone: no process group, no torch."""
+"""Choose the checkpoint that `checkpoint.resume` names, from files alone: without a process group and without torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CONFIG_FILE = "config.yaml"
 
 
 def kind_of(path: Path) -> str:
-    """Return what a folder named by `checkpoint.resume` is: checkpoint, run, or root (a folder of checkpoints).
+    """Return the kind of a folder that `checkpoint.resume` names: checkpoint, run, or root (a folder of checkpoints).
 
     Raises:
-        CheckpointError: no such folder.
+        CheckpointError: the folder does not exist.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -32,16 +32,16 @@ def kind_of(path: Path) -> str:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the run that wrote a checkpoint had taken all of its steps.
+    """Return whether the run that wrote a checkpoint had taken all its steps.
 
-    A checkpoint that does not say how many steps the run had counts as finished.
+    A checkpoint without the run's number of steps counts as finished.
     """
     state = read_json(folder / STATE_FILE)
     return int(state["next_step"]) >= int(state.get("steps", 0))
 
 
 def saved_config(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration that a checkpoint was written with; None of a checkpoint that does not hold it."""
+    """Return the configuration that a checkpoint was written with, or None if the checkpoint lacks it."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return None
@@ -53,9 +53,9 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
 
 
 def likely_source(resume: str, run_dir: Path) -> Path | None:
-    """Return the checkpoint that a run will most likely go on from; None: it starts anew.
+    """Return the checkpoint that a run will most likely resume from, or None if it starts anew.
 
-    Checksums are not compared, so the run itself may find that this checkpoint is damaged and take an older one.
+    Checksums are not compared, so the run itself may find this checkpoint damaged and take an older one.
 
     Args:
         resume: `checkpoint.resume`.

@@ -1,6 +1,10 @@
-"""Making a checkpoint one: after every rank has reported, one rank writes the manifest, then gives the folder its name.
+"""Commit a checkpoint: after all ranks have reported, one rank writes the manifest and then renames the folder.
 
-Who that is, a `Committer` says: the first rank of a run of one world, and of several the coordinator.
+    all ranks           write files into step_N.tmp, sync them, report their records
+    committing rank     write manifest.json -> sync -> rename step_N.tmp to step_N -> sync -> remove old checkpoints
+
+A crash before the rename leaves a partial folder that nobody loads; one after it leaves a complete checkpoint. The
+`Committer` decides which rank commits: the first rank of a run with one role group, otherwise the coordinator.
 """
 
 from __future__ import annotations
@@ -39,12 +43,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Committer:
-    """The ranks' agreement on a checkpoint. Every rank calls its methods at the same time.
+    """Collective operations for a checkpoint. All ranks call its methods at the same time.
 
     Attributes:
-        group: all ranks that have a part in it, where they belong to several worlds with roles of their own; None:
-            they are one world.
-        planner: the one of them that commits, and plans a save for all.
+        group: all ranks that take part, if they belong to several role groups; None: they are one role group.
+        planner: the rank among them that commits, and plans a save for all.
     """
 
     group: dist.ProcessGroup | None = None
@@ -52,37 +55,41 @@ class Committer:
 
     @property
     def rank(self) -> int:
-        """This rank, of those that have a part in a checkpoint."""
+        """This rank's index among those that take part."""
         return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """How many these are."""
+        """Number of ranks that take part."""
         return dist.get_world_size(self.group)
 
     @property
     def decides(self) -> bool:
-        """Whether this rank is the one that commits."""
+        """True on the rank that commits."""
         return self.rank == self.planner
 
     def conclude(self, report: Any, function: Callable[[list[Any]], Any]) -> Any:
-        """What `function` makes of every rank's report, in rank order, on the rank that decides; its result, or its
-        error, on every rank. Both are JSON; no other rank gets what all report."""
+        """Call `function` with all ranks' reports, in rank order, on the committing rank; return its result on every
+        rank.
+
+        Reports and result are JSON. An error of `function` is raised on every rank. Other ranks do not receive the
+        reports.
+        """
         return reduce_json(report, function, self.group, self.planner)
 
     def decide(self, function: Callable[[], Any]) -> Any:
-        """Call `function` on the rank that decides; its JSON result, or its error, on every rank."""
+        """Call `function` on the committing rank; return its JSON result, or raise its error, on every rank."""
         return on_rank(function, self.planner, self.group)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay.
+    """Rules for keeping checkpoints.
 
     Attributes:
-        keep_last_k: this many of the newest.
-        keep_best: the best one besides.
-        milestone_interval: those of every so many steps besides; 0: none.
+        keep_last_k: number of newest checkpoints to keep.
+        keep_best: also keep the best one.
+        milestone_interval: also keep those of every so many steps; 0: none.
     """
 
     keep_last_k: int = 3
@@ -96,9 +103,9 @@ class Retention:
             )
 
     def dispensable(self, found: list[tuple[Path, Manifest]], best: str | None) -> list[Path]:
-        """The folders that may go, of those found, oldest first.
+        """List the folders that may be removed, from (folder, manifest) pairs, oldest first.
 
-        One that was taken inside a step is of use until the next one only.
+        A checkpoint taken inside a step is only useful until the next one.
         """
         passed = [folder for folder, _ in found[:-1] if folder.name.endswith(INSIDE_SUFFIX)]
         between = [entry for entry in found if entry[0] not in passed]
@@ -111,10 +118,10 @@ class Retention:
 
 
 def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool = False) -> None:
-    """Remove what partial writes left, look whether there is space, and make the folder to write to.
+    """Remove partial checkpoints, check free space, and create the folder to write to.
 
     Args:
-        was_there: `root` has been made before.
+        was_there: whether `root` existed before. If it has vanished, something is wrong.
     """
     if was_there and not root.is_dir():
         raise CheckpointError(
@@ -136,7 +143,7 @@ def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool
 
 
 def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str], None]) -> None:
-    """Mark a checkpoint complete, all of whose files are on the disk under its partial name. On one rank.
+    """Mark a checkpoint complete whose files are all on the disk under its partial name. Called on one rank.
 
     Args:
         manifest: its serial is filled in here.
@@ -149,7 +156,8 @@ def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str
         replace(manifest, serial=newest + 1).write(partial)
         sync_folder(partial)
         phase("checkpoint_rename")
-        # The run went back and came here again. Until the new one has the name, the old one is a whole checkpoint.
+        # The run has resumed from an earlier step and reached this one again. Move the old checkpoint aside, so that a
+        # complete one exists until the new one has its name.
         replaced = _move(folder, folder.with_name(folder.name + OLD_SUFFIX)) if folder.exists() else None
         partial.rename(folder)
         sync_folder(root)
@@ -163,21 +171,24 @@ def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str
 
 
 def prune(root: Path, retention: Retention) -> None:
-    """Remove what need not be kept. A folder without a good manifest is left for a person to see."""
+    """Remove checkpoints that need not be kept. A folder without a valid manifest is left for the user to inspect."""
     for folder in retention.dispensable(readable(root), best_name(root)):
         try:
             remove(folder)
-        except OSError as error:  # the new checkpoint is whole: too many are better than none
+        except OSError as error:
+            # The new checkpoint is complete, so failing to remove an old one must not fail the save.
             logger.warning("%s: an old checkpoint could not be removed: %s", folder, error)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. It first gets a partial one's name: until it is gone, nobody takes it for a whole one."""
+    """Remove a checkpoint. It is first renamed to a partial one, so that nobody takes a half-removed folder for
+    complete.
+    """
     shutil.rmtree(_move(folder, partial_name(folder.with_name(folder.name + ".removed"))))
 
 
 def best_name(root: Path) -> str | None:
-    """The name of the best checkpoint, if one was marked so and is still there."""
+    """Return the name of the best checkpoint if one is marked and still exists."""
     path = root / BEST_FILE
     name = read_json(path)["folder"] if path.is_file() else None
     return str(name) if name and (root / name / MANIFEST_FILE).is_file() else None
@@ -197,6 +208,6 @@ def _write_best(root: Path, name: str) -> None:
 
 
 def job_name() -> str:
-    """Of the torchrun job that this process belongs to, the same over its restarts; empty outside of one."""
+    """Return the torchrun job of this process, equal over its restarts; empty outside of one."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"{run}.{os.getppid()}" if run else ""

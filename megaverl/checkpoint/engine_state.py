@@ -1,11 +1,11 @@
-"""A role's state as its engine holds it: as megatron-core shards it, or as FSDP2 cuts it.
+"""State of a role as its engine holds it: sharded by megatron-core, or by FSDP2.
 
-megatron-core's optimizer is stored parameter by parameter ("fully reshardable"), not in its buckets, so that a
-checkpoint can be read on another TP, PP, VPP or DP.
+megatron-core's optimizer state is stored parameter by parameter ("fully reshardable") instead of in buckets, so that a
+checkpoint can be read with another TP, PP, VPP or DP.
 
-Under FSDP2 it is what each rank holds of weights and moments, as boxes of arrays with Hugging Face's names.
-`ROLE.NAME` is a weight in float32, as the optimizer steps on it, `ROLE.optimizer.state.exp_avg.NAME` a moment of it.
-Shards need not be alike on all ranks; ranks that hold the same one write a share of it each (`parts.py`).
+Under FSDP2 each rank stores its part of weights and moments as boxes of arrays with Hugging Face names: `ROLE.NAME` is
+a weight in float32, as the optimizer updates it, and `ROLE.optimizer.state.exp_avg.NAME` is one of its moments. Shards
+may differ between ranks. Ranks with the same shard each write a share of it (`parts.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARDING_TYPE = "fully_reshardable"
 
 
 def megatron_state(role: str, trainable: MegatronTrainable, loading: bool) -> dict[str, Any]:
-    """`sharded_state` of one role."""
+    """Return the `sharded_state` of one role on Megatron."""
     groups = trainable.model.grid.pg_collection
     metadata = {
         "distrib_optim_sharding_type": SHARDING_TYPE,
@@ -66,9 +66,9 @@ def megatron_state(role: str, trainable: MegatronTrainable, loading: bool) -> di
 
 
 def _join_in_place(state: dict[str, Any]) -> None:
-    """Leave the parts of a tensor that were read into their places (gate and up of a gated MLP) where they are.
+    """Keep parts of a tensor that were read in place (gate and up of a gated MLP) where they are.
 
-    megatron-core would join copies of them, of every weight and both its moments.
+    megatron-core would concatenate copies of them, for every weight and both its moments.
     """
     for factory in nested_values(state):
         if isinstance(factory, ShardedTensorFactory):
@@ -85,11 +85,11 @@ def _joined(whole: torch.Tensor, join: Callable[[Any], torch.Tensor], parts: Seq
 
 
 def apply_megatron_state(trainable: MegatronTrainable, state: Any) -> None:
-    """Put the loaded state of one role into its model and optimizer; the schedule stands at the saved step."""
+    """Load the state of one role into its model and optimizer, and move its schedule to the saved step."""
     whole = trainable.model.adapters is None
     for name, chunk in _named_chunks(trainable).items():
         chunk.load_state_dict(state["model"][name], strict=whole)
-    # megatron-core restores betas, eps and the like from the checkpoint. The run's configuration counts instead.
+    # megatron-core restores betas, eps and the like from the checkpoint, but the run's configuration takes precedence.
     settings = [_settings_of(group) for group in trainable.optimizer.param_groups]
     _load_optimizer(trainable.optimizer, state["optimizer"])
     for group, own in zip(trainable.optimizer.param_groups, settings, strict=True):
@@ -98,15 +98,15 @@ def apply_megatron_state(trainable: MegatronTrainable, state: Any) -> None:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a parameter group, without its parameters and its count of steps."""
+    """Return the hyperparameters of a parameter group, without its parameters and its step."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
 def take_up_schedule(scheduler: OptimizerParamScheduler, state: Mapping[str, Any]) -> None:
-    """Move a scheduler to the saved number of updates; peak, shape and length of the schedule stay its own.
+    """Move a scheduler to the saved number of updates. Peak, shape and length of the schedule stay its own.
 
-    `OptimizerParamScheduler.load_state_dict` would restore the shape of the schedule too. A run that is resumed with
-    more steps would then train at the end of the old schedule, at a learning rate of 0.
+    `OptimizerParamScheduler.load_state_dict` would restore the shape of the schedule too. A run resumed with more steps
+    would then train at the end of the old schedule, at a learning rate of 0.
     """
     scheduler.num_steps = 0
     scheduler.step(increment=int(state["num_steps"]))
@@ -114,9 +114,10 @@ def take_up_schedule(scheduler: OptimizerParamScheduler, state: Mapping[str, Any
 
 @contextlib.contextmanager
 def _own_shards(optimizer: Any) -> Iterator[None]:
-    """Inside, distributed optimizers describe what they hold, where megatron-core would gather (`optimizer_shards`).
+    """Let distributed optimizers describe their own shards (`optimizer_shards`) inside, where megatron-core would
+    gather.
 
-    Names and shapes are those of its "fully_reshardable", which wrote earlier checkpoints.
+    Names and shapes are those of its "fully_reshardable", in which earlier checkpoints were written.
     """
     single_ones = [single for single in _single_optimizers(optimizer) if isinstance(single, DistributedOptimizer)]
     for single in single_ones:
@@ -133,7 +134,7 @@ def _shards_of(optimizer: Any, described: dict[str, Any], is_loading: bool, *_: 
 
 
 def _named_chunks(trainable: MegatronTrainable) -> dict[str, Any]:
-    """Virtual pipeline stages under the names that megatron-core's optimizers expect."""
+    """Return virtual pipeline stages under the names that megatron-core's optimizers expect."""
     chunks = trainable.model.chunks
     return {f"model{index}": chunk for index, chunk in enumerate(chunks)} if len(chunks) > 1 else {"model": chunks[0]}
 
@@ -160,7 +161,10 @@ def _chunk_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_states(model: MegatronModel) -> list[dict[str, ShardedTensor]]:
-    """Of each chunk, what `lora` trains: the base model stays in its own files, and the manifest says which it is."""
+    """Return, for each chunk, the adapters that `lora` trains.
+
+    The base model stays in its own files, and the manifest identifies it.
+    """
     adapters, coords = model.adapters, model.grid.coords
     assert adapters is not None
     layout, replica = adapters.layout_of(model.grid.rank), dist.get_rank(model.grid.pg_collection.dp_cp)
@@ -187,9 +191,10 @@ def _single_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _allocate(role: str, optimizer: Any) -> None:
-    """Give an optimizer that has not stepped yet the state it would start from; leave others alone."""
+    """Give an optimizer that has not stepped yet its initial state. Others are left alone."""
     inner = optimizer.optimizer
-    if inner is None:  # no trainable parameter on this rank
+    # This rank has no trainable parameter.
+    if inner is None:
         return
     if optimizer.init_state_fn is None:
         if isinstance(optimizer, DistributedOptimizer):
@@ -199,7 +204,8 @@ def _allocate(role: str, optimizer: Any) -> None:
             )
         return
     optimizer.init_state_fn(inner, optimizer.config)
-    if isinstance(inner, torch.optim.Adam):  # AdamW is one; Transformer Engine's keeps its step per group
+    # Includes AdamW. Transformer Engine's Adam keeps its step per group instead.
+    if isinstance(inner, torch.optim.Adam):
         for state in inner.state.values():
             state.setdefault("step", torch.tensor(0.0))
 
@@ -214,19 +220,20 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
             _load_distributed(single, its_state)
         elif single.optimizer is not None:
             if isinstance(single.optimizer, torch.optim.Adam):
-                # megatron-core leaves out a step count of zero, and torch cannot do without
+                # megatron-core omits a step count of zero, but torch requires it.
                 its_state.get("optimizer", its_state)["state"].setdefault("common_step", torch.tensor(0.0))
             single.load_state_dict(its_state)
 
 
-# Keys of a parameter group that say which parameters are in it. The others are hyperparameters.
+# Keys that identify a parameter group. The other keys are hyperparameters.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def _set_settings(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give saved parameter groups the run's own hyperparameters.
+    """Overwrite the hyperparameters of saved parameter groups with the run's own.
 
-    megatron-core 0.19 finds a saved group by its maximum learning rate, among others, and fails if that has changed.
+    megatron-core 0.19 identifies a saved group by its maximum learning rate, among others, and fails if that has
+    changed.
     """
     own = {tuple(group.get(key) for key in _GROUP_KEYS): group for group in groups}
     for saved in state.get("param_groups", ()):
@@ -236,17 +243,18 @@ def _set_settings(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
 
 
 def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
-    """megatron-core's own load, in two halves, for torch's Adam keeps its step beside the moments.
+    """Load a distributed optimizer in two halves, because torch's Adam keeps its step beside the moments.
 
-    In one piece it fails on that step (0.16 to 0.19), and it gives all parameters one shared step tensor, which
-    an update would then count up once for each parameter.
+    megatron-core's load in one piece fails on that step (0.16 to 0.19). It also gives all parameters one shared step
+    tensor, which an update would then increment once for each parameter.
     """
     parameters = state.pop("param_state", {})
     optimizer.load_state_dict(state)
     moments = optimizer.optimizer.state
     steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
     held = {number: {name: each["held"] for name, each in entry.items()} for number, entry in parameters.items()}
-    optimizer.load_parameter_state_from_fs_model_space(held)  # mostly in their place already
+    # Most tensors were read in place, so this copies little.
+    optimizer.load_parameter_state_from_fs_model_space(held)
     for parameter, step in steps.items():
         moments[parameter]["step"] = step.clone()
 
@@ -256,7 +264,7 @@ MOMENT_PREFIX = "optimizer.state."
 
 
 def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, Any]:
-    """`sharded_state` of one role."""
+    """Return the `sharded_state` of one role under FSDP2."""
     steps = {name: int(state["step"]) for name, state in _states(trainable).items()}
     last = max(steps.values(), default=0)
     return {
@@ -264,14 +272,14 @@ def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, 
             f"{role}.{prefix}": _shards(trainable.model, f"{role}.{prefix}", tensors, loading)
             for prefix, tensors in state_tensors(trainable).items()
         },
-        # of few experts' weights: those that no token has reached have no gradient, and are not stepped on
+        # Experts that no token has reached have no gradient and skip the step, so their step counts lag behind.
         "optimizer": {"step": last, "behind": {name: step for name, step in steps.items() if step != last}},
         "scheduler": trainable.scheduler.state_dict(),
     }
 
 
 def apply_fsdp_state(trainable: FSDPTrainable, state: Mapping[str, Any]) -> None:
-    """Put the loaded state of one role into its optimizer; its tensors were read into their places."""
+    """Load the state of one role into its optimizer. Its tensors have been read in place."""
     saved = state["optimizer"]
     for name, each in _states(trainable).items():
         each["step"].fill_(saved["behind"].get(name, saved["step"]))
@@ -279,7 +287,7 @@ def apply_fsdp_state(trainable: FSDPTrainable, state: Mapping[str, Any]) -> None
 
 
 def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
-    """What the prefix of a name says it is -> this rank's tensors by local name: weights, and their moments."""
+    """Return name prefix -> this rank's tensors by local name: weights (no prefix), and each of their moments."""
     states = _states(trainable)
     moments = {
         f"{MOMENT_PREFIX}{moment}.": {n: local(each[moment]) for n, each in states.items()} for moment in MOMENTS
@@ -288,23 +296,27 @@ def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]
 
 
 def state_layout(model: FSDPModel) -> Layout:
-    """Where in these tensors what lies: the same for weights and moments."""
+    """Return the layout of these tensors, equal for weights and moments."""
     adapters = model.adapters
     return (model.held_layout_of if adapters is None else adapters.layout_of)(model.grid.rank)
 
 
 def _trained(model: FSDPModel) -> Mapping[str, torch.Tensor]:
-    """What a checkpoint holds of the model: all of it, or what `lora` trains."""
+    """Return the model's tensors that a checkpoint holds: all of them, or what `lora` trains."""
     return model.held_parameters if model.adapters is None else model.adapters.parameters
 
 
 def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's state of each parameter of which this rank has a part, by local name; made if it is not there."""
+    """Return the optimizer state of each parameter of which this rank has a part, by local name.
+
+    State that does not exist yet is created.
+    """
     stepped_on = {local(parameter).data_ptr(): parameter for parameter in trainable.parameters}
     found = {}
     for name, tensor in _trained(trainable.model).items():
         parameter = stepped_on.get(tensor.data_ptr()) if tensor.numel() else None
-        if parameter is None:  # a buffer, or no row of it is here
+        # The tensor is a buffer, or this rank has no row of the parameter.
+        if parameter is None:
             continue
         state = trainable.optimizer.state[parameter]
         if not state:
@@ -329,7 +341,7 @@ def _shards(
 def _whole_shards(
     model: FSDPModel, prefix: str, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[ShardedTensor, int]]:
-    """All that this rank has, and how many ranks have the same."""
+    """Yield every shard of this rank with the number of ranks that hold the same."""
     layout, rank, world, tp = state_layout(model), model.grid.rank, model.grid.shape.world_size, model.grid.shape.tp
     buffers = {name for name, _ in model.module.model.named_buffers()}
     seen = viewed(layout, tensors)
@@ -338,7 +350,7 @@ def _whole_shards(
         if stored not in tensors:
             continue
         data = view(seen[piece.local], piece.local_box).view(piece.box.shape)
-        # how many neighbours have all of it, and how many of them each part
+        # Number of neighbouring ranks that together hold the whole tensor, and how many of them hold each part.
         parts, same = model.num_shards * tp, 1 if model.is_cut_over_tp(stored) else tp
         if stored in buffers:
             parts = same = 1

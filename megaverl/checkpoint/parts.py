@@ -1,19 +1,21 @@
-"""A rank's part of a checkpoint: which part of a sharded state it writes (its own, and a share of what all
-data-parallel ranks have), and how: in a thread while training goes on, as the zips that `torch.save` makes.
+"""A rank's part of a checkpoint: which tensors it writes, how they are laid out, and how they are copied meanwhile.
+
+Each rank writes its own shards and a share of what all data-parallel ranks hold. A background thread writes while
+training continues.
 
 A rank of megatron-core's distributed optimizer holds flat ranges of its parameters' states. A flat range of a local
-tensor is a few boxes of global arrays, under the names and shapes that the whole would have. So each rank writes what
-it holds and reads what it will hold: nothing is gathered, and the files do not depend on who wrote which part.
+tensor is a few boxes of global arrays, with the names and shapes that the whole would have. So each rank writes what it
+holds and reads what it will hold: nothing is gathered, and files do not depend on which rank wrote which part.
 
 megatron-core's own sharding types do less (0.16 to 0.19, `DistributedOptimizer.sharded_state_dict`).
 "fully_reshardable" gathers all states of a rank's parameters on every data-parallel rank. "dp_reshardable" writes
-shards of buckets, which only another number of data-parallel ranks can read. "fully_sharded_model_space" makes flat
-`ShardedTensor`s, which these versions refuse. "dp_zero_gather_scatter" gathers, and fixes TP and PP.
+shards of buckets, which cannot be read with another number of data-parallel ranks. "fully_sharded_model_space" makes
+flat `ShardedTensor`s, which these versions refuse. "dp_zero_gather_scatter" gathers, and fixes TP and PP.
 
-A tensor goes into its zip, and out of it, without the copies that `torch.save` and `torch.load` make of each: all that
-stands around the elements is known from shape, dtype and their CRC-32. So a tensor is read in one go, straight into
-where it belongs, and one comparison tells whether every byte is as it was written. While training goes on a tensor is
-copied only if training is about to change it before it is written.
+Tensors are written and read without the copies that `torch.save` and `torch.load` make: everything around the elements
+in a zip is known from shape, dtype and CRC-32. So a tensor is read directly into its place, and one comparison shows
+whether every byte is intact. While training continues, a tensor is copied only if training is about to change it before
+it is written.
 """
 
 from __future__ import annotations
@@ -49,22 +51,22 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 )
 
 Described: TypeAlias = ShardedTensor | ShardedTensorFactory
-EXPERTS = ".experts."  # of a name: such a weight's replicas are the ranks of the expert-data-parallel group
+EXPERTS = ".experts."  # part of the names of weights that are replicated over the expert-data-parallel group
 
 
 def optimizer_shards(optimizer: Any, described: Mapping[str, Any], *, loading: bool) -> dict[int, dict[str, Any]]:
-    """What this rank holds of a `DistributedOptimizer`'s state, parameter by parameter in the optimizer's order.
+    """Return this rank's shards of a `DistributedOptimizer`'s state, parameter by parameter in the optimizer's order.
 
     Args:
         described: the model's sharded state, whose tensors are its parameters.
-        loading: what is described is to be read into.
+        loading: whether the result describes where to read to.
 
     Returns:
-        number -> state's name -> {"held": the flat tensor, "boxes": what of which global array it is}.
+        number -> name of the state -> {"held": the flat tensor, "boxes": its boxes of global arrays}.
     """
     of_parameter = {id(each.data): each for each in nested_values(described) if isinstance(each, Described)}
     places = {tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)}
-    # all optimizers of a chain have their instances' number; there are several where weights are sharded in part
+    # With partial sharding there are several instances of the optimizer; all optimizers of a chain share the number.
     instance = optimizer.distributed_optimizer_instance_id
     state: dict[int, dict[str, Any]] = {}
     for parameter, start in _held_parameters(optimizer):
@@ -72,16 +74,18 @@ def optimizer_shards(optimizer: Any, described: Mapping[str, Any], *, loading: b
         entry = state[len(state)] = {}
         for name, tensor in optimizer._get_main_param_and_optimizer_states(parameter).items():
             if name == "step" or not isinstance(tensor, torch.Tensor):
-                continue  # kept with the parameter groups
+                # Steps are saved with the parameter groups.
+                continue
             if not loading and tensor.untyped_storage().data_ptr() not in places:
-                tensor = tensor.cpu()  # made for us, by an optimizer that keeps its state in fewer bits
+                # An optimizer that stores its state in fewer bits has made this float32 copy for the call.
+                tensor = tensor.cpu()
             boxes = list(boxes_of(of, tensor.detach(), start, f"optimizer.state.{name}.", instance))
             entry[name] = {"held": LocalNonpersistentObject(tensor), "boxes": boxes}
     return state
 
 
 def _held_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]:
-    """Each parameter of which this rank holds a range, and where in it that begins; as the optimizer orders them."""
+    """Yield each parameter of which this rank holds a range, and the start of the range, in the optimizer's order."""
     for ranges in optimizer.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
@@ -90,13 +94,13 @@ def _held_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]
 
 
 def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instance: int) -> Iterator[ShardedTensor]:
-    """The elements of a local tensor from `start` on as boxes of global arrays, their data views of `flat`.
+    """Yield the elements of a local tensor from `start` as boxes of global arrays, whose data are views of `flat`.
 
     Args:
-        of: describes the whole local tensor, which may be parts of several boxes (gate and up).
-        flat: 1-D.
-        prefix: of the name.
-        instance: the last number of their `replica_id`; a rank of instance 0 writes them.
+        of: description of the whole local tensor, which may consist of several boxes (gate and up).
+        flat: 1-D tensor of the elements.
+        prefix: prefix of the global name.
+        instance: last number of the boxes' `replica_id`; a rank of instance 0 writes them.
     """
     stop = start + flat.numel()
     for place, part in _parts(of, flat.dtype):
@@ -109,11 +113,11 @@ def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instanc
 
 
 def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTensor]]:
-    """The boxes of global arrays that make up a local tensor, each with its place in it, in elements."""
+    """Yield (offset in elements, box) for the boxes of global arrays that make up a local tensor."""
     if isinstance(of, ShardedTensor):
         yield 0, of
         return
-    # no memory: what the factory cuts tells its places
+    # Build from a meta tensor, which takes no memory: its views have the offsets of the parts.
     built = replace(of, data=torch.empty(of.data.shape, dtype=dtype, device="meta")).build()
     for part in nested_values(built):
         if not part.data.is_contiguous():
@@ -127,9 +131,11 @@ def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTens
 def boxed(
     of: ShardedTensor, start: tuple[int, ...], data: torch.Tensor, key: str, replica: tuple[int, ...]
 ) -> Iterator[ShardedTensor]:
-    """`data`, from `start` on of the local tensor that `of` describes, in boxes of at most `CHUNK_BYTES`.
+    """Yield `data`, which begins at `start` of the local tensor `of`, in boxes of at most `CHUNK_BYTES`.
 
-    So much is copied, or read besides what is wanted, at a time. The axis of stacked layers becomes one of their own.
+    This bounds what is copied, or read beyond what is wanted, at one time. An axis of stacked layers becomes an
+    ordinary
+    axis.
     """
     stacked = of.prepend_axis_num
     for box in split(whole(data.shape), CHUNK_BYTES // data.itemsize):
@@ -142,20 +148,22 @@ def boxed(
             dtype=data.dtype,
             local_shape=shape,
             global_offset=(*of.global_offset[:stacked], *map(sum, places)),
-            axis_fragmentations=None,  # of any size
+            axis_fragmentations=None,  # boxes may have any size
             replica_id=replica,
             prepend_axis_num=0,
         )
 
 
 def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dist.ProcessGroup) -> None:
-    """Leave this rank one share, of as many bytes as each other's, of the tensors that all data-parallel ranks have.
+    """Keep only this rank's share of the tensors that all data-parallel ranks hold. Shares have equal bytes.
 
-    Their states are alike, so each knows all shares. A tensor is cut between rows, and only where a share ends.
+    Replicas have equal states, so each rank computes all shares itself. A tensor is split only where a share ends,
+    between
+    rows.
 
     Args:
-        state: a sharded state, changed in place. What is a rank's own (`optimizer_shards`) stays.
-        dense, experts: the ranks that have the same weights, and those that have the same experts.
+        state: a sharded state, changed in place. Tensors of this rank alone (`optimizer_shards`) stay.
+        dense, experts: the ranks with the same weights, and those with the same experts.
     """
     apply_factories(state)
     shared = [each for each in nested_values(state) if _is_shared(each)]
@@ -167,13 +175,15 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
 
 
 def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
-    """Of each tensor the rows that fall into this rank's share, of so many; or nothing. The last number of their
-    `replica_id` is the rank's among those that have the same."""
+    """Yield, for each tensor, the rows in this rank's share, or nothing.
+
+    The last number of a tensor's `replica_id` is the rank's index among the `count` ranks that hold the same.
+    """
     total, before = sum(each.data.nbytes for each in tensors), 0
     for each in tensors:
         number, data = each.replica_id[-1], each.data.detach()
         rows = data.shape[0] if data.ndim else 1
-        # a row belongs to the share that its first byte falls into
+        # A row belongs to the share that contains its first byte.
         ends = (max(0, total * share // count - before) for share in (number, number + 1))
         low, high = (min(rows, -(-end * rows // data.nbytes)) for end in ends)
         before += data.nbytes
@@ -186,36 +196,37 @@ def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[Sha
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether all data-parallel ranks have it, and no other rank has to write it."""
+    """Return whether all data-parallel ranks hold the value, and no rank outside them writes it."""
     return (
         isinstance(value, ShardedTensor)
-        and value.has_regular_grid  # else it is a rank's own already
+        and value.has_regular_grid  # otherwise it belongs to one rank already
         and is_main_replica(value.replica_id[:-1])
         and value.data.numel() > 0
     )
 
 
-LARGEST = (1 << 32) - (1 << 20)  # what a zip holds without its 64-bit extension
+LARGEST = (1 << 32) - (1 << 20)  # bytes that a zip can hold without its 64-bit extension
 
 
 def frame_of(shape: Sequence[int], dtype: torch.dtype) -> Frame | None:
-    """What stands around a tensor's elements; None where that is left to torch (no plain dtype, or too large)."""
+    """Return the zip frame of a tensor; None if torch must write it (an unusual dtype, or too large)."""
     if dtype not in STORAGES or torch.Size(shape).numel() * dtype.itemsize > LARGEST:
         return None
     return Frame(tuple(shape), dtype)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous host tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensor(file: ChecksummedFile, tensor: torch.Tensor) -> None:
-    """Append a tensor to a file; one on a device is copied to the host first."""
+    """Append a tensor to a file. A device tensor is copied to the host first."""
     tensor = tensor.detach().cpu().contiguous()
     frame = frame_of(tensor.shape, tensor.dtype)
     if frame is None:
-        torch.save(tensor.clone(), file)  # a clone: torch writes all of the memory that a tensor is a part of
+        # torch.save writes the whole storage of a tensor, so clone a view first.
+        torch.save(tensor.clone(), file)
         return
     elements = bytes_of(tensor)
     checksum = crc32(elements)
@@ -225,15 +236,15 @@ def write_tensor(file: ChecksummedFile, tensor: torch.Tensor) -> None:
 
 
 def read_tensor(file: io.FileIO, offset: int, frame: Frame, into: torch.Tensor, *, keep_cached: bool = True) -> None:
-    """Read a tensor that `write_tensor` has written.
+    """Read a tensor that `write_tensor` wrote.
 
     Args:
-        frame: of its shape and dtype.
-        into: contiguous, in host memory.
-        keep_cached: as of `read_into`.
+        frame: zip frame of its shape and dtype.
+        into: contiguous tensor in host memory.
+        keep_cached: see `read_into`.
 
     Raises:
-        DamagedCheckpoint: a byte is not as it was written.
+        DamagedCheckpoint: a byte has changed.
     """
     head, tail = bytearray(frame.data_offset), bytearray(len(frame.tail(0)))
     try:
@@ -247,16 +258,16 @@ def read_tensor(file: io.FileIO, offset: int, frame: Frame, into: torch.Tensor, 
 
 
 def read_object(file: io.FileIO, offset: int, length: int) -> bytes:
-    """Read what torch has written: an object, or a tensor that has no `frame_of`.
+    """Read an object, or a tensor without `frame_of`, that torch wrote.
 
     Raises:
-        DamagedCheckpoint: a byte of its contents is not as it was written.
+        DamagedCheckpoint: a byte of its contents has changed.
     """
     data = bytearray(length)
     try:
         read_into(file, memoryview(data), offset)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            # torch stores its records as they are; compressed ones may unpack without end
+            # torch does not compress its records. A compressed one could unpack to any size.
             if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
                 raise DamagedCheckpoint("it has compressed records, which torch does not write")
             damaged = archive.testzip()
@@ -270,23 +281,24 @@ def read_object(file: io.FileIO, offset: int, length: int) -> bytes:
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-NICENESS = 10  # of the writing thread: training comes first
+NICENESS = 10  # lower priority for the writing thread, so that training comes first
 
 
 def start_writing(write: Callable[[], T], *, in_background: bool = True) -> Future[T]:
-    """Call `write` in a thread of its own, or here, and give its result or error.
+    """Call `write` in a thread, or directly, and return a future of its result.
 
-    The thread is no executor's: those are waited for when a process ends, and a disk may hang.
+    The thread does not belong to an executor: Python waits for executors at exit, and a disk may hang.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             if in_background and hasattr(os, "setpriority"):
-                # on Linux a thread has a priority of its own
+                # On Linux every thread has its own priority.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             future.set_result(write())
-        except Exception as error:  # reported to all ranks when the checkpoint is committed
+        except Exception as error:
+            # Reported to all ranks when the checkpoint is committed.
             future.set_exception(error)
 
     if in_background:
@@ -297,14 +309,14 @@ def start_writing(write: Callable[[], T], *, in_background: bool = True) -> Futu
 
 
 class HostBuffers:
-    """Host memory for copies, page-locked where they come from a GPU. It is kept, and used again, from save to save."""
+    """Host memory for copies, page-locked if they come from a GPU. Buffers are kept and reused from save to save."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        self.num_bytes = 0  # of all, free or not
+        self.num_bytes = 0  # bytes of all buffers, free or in use
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, complete when this returns, in memory that is the caller's until it is given back."""
+        """Return a complete copy in memory that belongs to the caller until `give_back`."""
         free = self._free.setdefault((tensor.shape, tensor.dtype), [])
         if not free:
             self.num_bytes += tensor.nbytes
@@ -312,34 +324,39 @@ class HostBuffers:
         return free.pop().copy_(tensor)
 
     def give_back(self, copy: torch.Tensor) -> None:
-        """It is not needed any more."""
+        """Return a buffer for reuse."""
         self._free[copy.shape, copy.dtype].append(copy)
 
 
 class HeldTensors(Generic[K]):
-    """What weights and optimizer are from the end of one update to the next: most of a step, generation included.
+    """Tensors that do not change between two updates: weights and optimizer state, for most of a step.
 
-    The writing thread takes one tensor after the other; it may read each until it takes the next. Whoever is about
-    to change them calls `settle` first, which copies what was not written yet. A copy's memory is free again when it
-    is written: of a GPU's tensors there is one copy at a time until an update begins.
+    The writing thread takes one tensor after the other, and may read each until it takes the next. Code that is about
+    to
+    change the tensors calls `settle` first, which copies those that are not written yet. A copy's memory is free again
+    once
+    it is written. So there is only one copy of a GPU tensor at a time, until an update begins.
+
+        writing thread:    take(a) write   take(b) write   take(c) write copy   close()
+        training thread:   ... generation ...        settle(): copy c, wait for b, then step
 
     Args:
-        tensors: not to be changed before `settle`.
-        changing: may change as soon as this is made: copied now.
-        buffers: for the copies; of no other save meanwhile.
+        tensors: must not change before `settle`.
+        changing: may change at once, so they are copied in the constructor.
+        buffers: memory for the copies, which no other save may use meanwhile.
     """
 
     def __init__(
         self, tensors: Mapping[K, torch.Tensor], changing: Mapping[K, torch.Tensor], buffers: HostBuffers
     ) -> None:
-        self._waiting = dict(tensors)  # not written and not copied; one that is being written is among them
+        self._waiting = dict(tensors)  # not copied, and not written or still being written
         self._buffers = buffers
         self._copied = {key: buffers.copy(tensor) for key, tensor in changing.items()}
         self._reading: K | None = None
         self._changed = threading.Condition()
 
     def take(self, key: K) -> torch.Tensor:
-        """The tensor itself, or its copy; in host memory. The one taken before is done with."""
+        """Return the tensor or its copy, in host memory. The tensor taken before is released."""
         with self._changed:
             self._let_go()
             self._reading = key
@@ -348,7 +365,7 @@ class HeldTensors(Generic[K]):
             return self._copied[key] if key in self._copied else self._waiting[key]
 
     def close(self) -> None:
-        """The writing thread is through, or has failed: nothing is read any more."""
+        """Release all tensors: the writing thread has finished or failed, and reads nothing more."""
         with self._changed:
             self._waiting.clear()
             self._reading = None
@@ -358,14 +375,14 @@ class HeldTensors(Generic[K]):
             self._changed.notify_all()
 
     def settle(self, waits: Callable[[], None] = lambda: None) -> None:
-        """Copy what is still to be written, and wait for the one that is being read: all may then change.
+        """Copy tensors that are still to be written, and wait for the one that is being read. Then all may change.
 
         Args:
-            waits: called before waiting, which a disk that hangs makes long.
+            waits: called before waiting, which takes long if the disk hangs.
         """
         while True:
             with self._changed:
-                # the last first: the writing thread comes from the other end
+                # Start with the last tensor, as the writing thread starts with the first.
                 key = next((key for key in reversed(self._waiting) if key != self._reading), None)
                 if key is not None:
                     self._copy(key)

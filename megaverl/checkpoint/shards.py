@@ -1,7 +1,7 @@
-"""The files of a sharded state, megatron-core's `torch_dist` format: planned by all ranks, written and read by each.
+"""Files of a sharded state in megatron-core's `torch_dist` format: planned collectively, written and read by each rank.
 
-`Stager.stage` is the collective half of a save; `StagedShards.write` touches nothing but its own files, so a thread may
-run it. A rank that fails to read makes all fail: torch's checkpointing gathers every rank's outcome at each stage.
+`Stager.stage` is the collective half of a save. `StagedShards.write` touches only its own files, so it can run in a
+thread. If one rank fails to read, all fail: torch's checkpointing gathers every rank's outcome at each stage.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ Files = dict[str, list[Any]]  # name -> [bytes, CRC-32]
 
 @dataclass
 class StagedShards:
-    """This rank's part of a sharded state, and how it is to be written.
+    """This rank's part of a sharded state, ready to be written.
 
     Attributes:
-        rank: of all that write; it names this rank's files.
-        plan: of torch's checkpointing: which items go into them.
-        data: the items' tensors and objects; those of `held` are not among them.
+        rank: index among all ranks that write; part of the file names.
+        plan: torch's save plan: the items of this rank's files.
+        data: the items' tensors and objects, without those in `held`.
         held: tensors that training will change again.
-        num_bytes: about how much this rank will write.
-        metadata: on the first rank, torch's description of the whole; its storage is filled in by `index`.
-        common: on the first rank, what is the same on all.
+        num_bytes: approximate number of bytes that this rank writes.
+        metadata: on the first rank, torch's description of the whole; `index` fills in its storage.
+        common: on the first rank, the state that is equal on all ranks.
     """
 
     rank: int
@@ -88,10 +88,10 @@ class StagedShards:
     common: bytes | None = None
 
     def write(self, folder: Path) -> tuple[Files, list[Any]]:
-        """Write this rank's files; returns their records, and where each item lies, as JSON.
+        """Write this rank's files; return their records, and the place of each item as JSON.
 
         Raises:
-            OSError: a full disk, a folder that is gone or cannot be written.
+            OSError: the disk is full, or the folder is gone or not writable.
         """
         tensors = [item for item in self.plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in self.plan.items if item.type == WriteItemType.BYTE_IO]
@@ -111,7 +111,7 @@ class StagedShards:
         return files, places
 
     def _write_items(self, path: Path, items: Sequence[WriteItem], places: list[list[Any]]) -> list[Any]:
-        """One item at a time: `held` takes an item for written when the next one is asked for."""
+        """Write items one by one: `held` regards an item as written when the next one is taken."""
         with ChecksummedFile(path) as file:
             for item in items:
                 start, value = file.num_bytes, self._value(item.index)
@@ -127,7 +127,7 @@ class StagedShards:
         return self.data[index] if index in self.data else self.held.take(index)
 
     def index(self, folder: Path, items: list[list[Any]]) -> Files:
-        """On the first rank, when all have written: the index of where everything lies."""
+        """Write the index of all items. Called on the first rank, when all ranks have written."""
         assert self.metadata is not None, "only the rank that planned for all can write the index"
         storage = dict(_item_from_json(found) for rank in items for found in rank)
         whole = replace(self.metadata, storage_data=storage, storage_meta=StorageMeta())
@@ -136,7 +136,7 @@ class StagedShards:
 
 @dataclass
 class Stager:
-    """Plans a save with all ranks. The memory of its copies is kept for the next save."""
+    """Plans a save with all ranks. Keeps the memory of its copies for the next save."""
 
     _buffers: HostBuffers = field(default_factory=HostBuffers)
 
@@ -148,16 +148,17 @@ class Stager:
         copied: Collection[int] = (),
         committer: Committer,
     ) -> StagedShards:
-        """Every rank takes part.
+        """Plan a save and copy what may change. Collective over the committer's ranks.
 
         Args:
             state: a `sharded_state`.
-            held: what lies in the memory at these addresses may change again after `StagedShards.held.settle`.
-            copied: what lies at these may change at once. All else must stay as it is until it is written.
-            committer: whose rank plans for all. Ranks of another world than its have other roles.
+            held: storage addresses of tensors that may change after `StagedShards.held.settle`.
+            copied: storage addresses of tensors that may change at once. All others must not change until they are
+                written.
+            committer: its rank plans for all. Ranks outside its role group have other roles.
         """
-        # megatron-core's own check would send every rank what all hold. The plan for all is checked below, on one rank:
-        # torch refuses one that leaves out an element of a tensor, or writes one twice.
+        # megatron-core's own check would send all ranks' descriptions to every rank. Instead, one rank checks the
+        # global plan below: torch refuses a plan that omits an element of a tensor, or writes one twice.
         sharded, common = save_preprocess(state, False)
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         group = committer.group
@@ -180,7 +181,8 @@ class Stager:
         plan = planner.finish_plan(ranks.reduce_scatter("plan", for_me, for_all))
         items = {item.index: planner.resolve_data(item) for item in plan.items}
         num_bytes = sum(v.nbytes if isinstance(v, torch.Tensor) else len(v.getbuffer()) for v in items.values())
-        platform.synchronize()  # another thread will read them
+        # Another thread will read the tensors, so pending device work must be complete.
+        platform.synchronize()
         data: dict[MetadataIndex, Any] = {}
         lasting: dict[MetadataIndex, torch.Tensor] = {}
         changing: dict[MetadataIndex, torch.Tensor] = {}
@@ -199,7 +201,7 @@ class Stager:
 
 
 def _place(value: Any) -> int | None:
-    """Where a tensor's memory begins; None for an object that was serialised for this save."""
+    """Return the storage address of a tensor; None for an object that was serialised for this save."""
     return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
 
 
@@ -221,11 +223,11 @@ def _item_from_json(found: list[Any]) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of checkpoints, but every byte is read once, into its place where it can be, and checked.
+    """torch's checkpoint reader, which reads every byte once, in place if possible, and verifies checksums.
 
     Args:
         folder: the checkpoint.
-        is_alone: no other rank reads the same tensors, so the system need not keep them in its memory.
+        is_alone: no other rank reads the same tensors, so the kernel need not keep them in memory.
     """
 
     def __init__(self, folder: Path, *, is_alone: bool) -> None:
@@ -234,14 +236,15 @@ class CheckedReader(FileSystemReader):
         self._described: Mapping[str, Any] = {}
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        """Keep the descriptions of all tensors, which torch's reader does not use."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **options)
         self._described = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Front to back through each file.
+        """Read the plan's items, front to back through each file.
 
         Raises:
-            DamagedCheckpoint: names the file and the tensor whose bytes are not those that were written.
+            DamagedCheckpoint: names the file and the tensor whose bytes have changed.
         """
         items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
         for name, in_file in groupby(items, lambda item: self._place(item).relative_path):
@@ -270,7 +273,8 @@ class CheckedReader(FileSystemReader):
             return
         shape, dtype = self._shape_and_dtype(first.storage_index)
         frame = frame_of(shape, dtype)
-        if frame is None or frame.length != place.length:  # torch has written it
+        # torch.save wrote this tensor, not `write_tensor`.
+        if frame is None or frame.length != place.length:
             data = read_object(file, place.offset, place.length)
             stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         elif len(wanted) == 1 and _takes_all(target := planner.resolve_tensor(first).detach(), first, shape, dtype):
@@ -292,7 +296,7 @@ class CheckedReader(FileSystemReader):
 
 
 def _takes_all(target: torch.Tensor, item: ReadItem, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether what is stored can be read straight into `target`."""
+    """Return whether the stored tensor can be read directly into `target`."""
     return (
         type(target) is torch.Tensor
         and target.device.type == "cpu"
@@ -303,14 +307,17 @@ def _takes_all(target: torch.Tensor, item: ReadItem, shape: torch.Size, dtype: t
 
 
 class _CheckedLoading(TorchDistLoadShardedStrategy):
-    """megatron-core's way to load, with a `CheckedReader` (0.16, `TorchDistLoadShardedStrategy.load`)."""
+    """megatron-core's load strategy with a `CheckedReader` (0.16, `TorchDistLoadShardedStrategy.load`)."""
 
     def __init__(self, *, is_alone: bool) -> None:
         super().__init__()
         self._is_alone = is_alone
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: Any) -> dict[str, Any]:
-        """0.19 also says how checkpoints are written in the background, which reading them has no part in."""
+        """Load a sharded state.
+
+        Version 0.19 passes a further argument about background writes, which loading ignores.
+        """
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         flat, places, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         wanted = mcore_to_pyt_state_dict(flat, True)
@@ -329,13 +336,13 @@ class _CheckedLoading(TorchDistLoadShardedStrategy):
 
 
 def read_shards(state: dict[str, Any], folder: Path, *, is_alone: bool = False) -> dict[str, Any]:
-    """Fill a `sharded_state(loading=True)` from a folder; every rank takes part and reads what it needs.
+    """Fill a `sharded_state(loading=True)` from a folder. Collective; every rank reads what it needs.
 
     Args:
-        is_alone: no two ranks want the same.
+        is_alone: no two ranks want the same tensors.
 
     Raises:
-        DamagedCheckpoint: on every rank, if one has read other bytes than were written; names file and tensor.
+        DamagedCheckpoint: on every rank, if one read bytes that have changed; names file and tensor.
         CheckpointError: on every rank, if one could not read; names the ranks, and the tensor that does not fit.
     """
     with own_errors(
@@ -348,10 +355,11 @@ def read_shards(state: dict[str, Any], folder: Path, *, is_alone: bool = False) 
 
 
 def check_pickles(folder: Path) -> None:
-    """Refuse a folder whose pickled parts name anything but tensors, their layout and plain values.
+    """Refuse a folder whose pickles name anything but tensors, their layout and plain values.
 
-    torch reads the index and stored objects with an unrestricted unpickler, so they are vetted first; what is
-    common to the ranks is tried as well, for one message instead of one from each rank.
+    torch reads the index and stored objects with an unrestricted unpickler, so they are checked first. The ranks'
+    common
+    state is checked too, for one message instead of one from each rank.
 
     Raises:
         CheckpointError: the index or an object is damaged, or names something that loading must not run.
@@ -366,16 +374,18 @@ def check_pickles(folder: Path) -> None:
                 torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}. {fix}") from error
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:
+        # A damaged pickle can raise anything.
         raise CheckpointError(f"{folder}: refused: {_reason(error)}. {fix}") from error
 
 
 @contextmanager
 def own_errors(what: str, fix: str) -> Iterator[None]:
-    """One CheckpointError, short, instead of the libraries' exceptions with a traceback for every rank."""
+    """Replace the libraries' exceptions, with a traceback for every rank, by one short CheckpointError."""
     try:
         yield
-    except CheckpointException as error:  # torch's, a BaseException: the same on every rank
+    except CheckpointException as error:
+        # torch raises this BaseException with the same contents on every rank.
         wrong = {str(cause) for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)}
         if wrong:
             raise DamagedCheckpoint(f"{what}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}") from error
@@ -386,6 +396,6 @@ def own_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line, for some of them list every tensor of the model."""
+    """Return the first line of an error. Some errors list every tensor of the model in the others."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:500]}"

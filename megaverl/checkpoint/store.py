@@ -1,4 +1,4 @@
-"""Save and resume: all ranks write, one commits by one rename, and only whole checkpoints are loaded."""
+"""Save and resume: all ranks write, one rank commits with a single rename, and only complete checkpoints are loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written; the manifest's serial and files come with the commit."""
+    """A checkpoint that is being written. The commit adds the manifest's serial and files."""
 
     folder: Path
     manifest: Manifest
@@ -61,14 +61,21 @@ class _Pending:
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. Every rank makes one, and all ranks call its methods together.
+    """The checkpoints of one run folder. Every rank makes a store, and all ranks call its methods together.
 
     Args:
-        root: the folder, on a file system that all ranks share; made by the first save.
-        retention: which checkpoints stay.
-        committer: who marks a checkpoint complete.
-        warn: called, on every rank, for a damaged checkpoint that is passed over.
+        root: the folder, on a file system that all ranks share; created by the first save.
+        retention: rules for keeping checkpoints.
+        committer: decides which rank marks a checkpoint complete.
+        warn: called on every rank for a damaged checkpoint that is skipped.
         phase: called with the next stage of a save: checkpoint_copy, checkpoint_write, checkpoint_commit; see `commit`.
+
+    Example:
+        store = CheckpointStore("runs/demo/checkpoints")
+        store.start(step, {"actor": actor}, {"next_step": step})   # writes in the background
+        store.finish()                                             # all ranks have written: commit
+        folder = store.resolve("auto")
+        folder, state = store.resume(folder, {"actor": actor})
     """
 
     def __init__(
@@ -90,10 +97,10 @@ class CheckpointStore:
         self._versions: dict[str, str] = {}
 
     def save(self, step: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], **options: Any) -> Path:
-        """Write the checkpoint of `step`; when this returns, it is on the disk and whole. Arguments as of `start`.
+        """Write the checkpoint of `step` and commit it. Arguments as in `start`.
 
         Raises:
-            CheckpointError: on every rank. The earlier checkpoints are untouched, the new one is not there.
+            CheckpointError: on every rank. Earlier checkpoints are untouched, and the new one does not exist.
         """
         self.start(step, roles, state, **options, in_background=False)
         path = self.finish()
@@ -112,23 +119,23 @@ class CheckpointStore:
         inside: bool = False,
         in_background: bool = True,
     ) -> None:
-        """Begin to write the state as it is now; `finish` commits it. Waits for an earlier one.
+        """Begin to write the state as it is now; `finish` commits it. Waits for an earlier save.
 
-        In the background, what is not written when an optimizer is about to step is copied to host memory first.
+        A background save copies what is not written yet to host memory when an optimizer is about to step.
 
         Args:
-            roles: models, optimizers and schedulers, by role.
-            state: the trainer's own state, JSON, the same on every rank.
-            files: further files by name, each written by a function that is given its path. The rank that
-                commits writes them; they must not change meanwhile.
-            own_files: this rank's own, by name.
-            best: remember it as the best so far.
-            inside: it was taken in the middle of the next step.
-            in_background: write in a thread, while training goes on; False: here and now, without a copy.
+            roles: role -> model, optimizer and scheduler.
+            state: the trainer's own state as JSON, equal on every rank.
+            files: name -> function that writes a further file to the given path. The committing rank writes them; they
+                must not
+                change meanwhile.
+            own_files: name -> contents of this rank's own files.
+            best: mark the checkpoint as the best so far.
+            inside: it is taken in the middle of the next step.
+            in_background: write in a thread while training continues; False: write now, without copies.
 
         Raises:
-            CheckpointError: on every rank: no space, a folder that is gone, or the checkpoint before this one
-                failed.
+            CheckpointError: on every rank: there is no space, the folder is gone, or the previous save failed.
         """
         self.finish()
         folder = folder_of(self.root, step, inside=inside)
@@ -160,20 +167,21 @@ class CheckpointStore:
         )
         written = start_writing(lambda: _write(partial, shards, own, more), in_background=in_background)
         self._pending = _Pending(folder, manifest, shards, written, best)
-        for trainable in roles.values():  # only now: what is not going to be written need not be copied
+        # Set the hook last: if staging fails, nothing is written and nothing need be copied.
+        for trainable in roles.values():
             trainable.before_step = lambda: shards.held.settle(lambda: self.phase("checkpoint_write"))
 
     def finish(self, *, wait: bool = True) -> Path | None:
-        """Commit the checkpoint that was started, once every rank has written its part.
+        """Commit the save that was started, once every rank has written its part.
 
         Args:
-            wait: for all ranks; else a checkpoint that is not complete yet is left for a later call.
+            wait: wait for all ranks; False: leave an incomplete save for a later call.
 
         Returns:
             Its folder, if it was committed now.
 
         Raises:
-            CheckpointError: on every rank, if one could not write: names the ranks and why.
+            CheckpointError: on every rank, if one could not write; names the ranks and the reasons.
         """
         pending = self._pending
         if pending is None:
@@ -185,19 +193,20 @@ class CheckpointStore:
                 return None
         self._pending = None
         self.phase("checkpoint_commit")
-        error = pending.written.exception()  # waits
+        # Blocks until this rank's files are written.
+        error = pending.written.exception()
         own = [pending.written.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
         self.committer.conclude(own, lambda reports: self._commit(pending, reports))
         return pending.folder
 
     def resume(self, folder: Path, roles: Mapping[str, TrainableModel]) -> tuple[Path, dict[str, Any]]:
-        """`load` what `resolve` has found; where that turns out to be damaged, the newest older one that is whole.
+        """Load the checkpoint that `resolve` found; if it turns out to be damaged, the newest older complete one.
 
         Returns:
             The folder that was loaded, and the trainer's state.
 
         Raises:
-            CheckpointError: on every rank: of another model, or none is whole; or the one that was asked for is not.
+            CheckpointError: on every rank: another model, no complete checkpoint, or the named one is damaged.
         """
         while True:
             try:
@@ -211,20 +220,21 @@ class CheckpointStore:
                     raise error from None
 
     def load(self, folder: str | Path, roles: Mapping[str, TrainableModel]) -> dict[str, Any]:
-        """Restore `roles` in place, on any grid, and the random generators; returns the trainer's state.
+        """Restore `roles` in place, on any grid, and the random generators; return the trainer's state.
 
-        With another number of ranks the random generators stay as they are.
+        With another number of ranks, the random generators are not restored.
 
         Raises:
-            DamagedCheckpoint: on every rank: what was read is not what was written. The roles hold parts of it.
-            CheckpointError: on every rank: of another model, or it lacks a role.
+            DamagedCheckpoint: on every rank: bytes have changed. The roles hold parts of the checkpoint.
+            CheckpointError: on every rank: the checkpoint is of another model, or lacks a role.
         """
         folder = Path(folder)
         described = self._of_all_worlds(_describe(roles))
         world_size, engines, state = self.committer.decide(lambda: _open(folder, described))
         foreign = {role: each for role, each in roles.items() if engines[role] != engine_of(each)}
         own = {role: each for role, each in roles.items() if role not in foreign}
-        with together(self.committer.group):  # worlds with roles of their own load them each by itself
+        # Each role group loads its own roles; errors are raised on all of them.
+        with together(self.committer.group):
             if own:
                 with _present(own):
                     is_alone = all(role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in own.values())
@@ -239,29 +249,33 @@ class CheckpointStore:
         return dict(state)
 
     def latest(self, job: str = "") -> Path | None:
-        """The newest checkpoint all of whose files are there, None where there is none yet; warns of damaged ones.
+        """Return the newest checkpoint with all its files, or None if there is none yet; warn about damaged ones.
 
         Args:
-            job: only those that this job wrote.
+            job: only checkpoints of this job.
 
         Raises:
-            CheckpointError: every one is damaged.
+            CheckpointError: all checkpoints are damaged.
         """
         return self._newest(self.root, job)
 
     def resolve(self, resume: str, *, restarted: bool = False) -> Path | None:
-        """What to resume from: all of its files are there, and their bytes are those that were written.
+        """Return the checkpoint to resume from, or None to start anew.
 
-        Those of its tensors, nearly all of it, `resume` compares as it reads them.
+        All its files exist, and their bytes are intact. The files of tensors, nearly all of it, are verified by
+        `resume` as it
+        reads them.
 
         Args:
-            resume: `auto` (the newest here, if any), `latest` (the newest here, which must be there), `unfinished`
-                (the newest here, unless it is the last of its run), `never`, or a folder: a checkpoint, a
-                `checkpoints` folder or a run folder; of those, the newest is taken.
-            restarted: torchrun has started the ranks again, so what this job itself has saved comes first.
+            resume: `auto` (the newest here, if any), `latest` (the newest here, which must exist), `unfinished` (the
+                newest
+                here, unless its run is complete), `never`, or a folder: a checkpoint, a `checkpoints` folder or a run
+                folder,
+                whose newest checkpoint is taken.
+            restarted: torchrun has restarted the ranks, so this job's own checkpoints come first.
 
         Raises:
-            CheckpointError: on every rank: no such folder, or no whole checkpoint in it.
+            CheckpointError: on every rank: the folder does not exist, or has no complete checkpoint.
         """
         self._search = None
         if restarted and resume not in ("auto", "latest"):
@@ -295,7 +309,7 @@ class CheckpointStore:
         return newest
 
     def _staged(self, roles: Mapping[str, TrainableModel], in_background: bool) -> StagedShards:
-        """What is to be written; of what training changes, or moves away, meanwhile, a copy is taken before it does."""
+        """Stage what is to be written. Tensors that training will change or move are copied before that happens."""
         moving = [trainable for trainable in roles.values() if trainable.offloads]
         staying = [trainable for trainable in roles.values() if in_background and not trainable.offloads]
         with _present(roles):
@@ -307,7 +321,7 @@ class CheckpointStore:
             )
 
     def _of_all_worlds(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What all worlds say of their roles, where there are several."""
+        """Merge the roles' descriptions of all role groups, if there are several."""
         if self.committer.group is None:
             return mine
         return dict(
@@ -318,7 +332,7 @@ class CheckpointStore:
         partial = partial_name(pending.folder)
         failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why is not None]
         if failures:
-            # its space is better free
+            # Free its space.
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"{partial}: the checkpoint was not written: {'; '.join(failures)}. {FIX}")
         files: Files = {}
@@ -336,7 +350,10 @@ class CheckpointStore:
         return next(self._search, None)
 
     def _whole(self, root: Path, job: str) -> Generator[Path, str, None]:
-        """The whole checkpoints, newest first; warns of those passed over. What is sent is wrong with the last one."""
+        """Yield the complete checkpoints, newest first, and warn about those that are skipped.
+
+        A value sent to the generator is the problem of the last checkpoint that was yielded.
+        """
 
         def search() -> list[list[str]]:
             found, wrong = newest_first(root, job)
@@ -357,7 +374,10 @@ class CheckpointStore:
             self._warn(f"passed over {problem}")
 
     def _wrong(self, folder: Path) -> list[str]:
-        """What is wrong with a checkpoint's files, besides its tensors' bytes; each rank reads a share of them."""
+        """Return the problems of a checkpoint's files except the tensors' bytes.
+
+        Each rank reads a share of the files.
+        """
         wrong: list[str] = []
         with together(self.committer.group):
             manifest = Manifest.read(folder)
@@ -371,7 +391,7 @@ class CheckpointStore:
 def _write(
     partial: Path, shards: StagedShards, own: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
 ) -> list[Any]:
-    """All that one rank writes: [records of its files, where its items lie]."""
+    """Write all files of one rank; return [records of its files, places of its items]."""
     files, items = shards.write(partial)
     for name, data in own.items():
         files[name] = write_bytes(partial / name, data)
@@ -383,7 +403,7 @@ def _write(
 
 @contextmanager
 def _present(roles: Mapping[str, TrainableModel]) -> Iterator[None]:
-    """What was moved out of the accelerator's memory is back inside."""
+    """Bring offloaded state back to the device while the block runs."""
     with ExitStack() as stack:
         for trainable in roles.values():
             stack.enter_context(trainable.present())
@@ -391,7 +411,11 @@ def _present(roles: Mapping[str, TrainableModel]) -> Iterator[None]:
 
 
 def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, dict[str, str], Any]:
-    """Check a checkpoint before anything is loaded; returns its world size, each role's engine, the trainer's state."""
+    """Check a checkpoint before anything is loaded.
+
+    Returns:
+        (its world size, the engine of each role, the trainer's state).
+    """
     manifest = Manifest.read(folder)
     manifest.check_files(folder)
     manifest.check_roles(folder, wanted)
@@ -401,11 +425,12 @@ def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, dict[st
 
 
 def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each role, as JSON gives it back."""
+    """Return the manifest's description of each role, in the form in which JSON returns it."""
     described = {}
     for role, trainable in roles.items():
         model, lora = trainable.model, None
-        if model.adapters is not None:  # what decides whether they fit: their layers, and the weights below them
+        # Adapters fit only the same layers of a base model with the same weights.
+        if model.adapters is not None:
             config = model.adapters.config
             layers = sorted({low_rank.projection for low_rank in model.adapters.low_ranks.values()})
             lora = {"rank": config.rank, "alpha": config.alpha, "layers": layers, "base": trainable.base_identity}

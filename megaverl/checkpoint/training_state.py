@@ -1,12 +1,12 @@
-"""What a run's state is: each role's weights, optimizer, scheduler as its engine shards them; random generators. Also a
-checkpoint of one training engine, read into the other.
+"""State of a run: each role's weights, optimizer and scheduler as its engine shards them, and random generators.
 
-Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another grid;
-every rank stores what it holds (`parts.py`).
+Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another grid.
+Every rank stores what it holds (`parts.py`).
 
-Both engines' checkpoints are layouts of the same Hugging Face arrays. Weights and Adam's moments go straight from the
-files into their places; where the other engine trains in 16 bits, its float32 copies are read instead of its weights.
-The schedule and the count of steps go along.
+This module also loads a checkpoint of one training engine into the other. Both engines' checkpoints are layouts of the
+same Hugging Face arrays, so weights and Adam's moments go directly from the files into their places. If the other
+engine
+trains in 16 bits, its float32 copies are read instead of its weights. Schedule and step are taken over.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 
 
 def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False) -> dict[str, Any]:
-    """The state of all roles, each tensor wrapped with its global name and place; names begin with the role.
+    """Return the state of all roles, each tensor wrapped with its global name and place. Names begin with the role.
 
-    Tensors are the roles' own, or views of them: nothing is sent, and nothing copied.
+    Tensors are the roles' own, or views of them: nothing is sent or copied.
 
     Args:
-        loading: describe where to load to, all that this rank needs; else what it is to write.
+        loading: describe everything that this rank must load; otherwise what it must write.
 
     Raises:
-        CheckpointError: an optimizer whose state megatron-core cannot store.
+        CheckpointError: megatron-core cannot store the state of an optimizer.
     """
     state = {}
     for role, trainable in roles.items():
@@ -75,7 +75,7 @@ def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False)
 
 
 def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) -> None:
-    """Put a loaded `sharded_state` into models, optimizers and schedulers, in place."""
+    """Load a `sharded_state` into models, optimizers and schedulers, in place."""
     for role, trainable in roles.items():
         if isinstance(trainable, FSDPTrainable):
             apply_fsdp_state(trainable, loaded[role])
@@ -84,7 +84,7 @@ def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) 
 
 
 def engine_of(trainable: TrainableModel) -> str:
-    """As a configuration names it."""
+    """Return the engine's name in a configuration."""
     return "fsdp" if isinstance(trainable, FSDPTrainable) else "megatron"
 
 
@@ -94,27 +94,29 @@ def _megatron(trainable: TrainableModel) -> MegatronTrainable:
 
 
 def trained_storages(roles: Iterable[TrainableModel]) -> set[int]:
-    """Addresses of the memory that only optimizer steps change: parameters, and the optimizers' state.
+    """Return the addresses of memory that only optimizer steps change: parameters, and the optimizers' state.
 
-    What of a role's state lies neither there nor in `buffer_storages` was made for a save.
+    State of a role that lies neither here nor in `buffer_storages` was made for a save.
     """
     return {tensor.untyped_storage().data_ptr() for trainable in roles for tensor in trainable.trained}
 
 
 def buffer_storages(roles: Iterable[TrainableModel]) -> set[int]:
-    """Addresses of the models' buffers, which a forward or a backward pass may change too, as a router's bias."""
+    """Return the addresses of the models' buffers. Forward and backward passes may change them too, such as a router's
+    bias.
+    """
     return {buffer.untyped_storage().data_ptr() for trainable in roles for buffer in trainable.model.buffers}
 
 
 def seed_generators(seed: int) -> None:
-    """Start Python's, numpy's and torch's generators from a seed, which they must have for two runs to be the same."""
+    """Seed Python's, numpy's and torch's generators. Two runs are equal only if all of them are."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def capture_random_state() -> dict[str, Any]:
-    """States of Python's, numpy's and torch's generators (CPU and device) and of megatron-core's tracker."""
+    """Return the states of Python's, numpy's and torch's generators (CPU and device) and of megatron-core's tracker."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
@@ -127,7 +129,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set what `capture_random_state` took; tracker states under names that this run lacks are left out."""
+    """Restore the states of `capture_random_state`. Tracker states that this run does not have are left out."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -141,7 +143,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _tracked() -> dict[str, torch.Tensor]:
-    """The tracker's states; with CUDA graphs they are generators, which hold no state of their own to save."""
+    """Return the tracker's states. With CUDA graphs they are generators, which have no state tensor to save."""
     states = get_cuda_rng_tracker().get_states()
     return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
 
@@ -154,14 +156,15 @@ def _decode(data: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
 
 
-MASTERS = f"{MOMENT_PREFIX}param."  # Megatron's float32 copies of its weights
+MASTERS = f"{MOMENT_PREFIX}param."  # prefix of Megatron's float32 copies of its weights
 
 
 def load_from_other_engine(role: str, trainable: TrainableModel, folder: Path) -> None:
-    """Fill a role's weights, optimizer and scheduler from a checkpoint that the other engine has written.
+    """Fill a role's weights, optimizer and scheduler from a checkpoint of the other engine.
 
     Raises:
-        CheckpointError: arrays that are missing or do not fit; an optimizer without Adam's moments; adapters.
+        CheckpointError: arrays are missing or do not fit, the optimizer has no Adam moments, or the role trains
+            adapters.
     """
     if trainable.model.adapters is not None:
         raise CheckpointError(
@@ -188,7 +191,8 @@ def _megatron_to_fsdp(
     weights = trainable.model.held_weights
     for prefix, held in tensors.items():
         of_optimizer = bool(prefix)
-        if not of_optimizer:  # what is not stepped on, such as a router's bias; then what is
+        # First tensors without optimizer state, such as a router's bias; then those that the optimizer updates.
+        if not of_optimizer:
             _fill(OpenedCheckpoint(folder, index, f"{role}."), weights, layout, held, trainable)
             prefix = MASTERS
             if f"{role}.{prefix}{EMBEDDING_KEY}" not in index:
@@ -214,7 +218,7 @@ def _fill(
 
 
 def _groups(common: dict[str, Any]) -> list[dict[str, Any]]:
-    """All groups of parameters in what is common to the ranks of a Megatron role."""
+    """List all parameter groups in the state that the ranks of a Megatron role have in common."""
     found: list[dict[str, Any]] = []
     pending: list[Any] = [common["optimizer"]]
     while pending:
@@ -262,7 +266,7 @@ def _fsdp_to_megatron(
 
 
 def _boxes(value: Any) -> list[ShardedTensor]:
-    """The boxes of global arrays that a described tensor consists of, their data in its place."""
+    """List the boxes of global arrays that a described tensor consists of, with their data in place."""
     if isinstance(value, ShardedTensor):
         return [value]
     if isinstance(value, ShardedTensorFactory):
@@ -271,7 +275,7 @@ def _boxes(value: Any) -> list[ShardedTensor]:
 
 
 def _split(role: str, key: str) -> tuple[str, str]:
-    """What a key says its array is, and of which parameter."""
+    """Split a key into the prefix that names the kind of array, and the parameter's name."""
     name = key.removeprefix(f"{role}.")
     if not name.startswith(MOMENT_PREFIX):
         return "", name
@@ -282,7 +286,7 @@ def _split(role: str, key: str) -> tuple[str, str]:
 def _wanted(
     role: str, parts: list[ShardedTensor], pieces: Mapping[str, list[Piece]], layout: Layout
 ) -> tuple[Layout, dict[str, torch.Tensor]]:
-    """The boxes of Megatron's arrays as boxes of Hugging Face's."""
+    """Convert boxes of Megatron's arrays to boxes of Hugging Face's."""
     found: list[Piece] = []
     tensors: dict[str, torch.Tensor] = {}
     for number, part in enumerate(parts):
@@ -301,7 +305,7 @@ def _wanted(
 
 
 def _as_it_is(value: Any) -> Any:
-    """What a load gives in the place of a description: the tensor that was filled, or what this rank has itself."""
+    """Return what loading puts in the place of a description: the tensor that was filled, or this rank's own value."""
     if isinstance(value, ShardedTensor | ShardedTensorFactory | ShardedObject):
         return value.data
     return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value

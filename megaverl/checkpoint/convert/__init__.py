@@ -1,5 +1,7 @@
-"""Conversion of models between Hugging Face folders, Megatron's distributed checkpoints and GGUF files. Its work:
-arrays to write, where their elements come from, and the threads that do it."""
+"""Conversion of models between Hugging Face folders, Megatron's distributed checkpoints and GGUF files.
+
+This module has the arrays to write, the parts that fill them, and the threads that copy.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from megaverl.sharding.plan import intersect_layouts
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import Frame
 
-SLAB_BYTES = 1 << 20  # what a thread holds at a time: small, so that it stays in the processor's cache
+SLAB_BYTES = 1 << 20  # bytes that a thread holds at a time: small enough for the processor's cache
 
 
 class ArrayPart(NamedTuple):
-    """Elements of a source array and where they go in the target array."""
+    """Elements of a source array, and their place in the target array."""
 
     source: str
     source_box: Box
@@ -41,9 +43,9 @@ class Item:
     """One array of one file: a tensor of a safetensors file, or a chunk of a distributed checkpoint.
 
     Attributes:
-        name: of the tensor or key, for messages.
-        offset: of the first element in the file; of the frame, where there is one.
-        parts: what fills it; elements that none covers are padding, and zero.
+        name: name of the tensor or key, for messages.
+        offset: offset in the file of the first element, or of the frame if there is one.
+        parts: source of the elements; those that no part covers are padding, and zero.
     """
 
     name: str
@@ -56,12 +58,14 @@ class Item:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements."""
         return whole(self.shape).numel * self.dtype.itemsize
 
 
 def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
-    """The parts of every target array, by its name. Where the target alone holds a weight transposed, the source's
-    array is to be read so (`ModelSource.arrays`).
+    """Return target array -> its parts.
+
+    If only the target holds a weight transposed, the source's array is read transposed (`ModelSource.arrays`).
 
     Raises:
         ReshardError: see `intersect_layouts`.
@@ -79,28 +83,29 @@ def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
 
 
 def stored_box(layout: Layout, local: str, box: Box) -> tuple[str, Box]:
-    """A box of a local array or of a view of it, which swaps its last two axes -> (the array, the box of it)."""
+    """Return (array, box of the array) of a box of a local array or view. A view swaps the last two axes."""
     return (local, box) if local not in layout.views else (layout.stored_in(local), last_axes_swapped(box))
 
 
 def transposed_name(array: str) -> str:
-    """Of a stored array seen with its last two axes swapped."""
+    """Return the name of a stored array with its last two axes swapped."""
     return f"{array}.transposed"
 
 
 def last_axes_swapped(box: Box) -> Box:
+    """Return the box with its last two axes swapped."""
     return Box(*((*corner[:-2], corner[-1], corner[-2]) for corner in box))
 
 
 class Parts:
-    """What fills a target array, found box by box."""
+    """Parts of a target array, searchable by box."""
 
     def __init__(self, parts: Sequence[ArrayPart]) -> None:
         self._parts = parts
         self._index = BoxIndex([part.box for part in parts])
 
     def within(self, box: Box) -> list[ArrayPart]:
-        """What lies in a box of the target array, in that box's own coordinates."""
+        """Return the parts inside a box of the target array, in the box's coordinates."""
         found = []
         for number, common in self._index.meeting(box):
             part = self._parts[number]
@@ -115,7 +120,7 @@ class Parts:
 def slabs(
     reader: StoredArrayReader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[ArrayPart]
 ) -> Iterator[torch.Tensor]:
-    """The elements of a target array in order, slab by slab; each is overwritten by the next."""
+    """Yield the elements of a target array in order, slab by slab. Each slab is overwritten by the next."""
     numel = max(1, SLAB_BYTES // dtype.itemsize)
     buffer, filling = torch.empty(min(numel, whole(shape).numel), dtype=dtype), Parts(parts)
     for box in split(whole(shape), numel):
@@ -131,7 +136,7 @@ def slabs(
 def write_items(
     folder: Path, items: Sequence[Item], reader: StoredArrayReader, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Write items into files that exist with their full sizes, several side by side.
+    """Write items into existing files of full size, several in parallel.
 
     Args:
         progress: called with the bytes just written, from any thread.
@@ -165,7 +170,7 @@ def write_items(
 
 
 def in_threads(work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event) -> None:
-    """Do `work` on all items; the first error stops the others, and is raised."""
+    """Run `work` on all items in threads. The first error stops the others and is raised."""
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -184,7 +189,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
-    """The items of one of `world` ranks: the largest first, each to the rank with the least so far."""
+    """Return the items of one of `world` ranks: largest first, each to the rank with the fewest bytes so far."""
     load = [0] * world
     mine = []
     for item in sorted(items, key=lambda item: -item.nbytes):
@@ -197,7 +202,7 @@ def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
 
 @contextmanager
 def bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Give a function that counts bytes, from any thread; shows a bar on a terminal, and one line when done."""
+    """Yield a function that counts bytes, from any thread. Show a bar on a terminal, and one line at the end."""
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)

@@ -1,7 +1,7 @@
-"""GGUF to a Hugging Face folder: config, safetensors, tokenizer, chat template; one tensor in memory at a time.
+"""Convert GGUF to a Hugging Face folder: config, safetensors, tokenizer, chat template; one tensor in memory at a time.
 
-Names by the package gguf's own map; orders as llama.cpp's `convert_hf_to_gguf.py` writes them: rotary weights of the
-`llama` architecture are re-ordered within each head, Gemma's norms have one added, experts are stacked.
+Names follow the map of the package gguf. Orders follow llama.cpp's `convert_hf_to_gguf.py`: rotary weights of the
+`llama` architecture are reordered within each head, Gemma's norms have one added, and experts are stacked.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from megaverl.weights.safetensors_writer import FolderWriter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp names how a byte-level vocabulary was split (`tokenizer.ggml.pre`). transformers knows those that
-# are one regular expression, and takes GPT-2's split for all others. That is right for these only ...
+# llama.cpp names the pre-tokenizer of a byte-level vocabulary (`tokenizer.ggml.pre`). transformers knows those that are
+# one regular expression, and uses GPT-2's for all others. That is right for these only ...
 GPT2_SPLIT = ("default", "gpt-2", "phi-2", "olmo", "dolly", "jais", "mpt")
-# ... and wrong for these, whose numbers were cut into single digits first.
+# ... and wrong for these, which split numbers into single digits first.
 DIGITS_THEN_GPT2_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ROPE_FACTORS = "rope_freqs.weight"
-# Fields that transformers 5.19 does not read of every architecture that has them.
+# Fields that transformers 5.19 ignores for some architectures.
 LEFT_OUT = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
 
 def find_in_package(package: str) -> Path:
-    """The one `.gguf` file that the installed distribution `package` brings along.
+    """Return the single `.gguf` file of the installed distribution `package`.
 
     Raises:
-        ModelError: not installed, no such file in it, or several.
+        ModelError: the package is not installed, or has no such file, or several.
     """
     try:
         files = importlib.metadata.files(package) or []
@@ -67,10 +67,10 @@ MAX_TENSORS = 1_000_000
 
 
 def open_gguf(path: Path) -> Any:
-    """A reader of a GGUF file; a damaged file and an unsupported one have messages of their own.
+    """Open a GGUF file.
 
     Raises:
-        ModelError: no such file, not GGUF, or truncated.
+        ModelError: the file does not exist, is not GGUF, or is truncated.
     """
     try:
         from gguf import GGUFReader
@@ -104,16 +104,16 @@ def convert_gguf(
 ) -> None:
     """Write `output/` with config.json, generation_config.json, safetensors and the tokenizer's files.
 
-    Weights are dequantised and stored as `dtype`; tied embeddings are stored once. The folder appears only
-    when it is whole.
+    Weights are dequantised and stored as `dtype`; tied embeddings are stored once. The folder appears only when it is
+    complete.
 
     Args:
-        model_folder: take config.json from here instead of deriving it from the file.
+        model_folder: take config.json from this folder instead of deriving it from the file.
 
     Raises:
-        ModelError: see `open_gguf` and `load_gguf_tokenizer`; tensors that are missing, left over or of another shape.
-        DataError: a given tokenizer that is not this model's.
-        CheckpointError: `output` exists already, or cannot be written.
+        ModelError: see `open_gguf` and `load_gguf_tokenizer`; or tensors are missing, unknown or of another shape.
+        DataError: the given tokenizer is not this model's.
+        CheckpointError: `output` exists, or cannot be written.
     """
     from transformers import GenerationConfig
 
@@ -165,10 +165,10 @@ def convert_gguf(
 
 
 def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file, split as its vocabulary was learned, with its chat template.
+    """Load the tokenizer of a GGUF file with the pre-tokenizer of its vocabulary, and its chat template.
 
     Raises:
-        ModelError: the split that the file names is not known, so its tokens would be silently wrong.
+        ModelError: the file names an unknown pre-tokenizer, so its tokens would be silently wrong.
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -201,7 +201,7 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
 
 
 def _drop_invented(tokenizer: Any, num_tokens: int) -> None:
-    """Take out what transformers puts behind a vocabulary that has no unknown token: the model has no row for it."""
+    """Remove the token that transformers adds to a vocabulary without an unknown token: the model has no row for it."""
     from tokenizers import Tokenizer as Backend
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -211,13 +211,13 @@ def _drop_invented(tokenizer: Any, num_tokens: int) -> None:
 
 
 def _vocabulary(header: Mapping[str, Any]) -> dict[str, int]:
-    """token -> id; llama.cpp gives names of its own to rows of the embedding that have no token."""
+    """Return token -> id. llama.cpp invents names for rows of the embedding that have no token; these are left out."""
     tokens = header.get("tokenizer.ggml.tokens", [])
     return {token: number for number, token in enumerate(tokens) if token != f"[PAD{number}]"}
 
 
 def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dtype: torch.dtype) -> Any:
-    """transformers' configuration of the model, without what only a GGUF model has."""
+    """Return transformers' configuration of the model, without fields that only a GGUF model has."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -235,7 +235,7 @@ def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dt
             value = header.get(f"{header['general.architecture']}.{key}")
             if value is not None and hasattr(config, name):
                 setattr(config, name, int(value))
-        # stored as float32, which 1e-5 is not
+        # GGUF stores float32, in which 1e-5 is 9.99999974e-06. Round to restore the original value.
         epsilon = header.get(f"{header['general.architecture']}.attention.layer_norm_rms_epsilon")
         if epsilon is not None:
             config.rms_norm_eps = float(f"{epsilon:.6g}")
@@ -248,10 +248,10 @@ def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dt
 
 
 def gguf_places(weights: Sequence[Weight], architecture: str, num_layers: int) -> dict[str, tuple[str, int | None]]:
-    """By weight, the tensor of a GGUF file that holds it, and which of its stacked experts.
+    """Return weight -> (tensor of a GGUF file that holds it, index of the expert within the tensor).
 
     Raises:
-        ModelError: an architecture, or a weight of it, that the package gguf has no name for.
+        ModelError: the package gguf does not know the architecture, or one of its weights.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -277,7 +277,7 @@ def _check_tensors(
     tensors: Mapping[str, Any],
     config: Any,
 ) -> None:
-    """Every weight is in the file with its size, and every tensor of the file is a weight."""
+    """Check that every weight is in the file with its size, and that every tensor of the file is a weight."""
     held: Counter[str] = Counter()
     for weight in weights:
         held[places[weight.name][0]] += whole(weight.shape).numel
@@ -301,7 +301,7 @@ def _check_tensors(
 def _dequantised(
     source: Path, tensors: Mapping[str, Any], weight: Weight, place: tuple[str, int | None]
 ) -> torch.Tensor:
-    """The weight in float32."""
+    """Return the weight in float32."""
     from gguf import dequantize
 
     name, expert = place
@@ -317,7 +317,7 @@ def _as_in_hugging_face(spec: ModelSpec, architecture: str, weight: Weight, arra
     """Undo llama.cpp's changes of values and order."""
     heads = {Split.Q: spec.num_heads, Split.K: spec.num_kv_heads}
     if architecture == "llama" and weight.split in heads:
-        # each head's rows were [first, second half] interleaved
+        # llama.cpp interleaved the two halves of each head's rows.
         rows = array.reshape(heads[weight.split], -1, 2, *weight.shape[1:])
         return rows.transpose(1, 2).reshape(weight.shape)
     if spec.norm_plus_one and weight.name.endswith("norm.weight"):
@@ -326,7 +326,7 @@ def _as_in_hugging_face(spec: ModelSpec, architecture: str, weight: Weight, arra
 
 
 def _make_portable(folder: Path) -> None:
-    """Write `rope_theta` too: transformers 4 knows no `rope_parameters`, and would take 10000."""
+    """Also write `rope_theta`: transformers 4 does not know `rope_parameters`, and would use 10000."""
     path = folder / "config.json"
     config = read_json_file(path)
     rope = config.get("rope_parameters") or {}

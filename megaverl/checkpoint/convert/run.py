@@ -1,7 +1,8 @@
-"""One conversion, from the checks to the rename, and the proof that nothing changed on the way: every weight byte by
-byte, and the same logits (values of a value head). Every rank of the default group takes part.
+"""One conversion, from the checks to the final rename, with an optional proof that nothing changed.
 
-For logits a Hugging Face folder is run by transformers, a checkpoint by megatron-core; in float32, in this process.
+The proof compares every weight byte by byte, and the logits (or the values of a value head). For logits, transformers
+runs a Hugging Face folder and megatron-core a checkpoint, in float32 in this process. All functions are collective over
+the default group.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ from megaverl.weights.torch_dist_index import read_arrays
 def compare_bytes(
     source: ModelSource, reader: StoredArrayReader, written: ModelSource, again: StoredArrayReader, *, shown: bool
 ) -> None:
-    """Compare this rank's share of the weights, in the dtype that was written, bit by bit.
+    """Compare this rank's share of the weights bit by bit, in the dtype that was written.
 
     Raises:
-        CheckpointError: names the weights that differ, and by how many elements.
+        CheckpointError: lists the weights that differ, and the number of elements.
     """
     shapes = {weight.name: weight.shape for weight in source.weights}
     plain = whole_layout(shapes.items())
@@ -99,13 +100,14 @@ def compare_bytes(
 
 
 def compare_twins(source: ModelSource, reader: StoredArrayReader) -> None:
-    """A tensor that is stored besides the weight that it is tied to must equal it, or something would be lost.
+    """Check that a stored copy of a tied weight equals that weight; otherwise the conversion would lose something.
 
     Raises:
         ModelError: they differ.
     """
     for name, of in source.twins.items():
-        if name not in source.arrays:  # a Megatron checkpoint only remembers that there was one
+        # A Megatron checkpoint only records that there was a copy.
+        if name not in source.arrays:
             continue
         array = source.arrays[name]
         box = whole(array.shape)
@@ -124,19 +126,19 @@ def compare_twins(source: ModelSource, reader: StoredArrayReader) -> None:
 
 
 def _bits(slab: torch.Tensor) -> torch.Tensor:
-    """[elements, bytes]: so that NaN equals NaN, and 0 differs from -0."""
+    """View a slab as bytes [elements, bytes], so that NaN equals NaN, and 0 differs from -0."""
     return slab.reshape(-1).view(torch.uint8).view(-1, slab.itemsize)
 
 
-TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order differ by 1e-6
+TOLERANCE = 1e-4  # relative to the largest logit; float32 sums in another order differ by 1e-6
 
 
 def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) -> None:
-    """Compare on tokens drawn from a fixed seed.
+    """Compare the outputs of both models on tokens drawn with a fixed seed.
 
     Raises:
         CheckpointError: they differ by more than rounding; names the position and both values.
-        ConfigError: under torchrun with several ranks.
+        ConfigError: there are several ranks.
     """
     if dist.get_world_size() > 1:
         raise ConfigError("--logits: the model is run in one process; leave torchrun away, or leave --logits out.")
@@ -144,7 +146,8 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
     before, after = _outputs(source, tokens), _outputs(written, tokens)
     difference = (before - after).abs()
     scale = float(before.abs().max())
-    if not float(difference.max()) <= TOLERANCE * max(scale, 1e-6):  # not >: NaN must not pass
+    # Written with `not` so that NaN counts as a difference.
+    if not float(difference.max()) <= TOLERANCE * max(scale, 1e-6):
         at = tuple(int(i) for i in torch.unravel_index(difference.nan_to_num(torch.inf).argmax(), difference.shape))
         raise CheckpointError(
             f"{source.folder}: the converted model computes something else: at [sample, position, output] {list(at)} "
@@ -156,7 +159,7 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
 
 
 def _outputs(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s, vocab], or [b, s, 1] of a value head; float32."""
+    """Return logits [b, s, vocab], or values [b, s, 1] of a value head; float32."""
     with torch.no_grad():
         return _by_transformers(source, tokens) if source.kind == "hugging_face" else _by_megatron(source, tokens)
 
@@ -201,21 +204,22 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """What is to be converted into what.
+    """A conversion to run.
 
     Attributes:
         to: `hugging_face` or `megatron`.
-        shape: the grid of a Megatron target.
-        dtype: of the target; None: as stored.
-        role: of the source, where it holds several.
-        prefix: of the target's keys.
-        model_folder: where config.json is, if not with the source.
-        tokenizer: a folder or sentencepiece file with a tokenizer to carry instead of the model's own.
-        shard_bytes: largest file; None: as the model's files were, or 5 GB.
-        verify: compare the source with its checksums, where it has any; read the target again and compare every
-            byte, before it gets its name.
-        logits: compare logits (values, of a critic) too.
-        force: replace a target that exists.
+        shape: grid of a Megatron target.
+        dtype: dtype of the target; None: as stored.
+        role: role to convert, if the source holds several.
+        prefix: prefix of the target's keys.
+        model_folder: folder of config.json, if it is not with the source.
+        tokenizer: folder or sentencepiece file of a tokenizer to use instead of the model's own.
+        shard_bytes: size of the largest file; None: as the model's files were, or 5 GB.
+        verify: compare the source with its checksums, if it has any, and read the target again to compare every byte
+            before
+            it gets its name.
+        logits: also compare logits (values, for a critic).
+        force: replace an existing target.
         quiet: show no progress.
     """
 
@@ -238,7 +242,7 @@ class ConversionRequest:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The default group: torchrun's ranks over gloo, or this process alone."""
+    """Open the default group: torchrun's ranks over gloo, or this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -255,7 +259,7 @@ def process_group() -> Iterator[None]:
 
 
 def kind_of_name(source: Path) -> str:
-    """Return `kind_of` a path, and `hugging_face` for a name on a hub.
+    """Return `kind_of` of a path, or `hugging_face` for a name on a hub.
 
     Raises:
         ModelError, CheckpointError: as `kind_of`.
@@ -264,17 +268,17 @@ def kind_of_name(source: Path) -> str:
 
 
 def target_grid(*, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None) -> GridShape:
-    """The smallest grid with these sizes: as many data-parallel ranks as the experts ask for."""
+    """Return the smallest grid with these sizes; its number of data-parallel ranks follows from the experts."""
     etp = etp or tp
     dp = next((dp for dp in range(1, max(1, ep * etp) + 1) if tp * dp % (ep * etp) == 0), 1)
     return GridShape(tp=tp, pp=pp, ep=ep, dp=dp, vpp=vpp, etp=etp)
 
 
 def convert_named(request: ConversionRequest, *, revision: str | None = None) -> None:
-    """`convert`, as torchrun's ranks or alone, of what may be a model on a hub: it is downloaded first.
+    """Run `convert` under torchrun or alone; a model on a hub is downloaded first.
 
     Args:
-        revision: of a model on a hub.
+        revision: revision of a model on a hub.
     """
 
     def fetched(path: Path, *, with_weights: bool = True) -> Path:
@@ -291,11 +295,11 @@ def convert_named(request: ConversionRequest, *, revision: str | None = None) ->
 
 
 def convert(request: ConversionRequest) -> None:
-    """Convert; the output appears only when it is whole, and nothing else is touched.
+    """Convert a model. The output appears only when it is complete, and nothing else is changed.
 
     Raises:
-        MegaverlError: on every rank: whatever is wrong with the source, the request or the disk. Nothing is left
-            behind, and an older output is as it was.
+        MegaverlError: on every rank: the source, the request or the disk has a problem. Nothing is left behind, and an
+            older output is unchanged.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     with together():
@@ -328,7 +332,7 @@ def convert(request: ConversionRequest) -> None:
 
 
 def check_output(output: Path, source: Path, *, force: bool) -> None:
-    """Raise a CheckpointError where the output would overwrite something, or lie within the source."""
+    """Raise a CheckpointError if the output would overwrite something, or lies within the source."""
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output}: a file, not a folder. Name another output.")
     if output.resolve() == source.resolve() or source.resolve().is_relative_to(output.resolve()):
@@ -361,7 +365,7 @@ def _say_what_is_left(source: ModelSource, shown: bool) -> None:
 
 
 def _prepare(draft: Path, target: ModelTarget) -> None:
-    """An empty folder beside the output, with files of the full size."""
+    """Create an empty folder beside the output, with files of full size."""
     with writing(draft):
         shutil.rmtree(draft, ignore_errors=True)
         draft.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +381,7 @@ def _prepare(draft: Path, target: ModelTarget) -> None:
 
 @contextmanager
 def writing(draft: Path) -> Iterator[None]:
-    """Turn an OSError of the body into a CheckpointError that says where and what to do."""
+    """Convert an OSError of the block to a CheckpointError with the folder and advice."""
     try:
         yield
     except OSError as error:
@@ -385,7 +389,7 @@ def writing(draft: Path) -> Iterator[None]:
 
 
 def _finish(draft: Path, source: ModelSource, target: ModelTarget, request: ConversionRequest) -> None:
-    """All that is not weights."""
+    """Write everything that is not weights."""
     with writing(draft):
         target.write_index(draft)
         carry_files(source.model_folder, request.tokenizer or source.tokenizer, draft)
@@ -400,7 +404,7 @@ def _finish(draft: Path, source: ModelSource, target: ModelTarget, request: Conv
 def _verify(
     draft: Path, source: ModelSource, reader: StoredArrayReader, request: ConversionRequest, *, shown: bool
 ) -> None:
-    """Read what was written from the disk again."""
+    """Read what was written from the disk, and compare it with the source."""
     with together():
         written = open_source(draft, role=request.prefix.removesuffix(".") if request.prefix else None)
         with StoredArrayReader(written.arrays) as again:
@@ -410,13 +414,14 @@ def _verify(
         if dist.get_rank() == 0:
             try:
                 compare_logits(source, written, shown=shown)
-            except Exception as caught:  # passed on to every rank
+            except Exception as caught:
+                # raise_together raises it on every rank.
                 error = caught
         raise_together(error)
 
 
 def commit(draft: Path, output: Path) -> None:
-    """Give the finished folder its name, all of it on the disk; an older one of that name goes only then."""
+    """Flush the finished folder to the disk and rename it; an older folder of that name is removed afterwards."""
     with writing(output):
         for file in draft.iterdir():
             descriptor = os.open(file, os.O_RDONLY)
@@ -426,10 +431,10 @@ def commit(draft: Path, output: Path) -> None:
 
 
 def parse_size(text: str) -> int:
-    """`5GB`, `512MB`, `1_000_000` -> bytes.
+    """Parse a size such as `5GB`, `512MB` or `1_000_000` into bytes.
 
     Raises:
-        ConfigError: not such a size.
+        ConfigError: the text is not such a size.
     """
     try:
         size = TypeAdapter(ByteSize).validate_python(text.replace("_", ""))

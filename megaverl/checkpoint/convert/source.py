@@ -1,6 +1,8 @@
-"""What is converted, opened and checked by its headers: a Hugging Face folder or a Megatron distributed checkpoint.
+"""Source of a conversion, opened and checked by its headers: a Hugging Face folder or a Megatron distributed
+checkpoint.
 
-With what goes along with the weights: configuration, tokenizer, chat template; and the record of a conversion.
+The module also handles what accompanies the weights (configuration, tokenizer, chat template), and the record of a
+conversion.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 CONVERSION_FILE = "conversion.json"
 CONVERSION_FORMAT = 1
 PICKLED = (".bin", ".pt", ".pth")
-# JSON files that belong to a checkpoint or to one set of weights, not to the model
+# JSON files that belong to a checkpoint or to one set of weights, not to the model.
 NOT_CARRIED = {CONVERSION_FILE, FORMAT_FILE, "manifest.json", "state.json", "best.json"}
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TOKENIZER_FILES = {
@@ -60,17 +62,17 @@ class ModelSource:
 
     Attributes:
         kind: `megatron` or `hugging_face`.
-        folder: where the weights are.
-        model_folder: where config.json and the tokenizer are.
-        tokenizer: a folder or sentencepiece file with the tokenizer that a run used instead of the model's own.
+        folder: folder of the weights.
+        model_folder: folder of config.json and the tokenizer.
+        tokenizer: folder or sentencepiece file of the tokenizer that a run used instead of the model's own.
         config: config.json.
-        layout: the model's weights (Hugging Face's names) in the stored arrays.
-        arrays: the stored arrays and their views by local name; what a target may hold transposed also seen so
-            (`transposed_name`).
-        twins: tensors that a folder stores besides, as copies: name -> the weight that it equals.
-        left_out: names of stored arrays that are no weights: optimizer states, buffers.
-        file_headers: the headers of the safetensors files that the model came from, where known.
-        buffers: the bytes of tensors in those files that no model reads (`IGNORED_SUFFIXES`).
+        layout: places of the model's weights (Hugging Face's names) in the stored arrays.
+        arrays: stored arrays and their views by local name; arrays that a target may hold transposed also appear under
+            `transposed_name`.
+        twins: stored copies of tied weights: name -> the weight that it equals.
+        left_out: names of stored arrays that are not weights: optimizer states, buffers.
+        file_headers: headers of the safetensors files that the model came from, if known.
+        buffers: bytes of tensors in those files that no model reads (`IGNORED_SUFFIXES`).
     """
 
     kind: str
@@ -90,7 +92,7 @@ class ModelSource:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype in which each weight is stored; of a weight in several arrays, the widest."""
+        """Stored dtype of each weight; the widest one for a weight in several arrays."""
         found: dict[str, torch.dtype] = {}
         for piece in self.layout.pieces:
             dtype = self.arrays[piece.local].dtype
@@ -102,8 +104,8 @@ def kind_of(path: Path) -> str:
     """Return `gguf`, `hugging_face` or `megatron`.
 
     Raises:
-        ModelError: there is no such folder, or it holds no model that can be read.
-        CheckpointError: a checkpoint that is damaged.
+        ModelError: the folder does not exist, or holds no model that can be read.
+        CheckpointError: the checkpoint is damaged.
     """
     if path.suffix == ".gguf":
         return "gguf"
@@ -129,15 +131,15 @@ def kind_of(path: Path) -> str:
 
 
 def open_source(path: str | Path, *, role: str | None = None, model_folder: str | Path | None = None) -> ModelSource:
-    """Open a Hugging Face folder, a distributed checkpoint, or a run's folder (the newest whole checkpoint in it).
+    """Open a Hugging Face folder, a distributed checkpoint, or a run's folder (its newest complete checkpoint).
 
     Args:
-        role: whose weights to take, of a run's checkpoint with several.
-        model_folder: where config.json and tokenizer are, if not where the weights are.
+        role: role whose weights to take from a run's checkpoint with several roles.
+        model_folder: folder of config.json and tokenizer, if they are not with the weights.
 
     Raises:
-        ModelError, CheckpointError: nothing that can be opened, or what is there is damaged, incomplete, or of
-            another model than config.json says; names every tensor concerned.
+        ModelError, CheckpointError: there is nothing to open, or it is damaged, incomplete, or another model than
+            config.json describes; lists every tensor concerned.
     """
     path = Path(path)
     if path.is_file():
@@ -155,7 +157,8 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
     config, spec, value_head = read_model(model_folder)
     stored = read_folder(folder)
     if "score.weight" in stored and LM_HEAD not in stored and not value_head:
-        value_head = True  # a critic whose config.json is that of the model it began as
+        # A critic may still have the config.json of the model that it was trained from.
+        value_head = True
     weights = weights_of(spec, value_head=value_head)
     check_stored(folder, stored, weights, ())
     names = {weight.name for weight in weights}
@@ -187,7 +190,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
 
 
 def _file_headers(folder: Path, files: set[str]) -> dict[str, str]:
-    """The JSON headers of safetensors files and the index, as they stand."""
+    """Return the JSON headers of safetensors files and the index, unchanged."""
     headers = {}
     for name in sorted(files):
         with (folder / name).open("rb") as file:
@@ -198,7 +201,7 @@ def _file_headers(folder: Path, files: set[str]) -> dict[str, str]:
 
 
 def _buffers(folder: Path, headers: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the bytes of tensors that are computed from config.json. They are small: one frequency a dimension."""
+    """Return the bytes of tensors that are computed from config.json. They are small: one frequency per dimension."""
     buffers = {}
     for file_name, header in headers.items():
         if file_name == INDEX_FILE:
@@ -214,7 +217,9 @@ def _buffers(folder: Path, headers: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _checkpoint_folder(path: Path) -> Path | None:
-    """The checkpoint that a folder is, or the newest whole one of a run or of Megatron-LM's `--save` folder."""
+    """Return the checkpoint in a folder: the folder itself, or the newest complete one of a run or of Megatron-LM's
+    `--save`.
+    """
     if is_torch_dist(path):
         return path
     if (path / MANIFEST_FILE).is_file():
@@ -261,7 +266,9 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
 
 
 def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
-    """Where config.json is: in the checkpoint itself, or where the run's configuration says; and its tokenizer."""
+    """Return the folder of config.json (the checkpoint's own, or the one in the run's configuration), and its
+    tokenizer.
+    """
     if (folder / "config.json").is_file():
         return folder, None
     run, named = folder.parent.parent, ""
@@ -281,12 +288,13 @@ def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`conversion.json` of a converted distributed checkpoint.
+    """Contents of `conversion.json` in a converted distributed checkpoint.
 
     Attributes:
         files: every other file of the folder -> bytes.
-        twins, file_headers, buffers: as in `ModelSource`, the last in base64. With them the conversion back gives the
-            same files again, to the byte.
+        twins, file_headers, buffers: as in `ModelSource`, the last one in base64. With them, converting back reproduces
+            the
+            same files byte for byte.
     """
 
     format: int
@@ -297,10 +305,10 @@ class Conversion:
 
 
 def read_conversion(folder: Path) -> Conversion | None:
-    """The record of a folder; None where there is none.
+    """Read the record of a folder; None if there is none.
 
     Raises:
-        CheckpointError: damaged, or written by a newer megaverl.
+        CheckpointError: the record is damaged, or written by a newer megaverl.
     """
     path = folder / CONVERSION_FILE
     if not path.is_file():
@@ -308,7 +316,8 @@ def read_conversion(folder: Path) -> Conversion | None:
     try:
         content = read_json_file(path)
         if content["format"] <= CONVERSION_FORMAT:
-            content.setdefault("buffers", {})  # which megaverl 0.2 did not write
+            # megaverl 0.2 did not write this field.
+            content.setdefault("buffers", {})
             return Conversion(**{each.name: content[each.name] for each in fields(Conversion)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
@@ -319,6 +328,7 @@ def read_conversion(folder: Path) -> Conversion | None:
 
 
 def write_conversion(folder: Path, source: ModelSource) -> None:
+    """Write the record of a conversion."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     buffers = {name: base64.b64encode(data).decode() for name, data in source.buffers.items()}
     record = Conversion(CONVERSION_FORMAT, files, dict(source.twins), dict(source.file_headers), buffers)
@@ -326,13 +336,13 @@ def write_conversion(folder: Path, source: ModelSource) -> None:
 
 
 def check_conversion(folder: Path, conversion: Conversion) -> None:
-    """Raise a CheckpointError that lists every file that is missing or has another size than was recorded."""
+    """Raise a CheckpointError that lists every file that is missing or has another size than recorded."""
     wrong = []
     for name, size in conversion.files.items():
         path = folder / name
         if not path.is_file():
             wrong.append(f"{name} is missing")
-        # a person may edit configuration or tokenizer; weights are as they were written
+        # Users may edit the configuration or the tokenizer, but not weights.
         elif path.suffix == ".distcp" and path.stat().st_size != size:
             wrong.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
     if wrong:
@@ -340,12 +350,12 @@ def check_conversion(folder: Path, conversion: Conversion) -> None:
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """The small files of a model's folder."""
+    """List the small files of a model's folder."""
     return [file for file in model_files(folder) if file.name not in NOT_CARRIED]
 
 
 def carry_files(model_folder: Path, tokenizer: Path | None, output: Path) -> None:
-    """Copy what belongs to the model; the tokenizer's files from `tokenizer`, a folder or a file, where it is given."""
+    """Copy the model's small files; take the tokenizer's files from `tokenizer` (a folder or a file) if it is given."""
     for file in carried_files(model_folder):
         if tokenizer is None or file.name not in TOKENIZER_FILES:
             shutil.copyfile(file, output / file.name)
@@ -357,10 +367,10 @@ def carry_files(model_folder: Path, tokenizer: Path | None, output: Path) -> Non
 
 
 def check_tokenizer(path: Path, spec: ModelSpec, model_folder: Path) -> None:
-    """A tokenizer to carry instead of the model's own must mean the same by every id that both have.
+    """Check that a tokenizer gives every id that it shares with the model's own tokenizer the same meaning.
 
     Raises:
-        DataError: it cannot be read, does not fit the model, or gives other tokens the ids that the model knows.
+        DataError: it cannot be read, does not fit the model, or assigns other tokens to the model's ids.
     """
     tokenizer = load_tokenizer(path)
     check_fits(tokenizer, spec.vocab_size, model=model_folder)
@@ -370,7 +380,7 @@ def check_tokenizer(path: Path, spec: ModelSpec, model_folder: Path) -> None:
 
 
 def check_same_ids(tokenizer: Tokenizer, own: Mapping[str, int], model: Path) -> None:
-    """Raise a DataError where `tokenizer` gives an id of the model's own vocabulary to another token."""
+    """Raise a DataError if `tokenizer` assigns another token to an id of the model's own vocabulary."""
     token_of = {number: token for token, number in own.items()}
     differing = [
         (number, token, token_of[number])
@@ -389,9 +399,9 @@ def check_same_ids(tokenizer: Tokenizer, own: Mapping[str, int], model: Path) ->
 def converted_config(
     config: Mapping[str, Any], *, value_head: bool, dtype: torch.dtype | None
 ) -> dict[str, Any] | None:
-    """config.json of the target, or None when the source's own serves as it stands, byte for byte.
+    """Return config.json of the target, or None if the source's own is right byte for byte.
 
-    A model with a value head is a classifier with one label to Hugging Face.
+    For Hugging Face, a model with a value head is a classifier with one label.
     """
     changed = dict(config)
     architecture = str(config["architectures"][0])

@@ -1,4 +1,4 @@
-"""What is written: every file of the target with its size, and every array in it with its place and its parts."""
+"""Target of a conversion: every file with its size, and every array in it with its place and its parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class ModelTarget:
     """A model as files.
 
     Attributes:
-        files: name -> bytes, of the files that items and heads fill.
+        files: name -> bytes of the files that items and heads fill.
         items: the arrays.
-        heads: (file, offset, bytes) of what is neither array nor frame.
-        write_index: writes what ties the files together, into the folder.
+        heads: (file, offset, bytes) of everything that is neither array nor frame.
+        write_index: writes the index of the files into the folder.
     """
 
     files: Mapping[str, int]
@@ -44,20 +44,21 @@ class ModelTarget:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(item.nbytes for item in self.items)
 
 
 def hugging_face_target(
     source: ModelSource, dtype: torch.dtype | None, shard_bytes: int | None, default: int
 ) -> ModelTarget:
-    """A folder of safetensors files: cut as the model's own were, where that is known and not asked otherwise.
+    """Plan a folder of safetensors files, split like the model's own files if they are known and `shard_bytes` is None.
 
     Args:
-        dtype: of all weights; None: each as it is stored.
-        shard_bytes: the largest file; None: as the model's own, or `default`.
+        dtype: dtype of all weights; None: each as it is stored.
+        shard_bytes: size of the largest file; None: as the model's own files, or `default`.
 
     Raises:
-        ReshardError: a weight, or a part of one, that the source lacks.
+        ReshardError: the source lacks a weight, or a part of one.
     """
     stored = source.dtypes
     shapes = {weight.name: weight.shape for weight in source.weights}
@@ -94,7 +95,7 @@ def hugging_face_target(
 def _recorded(
     source: ModelSource, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, str] | None:
-    """The headers of the files that the model came from, if they are still true of it."""
+    """Return the headers of the files that the model came from, if they still describe it."""
     headers = {name: text for name, text in source.file_headers.items() if name != INDEX_FILE}
     found = {
         name: (tuple(entry["shape"]), DTYPES[entry["dtype"]])
@@ -109,13 +110,13 @@ def _recorded(
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """How a distributed checkpoint is written.
+    """Options of a distributed checkpoint.
 
     Attributes:
-        shape: the grid whose ranks' files are written; any other grid can read them.
+        shape: grid whose ranks' files are written; any other grid can read them.
         padded_vocab_size: rows of the embedding.
-        prefix: in front of every key, such as a role's `actor.`.
-        transformer_engine: names of Transformer Engine's layer spec, instead of the local one's.
+        prefix: prefix of every key, such as a role's `actor.`.
+        transformer_engine: use the names of Transformer Engine's layer spec, instead of the local one's.
     """
 
     shape: GridShape
@@ -127,12 +128,12 @@ class MegatronOptions:
 def megatron_target(
     source: ModelSource, dtype: torch.dtype | None, shard_bytes: int, options: MegatronOptions
 ) -> ModelTarget:
-    """A `torch_dist` checkpoint: for every rank of the grid the chunks that it would hold.
+    """Plan a `torch_dist` checkpoint with the chunks that every rank of the grid would hold.
 
     Raises:
-        GridError: a grid that does not divide the model.
-        ReshardError: a weight, or a part of one, that the source lacks, or elements that no rank of the grid stores.
-        ModelError: a dtype that the format's files cannot hold.
+        GridError: the grid does not divide the model.
+        ReshardError: the source lacks a weight, or a part of one, or no rank of the grid stores some elements.
+        ModelError: the format's files cannot hold a dtype.
     """
     spec, weights = source.spec, source.weights
     layout = checkpoint_layout(
@@ -182,7 +183,7 @@ def _widest(source: ModelSource, parts: Sequence[ArrayPart]) -> torch.dtype:
 
 
 def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> dict[int, list[tuple[str, Box]]]:
-    """rank -> boxes of the checkpoint's arrays; what several ranks hold is stored by the first of them."""
+    """Return rank -> boxes of the checkpoint's arrays. The first of several ranks with the same box stores it."""
     shape = options.shape
     layouts = megatron_layouts(source.weights, source.spec, shape, padded_vocab_size=options.padded_vocab_size)
     vocabulary = {weight.name for weight in source.weights if weight.split is Split.VOCAB}
@@ -210,7 +211,7 @@ def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> di
 
 
 def _check_tiling(chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layout) -> None:
-    """Every element of every array is in one chunk."""
+    """Check that every element of every array is in exactly one chunk."""
     boxes: dict[str, list[Box]] = {name: [] for name in layout.local_shapes}
     for each in chunks.values():
         for key, box in each:
@@ -227,7 +228,7 @@ def _check_tiling(chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layou
 def _extra_states(
     layout: Layout, spec: ModelSpec, files: dict[str, int]
 ) -> tuple[dict[str, Chunk], list[tuple[str, int, bytes]]]:
-    """The (empty) extra states of linear layers, which megatron-core's strict loading asks for."""
+    """Return the (empty) extra states of linear layers, which megatron-core's strict loading requires."""
     stream = io.BytesIO()
     torch.save(NO_EXTRA_STATE, stream)
     file = next(iter(files))
@@ -250,7 +251,7 @@ def _extra_states(
 
 
 def make_files(folder: Path, target: ModelTarget) -> None:
-    """Make the target's files with their full sizes, and write what is no array."""
+    """Create the target's files with their full sizes, and write everything that is not an array."""
     for name, size in target.files.items():
         with (folder / name).open("wb") as file:
             os.truncate(file.fileno(), size)
