@@ -78,7 +78,6 @@ DOCSTRINGS_TO_REWRITE = {
     "checkpoint",
     "cli",
     "coordinator",
-    "data",
     "dataflow",
     "distributed",
     "gpus",

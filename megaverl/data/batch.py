@@ -1,4 +1,4 @@
-"""RolloutBatch: everything that flows from the rollout to the update, one row per sample."""
+"""`RolloutBatch`: all data that flows from the rollout to the update, one row per sample."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class MissingField(DataError, AttributeError):
-    """A batch that does not (yet) hold the tensor asked for."""
+    """Raised for a tensor that a batch does not hold (yet)."""
 
 
 class RolloutBatch:
-    """Tensors by name, all with the samples first, and Python columns with one entry per sample.
+    """Tensors by name, with samples as the first dimension, and Python columns with one entry per sample.
 
-    `batch_fields.FIELDS` declares the tensors. Dimensions: B samples, S the longest prompt, R the longest
-    response; prompts and responses are right-padded. A batch is never changed: every method returns another,
-    which shares the tensors that stay as they are. A tensor is read as an attribute (`batch.values`).
+    `batch_fields.FIELDS` declares the tensors. Dimensions: B samples, S the longest prompt, R the longest response;
+    prompts and responses are right-padded. Batches are immutable: every method returns a new one that shares unchanged
+    tensors. A tensor is read as an attribute (`batch.values`).
 
-    Tokens, lengths, masks and rewards of a run lie on the host; what its models say of tokens (log-probs, values) and
-    what is made of that lies where it was computed.
+    Tokens, lengths, masks and rewards of a run are on the host. Model outputs per token (log-probs, values) and
+    everything derived from them stay on the device that computed them.
     """
 
     input_ids: Tensor  # [B, S] int64
@@ -70,23 +70,25 @@ class RolloutBatch:
         held: HeldRows | None = None,
         **named: Tensor,
     ) -> None:
-        """Check every tensor against the schema; dtypes are converted between floats and between integers.
+        """Check every tensor against the schema. Dtypes are converted between floats and between integers.
 
-        `response_lengths`, if absent, is taken from `response_mask`: up to its last token.
+        A missing `response_lengths` is derived from `response_mask`, up to its last token.
 
         Args:
             tensors: by the names of the schema.
-            named: the same as keywords; also under the names that others use (`batch_names.py`): `attention_mask` of
-                prompts padded on either side, `generated_mask`, `logprobs`.
-            generated_includes_prompt: of named tensors. True: each row of `generated_ids` is its prompt and then its
-                response, and the prompt is cut off, there and in every other tensor of that width. False: responses,
-                whatever they begin with. None: responses, and an error where every row begins with its own prompt.
-            held: which samples of a step's batch these are, where this rank has not all of them.
+            columns: Python columns.
+            generated_includes_prompt: for tensors given by keyword. True: each row of `generated_ids` is its prompt
+                followed by its response, and the prompt is removed there and in every other tensor of that width.
+                False: rows are responses, whatever they begin with. None: rows are responses, and it is an error if
+                every row begins with its own prompt.
+            held: the samples of a step's batch in this batch, if this rank does not hold all of them.
+            named: tensors by keyword, also under the names of other trainers (`batch_fields.NAMES`): `attention_mask`
+                of prompts padded on either side, `generated_mask`, `logprobs`.
 
         Raises:
-            DataError: a required tensor is missing, an unknown name, a wrong dtype or shape, a column whose
-                length is not B, a length longer than its row, a mask longer than its response; responses that begin
-                with their prompts, or do not where it is said that they do.
+            DataError: a required tensor is missing; a name is unknown; a dtype, shape or column length is wrong; a
+                length exceeds its row; a mask exceeds its response; or responses contradict
+                `generated_includes_prompt`.
         """
         tensors = {**(tensors or {}), **named}
         if named:
@@ -119,19 +121,18 @@ class RolloutBatch:
         columns: Mapping[str, Sequence[Any]] | None = None,
         pad_id: int = 0,
     ) -> RolloutBatch:
-        """A batch from what went into the engine and what came out, sample by sample.
+        """Return a batch of an engine's inputs and outputs, sample by sample.
 
         Args:
-            prompts: token ids, one list per sample (a prompt generated from four times stands there four
-                times).
+            prompts: token ids, one list per sample. A prompt with four responses is listed four times.
             generations: one per prompt, with `token_ids`, `log_probs` (one per token) and `finish_reason`.
-            group_ids: index of the prompt per sample; the samples' own index if not given.
-            columns: entries per sample (text, reference, ...); `finish_reason` is added, and the experts that an
-                engine says it took.
-            pad_id: token that fills the rows.
+            group_ids: index of the prompt per sample. None: the samples' own indices.
+            columns: entries per sample (text, reference, ...). `finish_reason`, and experts that the engine reports,
+                are added.
+            pad_id: token that pads rows.
 
         Raises:
-            DataError: counts that do not agree; a generation whose log-probs do not go with its tokens.
+            DataError: counts differ, or a generation has another number of log-probs than tokens.
         """
         if len(prompts) != len(generations):
             raise DataError(f"{len(prompts)} prompts, but {len(generations)} generations")
@@ -159,6 +160,7 @@ class RolloutBatch:
         return len(self.tensors["input_ids"])
 
     def __getattr__(self, name: str) -> Tensor:
+        """Return a tensor by its name."""
         # Only called for names that are no ordinary attribute: the tensors.
         if not name.startswith("_") and name in FIELDS:
             return self[name]
@@ -168,13 +170,13 @@ class RolloutBatch:
 
     @property
     def attention_mask(self) -> Tensor:
-        """[B, S] bool: the prompt's tokens, without its padding."""
+        """Mask of the prompt's tokens without padding, [B, S] bool."""
         places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return places < self.prompt_lengths.unsqueeze(1)
 
     @property
     def logprobs(self) -> Tensor:
-        """[B, R]: the actor's log-probs at the start of the update, or, before these are known, the engine's."""
+        """Log-probs [B, R] of the actor at the start of the update, or the engine's if those are not known yet."""
         return self["old_log_probs" if "old_log_probs" in self else "rollout_log_probs"]
 
     @overload
@@ -184,7 +186,7 @@ class RolloutBatch:
     def __getitem__(self, name: int | slice | Sequence[int] | Tensor) -> RolloutBatch: ...
 
     def __getitem__(self, name: str | int | slice | Sequence[int] | Tensor) -> Tensor | RolloutBatch:
-        """A tensor by its name; or samples by number, slice, list, or a mask of them: see `select`."""
+        """Return a tensor by its name, or samples by index, slice, list or boolean mask (see `select`)."""
         if not isinstance(name, str):
             if isinstance(name, Tensor) and name.dtype == torch.bool:
                 name = name.nonzero().flatten()
@@ -206,27 +208,31 @@ class RolloutBatch:
 
     @property
     def response_shape(self) -> tuple[int, int]:
-        """(B, R): the shape of every per-response-token tensor."""
+        """Shape (B, R) of every per-response-token tensor."""
         return self.generated_ids.shape[0], self.generated_ids.shape[1]
 
     @property
     def sequence_lengths(self) -> Tensor:
-        """Tokens of prompt and response together, `[B]` int64: what batching balances."""
+        """Tokens of prompt and response together, [B] int64, which batching balances."""
         return self.prompt_lengths + self.response_lengths
 
     def with_(self, **tensors: Tensor) -> RolloutBatch:
-        """This batch with tensors added or replaced; DataError names one that is wrong."""
+        """Return this batch with tensors added or replaced.
+
+        Raises:
+            DataError: names a tensor that does not match the schema.
+        """
         return RolloutBatch({**self.tensors, **tensors}, self.columns, held=self.held)
 
     def with_columns(self, **columns: Sequence[Any]) -> RolloutBatch:
-        """This batch with Python columns added or replaced."""
+        """Return this batch with Python columns added or replaced."""
         return RolloutBatch(self.tensors, {**self.columns, **columns}, held=self.held)
 
     def select(self, indices: Sequence[int] | Tensor | slice) -> RolloutBatch:
-        """The samples at these places, in this order; none at all is allowed. Widths S and R stay.
+        """Return the samples at these indices, in this order; may be empty. Widths S and R stay.
 
         Raises:
-            DataError: an index outside the batch.
+            DataError: an index is outside the batch.
         """
         places = range(*indices.indices(len(self))) if isinstance(indices, slice) else indices
         rows = [int(i) for i in places]
@@ -241,10 +247,10 @@ class RolloutBatch:
 
     @staticmethod
     def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """The samples of several batches one after the other, padded to the widest.
+        """Return the samples of several batches one after the other, padded to the widest.
 
         Raises:
-            DataError: no batches, or batches that do not hold the same tensors and columns.
+            DataError: there are no batches, or they hold different tensors or columns.
         """
         if not batches:
             raise DataError("there are no batches to put together")
@@ -265,10 +271,10 @@ class RolloutBatch:
     def pad_to(
         self, *, samples: int | None = None, prompt: int | None = None, response: int | None = None
     ) -> RolloutBatch:
-        """Pad to this many rows, prompt tokens, response tokens; what is None stays.
+        """Pad to this many rows, prompt tokens or response tokens. None leaves a dimension unchanged.
 
-        A padding row has lengths 0 and an empty response mask, so that it weighs nothing in any loss; its
-        entries in the columns are None.
+        A padding row has lengths 0 and an empty response mask, so it has no weight in any loss. Its column entries are
+        None.
 
         Raises:
             DataError: the batch is already larger.
@@ -282,25 +288,26 @@ class RolloutBatch:
         return RolloutBatch(self._resized(target), columns)
 
     def trim(self) -> RolloutBatch:
-        """This batch with S and R cut to its longest prompt and its longest response."""
+        """Return this batch with S and R cut to its longest prompt and response."""
         if len(self) == 0:
             return RolloutBatch(self._resized({"B": 0, "S": 0, "R": 0}), self.columns)
         longest = {"S": int(self.prompt_lengths.max()), "R": int(self.response_lengths.max())}
         return RolloutBatch(self._resized({"B": len(self), **longest}), self.columns)
 
     def to(self, device: torch.device | str) -> RolloutBatch:
-        """This batch with all tensors on `device`."""
+        """Return this batch with all tensors on `device`."""
         return RolloutBatch({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.columns)
 
     def joined(self, *, multiple_of: int = 1) -> Tensor:
-        """[B, s] int64: prompt and response of each sample as one sequence, then zeros, a token of every vocabulary.
+        """Return prompt and response of each sample as one sequence, padded with zeros, [B, s] int64.
 
         Args:
-            multiple_of: of which s is a multiple (the tensor-parallel size under sequence parallelism).
+            multiple_of: s is a multiple of it (the tensor-parallel size under sequence parallelism).
         """
         return join(self, multiple_of)
 
     def _resized(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return all tensors cut or padded to these sizes."""
         resized = {}
         for name, tensor in self.tensors.items():
             field = field_of(name)
@@ -316,17 +323,18 @@ class RolloutBatch:
 
 
 def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """Put results of micro-batches back into batch order.
+    """Assemble results of micro-batches in batch order.
 
     Args:
         num_samples, width: B and R of the whole batch.
-        parts: (indices of the samples, `[>= len(indices), r]`) with r <= width; rows beyond the indices are
-            padding rows and are dropped.
+        parts: (indices of the samples, `[>= len(indices), r]`) with r <= width. Rows beyond the indices are padding and
+            are dropped.
 
-    Returns: `[num_samples, width]`, 0 where no part has anything.
+    Returns:
+        `[num_samples, width]`, 0 where no part has a value.
 
     Raises:
-        DataError: no parts, or a part that is too wide or too short.
+        DataError: there are no parts, or a part is too wide or too short.
     """
     if not parts:
         raise DataError("there are no micro-batch results to put together")
@@ -340,6 +348,7 @@ def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[in
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sizes B, S and R of required tensors."""
     for name in ("input_ids", "generated_ids"):
         if tensors[name].dim() != 2:
             raise DataError(f"'{name}' must have two dimensions, found shape {list(tensors[name].shape)}")
@@ -348,6 +357,7 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _checked(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+    """Return a tensor in its declared dtype, with its shape checked."""
     field = field_of(name)
     expected = [sizes[axis] for axis in "B" + field.axes]
     if list(tensor.shape) != expected:
@@ -359,17 +369,20 @@ def _checked(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
 
 
 def _sort_of(dtype: torch.dtype) -> str:
+    """Return the kind of a dtype: "bool", "float" or "integer"."""
     if dtype == torch.bool:
         return "bool"
     return "float" if dtype.is_floating_point else "integer"
 
 
 def _lengths_of(mask: Tensor) -> Tensor:
+    """Return the length of each row up to its last marked token."""
     after = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return torch.where(mask, after, 0).amax(dim=1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.int64)
 
 
 def _check_lengths(name: str, lengths: Tensor, width: int) -> None:
+    """Raise DataError if a length is negative or exceeds the row."""
     wrong = ((lengths < 0) | (lengths > width)).nonzero()
     if len(wrong):
         sample = int(wrong[0, 0])
@@ -377,10 +390,12 @@ def _check_lengths(name: str, lengths: Tensor, width: int) -> None:
 
 
 def _rows(lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float) -> Tensor:
+    """Return lists as rows of one tensor, padded on the right."""
     lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
     width = int(lengths.max()) if len(lists) else 0
     rows = torch.full((len(lists), width), fill, dtype=dtype)
     kind = np.float64 if dtype.is_floating_point else np.int64
+    # One conversion of all values is much faster than one tensor per row.
     values = np.fromiter(itertools.chain.from_iterable(lists), dtype=kind, count=int(lengths.sum()))
     rows[torch.arange(width) < lengths.unsqueeze(1)] = torch.from_numpy(values).to(dtype)
     return rows

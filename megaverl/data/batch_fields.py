@@ -1,6 +1,9 @@
-"""What the columns of a RolloutBatch are: which tensors there are, of what dtype and dimensions, and other trainers'
-names; prompt and response as one sequence, as the trained models read them, and the way back; and the experts that an
-engine took for each token: a byte or two per token, layer and choice."""
+"""Schema of a RolloutBatch's tensors, and conversions between its forms.
+
+These are tensors under other trainers' names, prompts and responses joined to one sequence, and expert choices.
+
+Expert choices are the experts that an engine used for each token: a byte or two per token, layer and choice.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,13 @@ if TYPE_CHECKING:
 
 
 class Field(NamedTuple):
-    """dtype: what the tensor is stored as. axes: its dimensions after the batch: "S" prompt, "R" response.
+    """Declaration of a tensor.
 
-    fill: what padding holds.
+    Attributes:
+        dtype: stored dtype.
+        axes: dimensions after the batch: "S" prompt, "R" response.
+        fill: value of padding.
+        meaning: description for messages and documentation.
     """
 
     dtype: torch.dtype
@@ -65,7 +72,7 @@ REQUIRED = ("input_ids", "prompt_lengths", "generated_ids", "response_mask")
 
 
 def declare_field(name: str, field: Field) -> None:
-    """Add a tensor of your own to the schema, so that batches can carry it.
+    """Add a custom tensor to the schema, so that batches can carry it.
 
     Raises:
         DataError: the name is taken by another field, or an axis is neither "S" nor "R".
@@ -78,7 +85,11 @@ def declare_field(name: str, field: Field) -> None:
 
 
 def field_of(name: str) -> Field:
-    """The declaration of `name`; DataError with the nearest names where there is none."""
+    """Return the declaration of `name`.
+
+    Raises:
+        DataError: there is no such field. Names the closest ones.
+    """
     if name not in FIELDS:
         near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -86,22 +97,22 @@ def field_of(name: str) -> Field:
     return FIELDS[name]
 
 
-# what it is called elsewhere -> its name here
+# Name in other trainers -> name here.
 NAMES = {"logprobs": "rollout_log_probs", "generated_mask": "response_mask"}
 
 
 def own_names(tensors: Mapping[str, Tensor], includes_prompt: bool | None = None) -> dict[str, Tensor]:
-    """The same tensors under the schema's names.
+    """Return tensors under the schema's names.
 
-    `attention_mask` [B, S] becomes `prompt_lengths`, and prompts that are padded on the left are moved to the right's
-    padding. Without a mask, prompts have no padding; without one of the response, every generated token trains.
+    `attention_mask` [B, S] becomes `prompt_lengths`, and left-padded prompts are moved to right padding. Without that
+    mask, prompts have no padding. Without a mask of the response, every generated token is trained.
 
     Args:
         includes_prompt: `generated_includes_prompt` of `RolloutBatch`.
 
     Raises:
-        DataError: a mask of another shape, or one with a hole in it; a tensor under both names; `includes_prompt` is
-            not what the tensors show.
+        DataError: a mask has another shape or holes, a tensor is given under both names, or `includes_prompt`
+            contradicts the tensors.
     """
     found = dict(tensors)
     for theirs, ours in NAMES.items():
@@ -133,10 +144,10 @@ def own_names(tensors: Mapping[str, Tensor], includes_prompt: bool | None = None
 
 
 def _begins(prompts: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-    """Where the response begins in each row of `generated_ids` [B, W] that begins with its prompt [B]; -1: it does not.
+    """Return where the response begins in each row of `generated_ids` [B, W], or -1 without a prompt before it.
 
-    What stands before the response is `prompts` [B, S] as they were given, with their padding, if that is so in every
-    row; else each prompt without any.
+    What precedes the response is either `prompts` [B, S] as given, padding included, in every row, or each prompt
+    without padding.
     """
     generated, lengths = found["generated_ids"], found["prompt_lengths"].long()
     width = prompts.shape[1]
@@ -150,7 +161,7 @@ def _begins(prompts: Tensor, found: Mapping[str, Tensor]) -> Tensor:
 
 
 def _cut_prompts(found: dict[str, Tensor], begins: Tensor) -> None:
-    """Leave of `generated_ids`, and of all that is as wide, what follows the prompts; padded on the right."""
+    """Remove the prompts from `generated_ids` and from all tensors of the same width. The result is right-padded."""
     without = (begins < 0).nonzero()
     if len(without):
         raise DataError(
@@ -167,7 +178,7 @@ def _cut_prompts(found: dict[str, Tensor], begins: Tensor) -> None:
 
 
 def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts [B, S] with all padding at their ends, zeroed, and their lengths [B]."""
+    """Return prompts [B, S] with all padding at their ends, zeroed, and their lengths [B]."""
     if mask.shape != prompts.shape:
         raise DataError(f"'attention_mask' has shape {list(mask.shape)}; 'input_ids' has {list(prompts.shape)}")
     lengths = mask.sum(dim=1)
@@ -182,10 +193,10 @@ def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(batch: RolloutBatch, multiple_of: int) -> Tensor:
-    """Prompts and responses of a batch without a gap between the two; see `RolloutBatch.joined`.
+    """Return prompts and responses of a batch joined without a gap; see `RolloutBatch.joined`.
 
     Raises:
-        DataError: a response without a prompt: its first token is predicted by nothing.
+        DataError: a response has no prompt, so nothing predicts its first token.
     """
     orphans = ((batch.prompt_lengths == 0) & (batch.response_lengths > 0)).nonzero()
     if len(orphans):
@@ -205,8 +216,11 @@ def join(batch: RolloutBatch, multiple_of: int) -> Tensor:
 
 
 def answer_rows(batch: RolloutBatch) -> Tensor:
-    """[B] int64: of each sample the row that its episode ends in: the last of those that its agent has of it. Its own,
-    where an episode has one conversation."""
+    """Return for each sample the row in which its episode ends, [B] int64.
+
+    That is the last row of the episode with the same agent. If an episode has one conversation, it is the sample
+    itself.
+    """
     rows = torch.arange(len(batch))
     if "episode_ids" not in batch:
         return rows
@@ -215,18 +229,21 @@ def answer_rows(batch: RolloutBatch) -> Tensor:
     return torch.zeros_like(rows).scatter_reduce(0, number, rows, "amax")[number]
 
 
+# Column of a batch with a list of one `SharedItem` per sample.
 EXPERTS_COLUMN = "routed_experts"  # of a batch: each sample's, a list of one `SharedItem`
+# Stands for an unknown expert, so the trainer's router chooses.
 ROUTERS_CHOICE = -1  # in the place of an expert: nobody says which, and the trainer's router chooses
 
 
 def experts_column(generations: Sequence[Generation]) -> dict[str, list[Any]]:
-    """The column of these responses; empty where the engine does not say."""
+    """Return the column of these responses, or an empty dictionary if the engine reports no experts."""
     if not generations or generations[0].routed_experts is None:
         return {}
     return {EXPERTS_COLUMN: [[_item(each.routed_experts)] for each in generations]}
 
 
 def _item(experts: torch.Tensor | None) -> SharedItem:
+    """Return the experts of one response as a shared item."""
     if experts is None:
         raise DataError("one response says which experts it took, and another does not.")
     key = hashlib.blake2b(experts.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
@@ -234,15 +251,17 @@ def _item(experts: torch.Tensor | None) -> SharedItem:
 
 
 def experts_of(entry: Sequence[SharedItem] | None) -> torch.Tensor | None:
-    """[tokens, layers, k] of an entry of the column."""
+    """Return an entry's experts, [tokens, layers, k], or None."""
     return entry[0].tensors[EXPERTS_COLUMN] if entry else None
 
 
 def padded_experts(batch: RolloutBatch, width: int) -> torch.Tensor | None:
-    """[B, width, layers, k] int16; `ROUTERS_CHOICE` where the engine read nothing (last token, padding); or None.
+    """Return the experts of a batch, [B, width, layers, k] int16, or None if it has none.
+
+    `ROUTERS_CHOICE` stands where the engine processed nothing: at the last token and at padding.
 
     Raises:
-        DataError: a sample with more or fewer tokens than its experts are of.
+        DataError: a sample has another number of tokens than its experts cover.
     """
     column = batch.columns.get(EXPERTS_COLUMN)
     if column is None:

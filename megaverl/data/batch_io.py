@@ -1,4 +1,4 @@
-"""A RolloutBatch as JSON and as a safetensors file, exactly and without pickle."""
+"""Lossless storage of a RolloutBatch as JSON or as a safetensors file, without pickle."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _DTYPES = {
 
 
 def to_json(batch: RolloutBatch) -> str:
-    """The batch as one JSON object; tensors as base64 of their little-endian bytes, so bit for bit.
+    """Return the batch as one JSON object. Tensors are base64 of their little-endian bytes, so they stay bitwise equal.
 
     Raises:
-        DataError: a column holds what JSON cannot.
+        DataError: a column holds a value that JSON cannot.
     """
     columns, shared = taken_out(batch.columns)
     tensors = {name: _encoded(tensor) for name, tensor in {**batch.tensors, **_named(shared)}.items()}
@@ -40,10 +40,10 @@ def to_json(batch: RolloutBatch) -> str:
 
 
 def from_json(text: str) -> RolloutBatch:
-    """Undo `to_json`, on the CPU.
+    """Return the batch that `to_json` converted, on the CPU.
 
     Raises:
-        DataError: not such an object, or tensors that do not fit the schema.
+        DataError: the text is not such an object, or its tensors do not match the schema.
     """
     try:
         content = read_json(text, not_finite=True, keeps_texts=True)
@@ -54,7 +54,7 @@ def from_json(text: str) -> RolloutBatch:
 
 
 def save(batch: RolloutBatch, path: str | Path) -> None:
-    """Write the batch as a safetensors file, columns in its metadata; it appears whole or not at all."""
+    """Write the batch as a safetensors file, atomically, with its columns in the metadata."""
     path = Path(path)
     columns, shared = taken_out(batch.columns)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in {**batch.tensors, **_named(shared)}.items()}
@@ -68,10 +68,10 @@ def save(batch: RolloutBatch, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> RolloutBatch:
-    """Read what `save` wrote, onto the CPU.
+    """Read a batch that `save` wrote, onto the CPU.
 
     Raises:
-        DataError: the file is missing, damaged, or not a batch; it is named.
+        DataError: the file is missing, damaged, or not a batch. Names the file.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -83,16 +83,23 @@ def load(path: str | Path) -> RolloutBatch:
 
 
 def _named(shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return shared tensors under their names in a file."""
     return {_SHARED + name: tensor for name, tensor in shared.items()}
 
 
 def _batch(tensors: Mapping[str, Tensor], columns: Mapping[str, list[Any]]) -> RolloutBatch:
+    """Return a batch from the tensors and columns of a file."""
     shared = {name.removeprefix(_SHARED): tensor for name, tensor in tensors.items() if name.startswith(_SHARED)}
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SHARED)}
     return RolloutBatch(own, put_back(columns, shared))
 
 
 def _columns_json(columns: Mapping[str, list[Any]]) -> str:
+    """Return columns as JSON.
+
+    Raises:
+        DataError: names a column that JSON cannot hold.
+    """
     for name, column in columns.items():
         try:
             json.dumps(column)
@@ -102,6 +109,7 @@ def _columns_json(columns: Mapping[str, list[Any]]) -> str:
 
 
 def _encoded(tensor: Tensor) -> dict[str, Any]:
+    """Return a tensor as a JSON value."""
     array = tensor.detach().cpu().contiguous().numpy()
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     data = base64.b64encode(little.tobytes()).decode()
@@ -109,6 +117,7 @@ def _encoded(tensor: Tensor) -> dict[str, Any]:
 
 
 def _decoded(entry: dict[str, Any]) -> Tensor:
+    """Return the tensor of a JSON value."""
     dtype = _DTYPES[entry["dtype"]]
     data = base64.b64decode(entry["data"], validate=True)
     array = numpy.frombuffer(data, numpy.dtype(entry["dtype"]).newbyteorder("<"))

@@ -1,9 +1,8 @@
-"""Which samples go to which rank, mini-batch and micro-batch: arithmetic on lengths, the same on every rank.
+"""Assign samples to ranks, mini-batches and micro-batches, by arithmetic on lengths that is equal on every rank.
 
-Every rank knows the lengths of all samples, so it computes the whole plan and takes its own part; nothing is
-communicated. The order of work is: `mini_batches` splits a step's samples, `plan_micro_batches` splits one
-mini-batch over the data-parallel ranks (`balance`) and each rank's share into micro-batches under the token
-budget (`micro_batches`).
+Every rank knows the lengths of all samples, computes the whole plan and takes its own part, without communication.
+`mini_batches` splits a step's samples. `plan_micro_batches` splits one mini-batch over the data-parallel ranks
+(`balance`), and each rank's share into micro-batches under the token budget (`micro_batches`).
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ def mini_batches(
 ) -> list[list[int]]:
     """Split samples at random into mini-batches of equal size (up to one sample).
 
-    The draw depends on (seed, step, epoch) alone, through a hash, so it is the same on every rank, platform
-    and Python version, and after a resume.
+    The draw depends only on (seed, step, epoch), through a hash. It is equal on every rank, platform and Python
+    version, and after a resume.
 
     Args:
-        group_ids: one per sample; if given, samples that share an id lie together. Only where a mini-batch is full
-            before a group ends is that group cut, at random: at most `num_mini_batches` - 1 of them.
+        group_ids: group of each sample. Samples of a group stay together, unless the mini-batch is full before the
+            group ends. Such a group is split at random; at most `num_mini_batches` - 1 groups are.
 
-    Returns: sample indices per mini-batch, each ascending; every sample is in exactly one.
+    Returns:
+        Sample indices per mini-batch, ascending. Every sample is in exactly one.
 
     Raises:
-        DataError: fewer samples than mini-batches.
+        DataError: there are fewer samples than mini-batches.
     """
     if not 1 <= num_mini_batches <= max(num_samples, 1):
         raise DataError(
@@ -62,17 +62,17 @@ def mini_batches(
 
 
 def rows_of_rank(num_samples: int, rank: int, size: int) -> range:
-    """The samples of one of `size` ranks where their number alone decides: runs of equal length, up to one."""
+    """Return the samples of one of `size` ranks by number alone: consecutive runs of equal length, up to one."""
     return range(num_samples * rank // size, num_samples * (rank + 1) // size)
 
 
 def blocks_of(rows: range, size: int) -> list[range]:
-    """Neighbours, `size` together; fewer at the end."""
+    """Split consecutive rows into blocks of `size`. The last block may be smaller."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def groups_of_ranks(group_ids: Sequence[int], size: int) -> list[range]:
-    """As `rows_of_rank`, of whole groups, for all ranks: neighbours of one number are never parted."""
+    """Return the rows of all ranks like `rows_of_rank`, without splitting groups of consecutive rows."""
     firsts = [row for row, group in enumerate(group_ids) if row == 0 or group != group_ids[row - 1]]
     bounds = [*firsts, len(group_ids)]
     shares = (rows_of_rank(len(firsts), rank, size) for rank in range(size))
@@ -82,14 +82,16 @@ def groups_of_ranks(group_ids: Sequence[int], size: int) -> list[range]:
 def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Split samples over ranks so that the ranks' token counts are close.
 
-    Largest differencing (Karmarkar and Karp 1982), extended to k parts: each state is k partial sums; the two
-    states whose sums differ most are joined, the largest sum of one with the smallest of the other. The
-    ranks' totals differ by no more than the longest sample.
+    Largest differencing (Karmarkar and Karp 1982), extended to k parts: each state is k partial sums, and the two
+    states with the largest differences are combined, the largest sum of one with the smallest of the other. The ranks'
+    totals differ by no more than the longest sample.
 
     Args:
-        lengths: tokens per sample. equal_counts: every rank gets the same number of samples, up to one.
+        lengths: tokens per sample.
+        equal_counts: every rank gets the same number of samples, up to one.
 
-    Returns: sample indices per rank, each ascending; with fewer samples than ranks some are empty.
+    Returns:
+        Sample indices per rank, ascending. With fewer samples than ranks some lists are empty.
     """
     if num_ranks == 1:
         return [list(range(len(lengths)))]
@@ -99,6 +101,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
         [(int(lengths[sample]), (sample,)) for sample in longest_first[start : start + per_state]]
         for start in range(0, len(longest_first), per_state)
     ]
+    # A sample without tokens ranks among the parts without samples, so these must be explicit.
     if 0 in lengths:  # a sample without tokens has its place among the parts without samples
         states = [parts + [(0, ())] * (num_ranks - len(parts)) for parts in states]
 
@@ -116,12 +119,15 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
     return whole + [[] for _ in range(num_ranks - len(whole))]
 
 
+# Sum of some samples' lengths, and the samples.
 _Part = tuple[int, tuple[int, ...]]  # the sum of some samples, and which they are
 
 
 def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part]:
-    """The largest sum of one with the smallest of the other, and so on; largest first. Parts without samples, which
-    are left out at the end of each, come first of `second`: most sums meet none."""
+    """Combine two states: the largest sum of one with the smallest of the other, and so on. Returns the largest first.
+
+    Each state omits parts without samples at its end. These are combined first, as most sums then meet no other.
+    """
     back, meet = second[::-1], max(0, len(first) + len(second) - num_ranks)
     alone = len(first) - meet
     met = [(a + b, left + right) for (a, left), (b, right) in zip(first[alone:], back[:meet], strict=True)]
@@ -129,7 +135,7 @@ def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part
 
 
 def micro_batch_tokens(lengths: Sequence[int], *, padded: bool = True, multiple_of: int = 1) -> int:
-    """What a micro-batch of samples of these lengths costs, in tokens.
+    """Return the cost in tokens of a micro-batch of samples with these lengths.
 
     Padded: rows x longest row, with the row rounded up to `multiple_of`. Packed: the sum of all, rounded up.
     """
@@ -149,20 +155,22 @@ def micro_batches(
     key: str = "actor.micro_batch_tokens",
     indices: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Split samples into few micro-batches, none of which costs more than `max_tokens`.
+    """Split samples into few micro-batches, each costing at most `max_tokens`.
 
-    The budget is a cap: 6, 6, 6 under a budget of 10 are three micro-batches. Samples are taken longest
-    first, so that rows of like length lie together and little is padding. Padded: each micro-batch is filled
-    up before the next is begun, which for this cost gives the fewest. Packed: first fit.
+    The budget is a cap: 6, 6, 6 under a budget of 10 are three micro-batches. Samples are taken longest first, so rows
+    of similar length lie together and little is padding. Padded: each micro-batch is filled before the next is begun,
+    which for this cost gives the fewest. Packed: first fit.
 
     Args:
-        lengths: tokens per sample (prompt and response). key: the setting that the error message names.
-        indices: what the samples are called in the result and in the message; 0, 1, ... if not given.
+        lengths: tokens per sample (prompt and response).
+        key: the setting that the error message names.
+        indices: names of the samples in the result and in messages. None: 0, 1, ...
 
-    Returns: sample indices per micro-batch, the longest samples first.
+    Returns:
+        Sample indices per micro-batch, the longest samples first.
 
     Raises:
-        DataError: one sample alone is above the cap; names the sample, its length and the key.
+        DataError: one sample alone exceeds the cap. Names the sample, its length and the key.
     """
     names = list(range(len(lengths))) if indices is None else list(indices)
     check_cap(lengths, names, max_tokens, multiple_of=multiple_of, key=key)
@@ -182,13 +190,13 @@ def micro_batches(
 
 
 def check_cap(lengths: Sequence[int], names: Sequence[int], max_tokens: int, *, multiple_of: int = 1, key: str) -> None:
-    """That every sample fits a micro-batch.
+    """Check that every sample fits a micro-batch.
 
     Args:
-        names: what the samples are called in the message. The others: see `micro_batches`.
+        names: names of the samples in messages. For the others see `micro_batches`.
 
     Raises:
-        DataError: one sample alone is above the cap; names the sample, its length and the key.
+        DataError: one sample alone exceeds the cap. Names the sample, its length and the key.
     """
     if micro_batch_tokens([max(lengths, default=0)], multiple_of=multiple_of) <= max_tokens:
         return
@@ -213,16 +221,18 @@ def common_count(
 ) -> list[list[list[int]]]:
     """Give every rank the same number of micro-batches, as pipelines and collectives need.
 
-    The number is the largest that any rank needs, rounded up to `count_multiple_of` (an interleaved pipeline
-    wants a multiple of its stages), and at least one; at least `least`, where some rank has as many samples. A
-    rank that has fewer splits its costliest micro-batches in two; splitting never makes one larger, so the cap
-    still holds. When a rank has fewer samples than that number, its last micro-batches are EMPTY lists: the rank
-    runs `batch.select([]).pad_to(samples=1)`, a row without a response, whose weight in every loss is 0.
+    The number is the largest that any rank needs, rounded up to `count_multiple_of` (an interleaved pipeline needs a
+    multiple of its stages). It is at least `least`, if some rank has as many samples. A rank with fewer micro-batches
+    splits its costliest ones in two, which never makes one larger, so the cap still holds. A rank with fewer samples
+    than that number gets EMPTY lists at the end: it runs `batch.select([]).pad_to(samples=1)`, a row without a
+    response, which has weight 0 in every loss.
 
     Args:
-        per_rank: micro-batches of sample indices per rank. lengths: tokens per sample, by these indices.
+        per_rank: micro-batches of sample indices per rank.
+        lengths: tokens per sample, by these indices.
 
-    Returns: micro-batches per rank, costliest first, so that the ranks work on like sizes at the same time.
+    Returns:
+        Micro-batches per rank, costliest first, so that ranks work on similar sizes at the same time.
     """
 
     def cost(batch: Sequence[int]) -> int:
@@ -259,18 +269,21 @@ def plan_micro_batches(
     equal_counts: bool = False,
     key: str = "actor.micro_batch_tokens",
 ) -> list[list[list[int]]]:
-    """`balance`, `micro_batches` and `common_count` in a row: from a mini-batch to each rank's micro-batches.
+    """Split a mini-batch into each rank's micro-batches: `balance`, `micro_batches` and `common_count` in sequence.
 
     Args:
-        lengths: tokens of EVERY sample of the batch. indices: the samples of this mini-batch; all if not
-            given.
-        num_ranks: data-parallel ranks. max_tokens, padded, multiple_of, key: see `micro_batches`.
-        count_multiple_of, least: see `common_count`. equal_counts: see `balance`.
+        lengths: tokens of EVERY sample of the batch.
+        num_ranks: number of data-parallel ranks.
+        max_tokens, padded, multiple_of, key: see `micro_batches`.
+        indices: samples of this mini-batch. None: all.
+        count_multiple_of, least: see `common_count`.
+        equal_counts: see `balance`.
 
-    Returns: for each rank the same number of micro-batches, each a list of sample indices, possibly empty.
+    Returns:
+        The same number of micro-batches for each rank, each a list of sample indices, possibly empty.
 
     Raises:
-        DataError: one sample alone is above the cap.
+        DataError: one sample alone exceeds the cap.
     """
     lengths = [int(length) for length in lengths]
     chosen = list(range(len(lengths))) if indices is None else list(indices)
@@ -292,6 +305,7 @@ def plan_micro_batches(
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each sample into the first micro-batch with room for it."""
     result: list[list[int]] = []
     totals: list[int] = []
     for sample in order:
@@ -306,4 +320,5 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
 
 
 def _round_up(number: int, multiple_of: int) -> int:
+    """Return the smallest multiple of `multiple_of` that is at least `number`."""
     return -(-number // multiple_of) * multiple_of

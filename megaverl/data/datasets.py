@@ -1,5 +1,8 @@
-"""A data set of prompts: every row checked and tokenised before the first step, then read by number; and which rows a
-step takes, of one source or of several with weights: arithmetic on (seed, step), nothing is saved."""
+"""Data set of prompts, and the order in which steps take its rows.
+
+Every row is checked and tokenized before the first step, then read by number. The order of one source, or of several
+with weights, is arithmetic on (seed, step), so nothing about it needs saving.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,17 @@ from megaverl.errors import DataError
 
 
 class PromptSampler:
-    """Steps of `prompts_per_step` rows, cut from one endless stream of epochs.
+    """Steps of `prompts_per_step` rows, taken from one endless stream of epochs.
 
-    Every epoch is a permutation of all rows, drawn anew from (seed, epoch); unshuffled, it is the rows in
-    order. A step may reach over the end of an epoch, so no row is ever left out.
+    Every epoch is a permutation of all rows, drawn from (seed, epoch), or the rows in order without shuffling. A step
+    may cross the end of an epoch, so no row is ever left out.
 
     Args:
         num_rows: rows of the data set, at least 1.
-        prompts_per_step: rows of one step, at least 1; may exceed `num_rows`.
+        prompts_per_step: rows of one step, at least 1. May exceed `num_rows`.
         seed: any integer >= 0.
-        fingerprint: of the data set; a resumed run is refused if it has changed.
+        shuffle: False takes the rows in order.
+        fingerprint: fingerprint of the data set. Resuming is refused if it has changed.
         digests: (name, digest of its rows) of each source, for the same purpose.
     """
 
@@ -58,11 +62,11 @@ class PromptSampler:
         self.digests = tuple(digests)
 
     def indices(self, step: int) -> list[int]:
-        """Row numbers of step `step` (the first is 0), the same whichever steps were asked for before."""
+        """Return the row numbers of step `step` (the first is 0), independent of earlier calls."""
         return self.rows(step * self.prompts_per_step, self.prompts_per_step)
 
     def rows(self, position: int, count: int) -> list[int]:
-        """The `count` row numbers from `position` of the endless stream on."""
+        """Return `count` row numbers of the endless stream, starting at `position`."""
         chosen: list[int] = []
         end = position + count
         while position < end:
@@ -73,17 +77,17 @@ class PromptSampler:
         return chosen
 
     def epoch(self, step: int) -> float:
-        """Epochs before step `step`: 1.5 is half-way through the second."""
+        """Return the number of epochs before step `step`; 1.5 is half-way through the second."""
         return step * self.prompts_per_step / self.num_rows
 
     def epoch_order(self, epoch: int) -> np.ndarray:
-        """Row numbers of one epoch, int64 [num_rows]."""
+        """Return the row numbers of one epoch, int64 [num_rows]."""
         if not self.shuffle:
             return np.arange(self.num_rows)
         return _permutation(self.num_rows, self.seed, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on: JSON, a few bytes."""
+        """Return everything that the order depends on, as a few bytes of JSON values."""
         return {
             "num_rows": self.num_rows,
             "prompts_per_step": self.prompts_per_step,
@@ -94,7 +98,7 @@ class PromptSampler:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse to go on with another order than the one that a checkpoint was made with.
+        """Check that the order is the one that a checkpoint was made with.
 
         Raises:
             DataError: names each value that differs.
@@ -117,22 +121,24 @@ class PromptSampler:
 
 @lru_cache(maxsize=4)
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the permutation of one epoch, read-only because it is cached."""
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
     order.setflags(write=False)
     return order
 
 
+# Number of positions in which every source has exactly its share.
 BLOCK = 4096  # positions in which every source has exactly its share
 
 
 class Mixture:
-    """Which source is taken at each position of an endless stream.
+    """Choice of a source at each position of an endless stream.
 
-    In every `BLOCK` positions a source has the number of turns that its weight gives it, to the nearest, and one at
-    least; their order is drawn from (seed, block).
+    In every `BLOCK` positions a source has the number of turns that its weight gives it, rounded, and at least one.
+    Their order is drawn from (seed, block).
 
     Args:
-        weights: above 0, at most `BLOCK` of them; only their ratios count.
+        weights: above 0, at most `BLOCK` of them. Only their ratios matter.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -140,7 +146,7 @@ class Mixture:
         self.seed = seed
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source whose turn it is, and how many turns that source had before."""
+        """Return the source at a position, and its number of earlier turns."""
         block, place = divmod(position, BLOCK)
         order, before = _order(self.turns, self.seed, block)
         source = int(order[place])
@@ -148,12 +154,12 @@ class Mixture:
 
 
 class MixedSampler(PromptSampler):
-    """Steps of rows out of several sources, each with its share; a source that is done begins anew.
+    """Steps of rows from several sources with shares. A source that is exhausted starts again.
 
     Args:
-        sizes: rows of each source; row numbers run through them one after the other.
-        weights: one for each.
-        The rest is as in `PromptSampler`.
+        sizes: rows of each source. Row numbers run through the sources one after the other.
+        weights: one per source.
+        The others are those of `PromptSampler`.
     """
 
     def __init__(
@@ -175,6 +181,7 @@ class MixedSampler(PromptSampler):
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def rows(self, position: int, count: int) -> list[int]:
+        """Return `count` row numbers of the endless stream, starting at `position`."""
         chosen = []
         for place in range(position, position + count):
             source, turn = self.mixture.at(place)
@@ -184,14 +191,20 @@ class MixedSampler(PromptSampler):
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
+        """Return everything that the order depends on, including the sources' sizes and weights."""
         return {**super().state_dict(), "sizes": list(self.sizes), "weights": list(self.weights)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that the order is the one that a checkpoint was made with.
+
+        Raises:
+            DataError: names each value that differs.
+        """
         super().check_state(state)
 
 
 def _apportion(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Turns in a block: by the largest remainders, one at least each."""
+    """Return each source's turns in a block, by the largest-remainder method, at least one each."""
     if not weights or min(weights) <= 0 or len(weights) > BLOCK:
         raise DataError(f"weights {weights}: expected 1 to {BLOCK} numbers above 0.")
     exact = np.asarray(weights) / sum(weights) * BLOCK
@@ -205,7 +218,7 @@ def _apportion(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _order(turns: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """[BLOCK] the source of each position, and how often that source was there before in the block."""
+    """Return the source of each position in a block, and how often it occurred before in the block, [BLOCK] each."""
     order = np.repeat(np.arange(len(turns)), turns)
     np.random.Generator(np.random.PCG64([seed, 1, block])).shuffle(order)
     before = np.zeros(BLOCK, dtype=np.int64)
@@ -217,6 +230,7 @@ def _order(turns: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, n
 
 @lru_cache(maxsize=64)
 def _source_order(size: int, seed: int, source: int, epoch: int) -> np.ndarray:
+    """Return the permutation of one source's rows in one epoch."""
     return np.random.Generator(np.random.PCG64([seed, 2, source, epoch])).permutation(size)
 
 
@@ -225,14 +239,16 @@ class PromptRecord:
     """One prompt, ready for rollout and reward.
 
     Attributes:
-        index: its number in the data set; samples of one prompt share it.
-        prompt: as the row has it. `text`: as the model sees it. `token_ids`: that, tokenised.
-        reference: the reference answer, of any JSON type; None where no answer key is asked for.
+        index: its number in the data set, shared by all samples of the prompt.
+        prompt: the prompt as in the row.
+        text: the prompt as the model sees it.
+        token_ids: `text`, tokenized.
+        reference: reference answer, of any JSON type. None if no answer column is configured.
         extra: the row's other columns, for the reward.
         where: file and line, for messages.
-        messages: the conversation that the prompt is, whatever the model's chat template makes of it.
-        images: those of the prompt; a token of `token_ids` stands for each part of each of them. None: of a model that
-            takes none.
+        messages: the prompt as a conversation, whatever the chat template makes of it.
+        images: images of the prompt. `token_ids` has one token for each part of each image. None for a model without
+            images.
     """
 
     index: int
@@ -248,9 +264,13 @@ class PromptRecord:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What was found when all rows were checked: rows in use, rows left out, rows that lost their beginning.
+    """Numbers from checking all rows.
 
-    num_dropped: too long. num_short: too short.
+    Attributes:
+        num_rows: rows in use.
+        num_dropped: rows that are too long.
+        num_truncated: rows that were cut at the left.
+        num_short: rows that are too short.
     """
 
     num_rows: int
@@ -270,19 +290,20 @@ class PromptReport:
 
 
 class PromptDataset:
-    """Prompts by number, from `rows`.
+    """Prompts by number.
 
-    All rows are read once when it is made, so that a bad one ends the run before it starts rather than hours
-    into it; afterwards a row is read again from its file when it is asked for. Memory: 8 bytes a row.
+    All rows are read once at construction, so a bad one fails the run before it starts, not hours later. Afterwards a
+    row is read again from its file when it is needed. Memory: 8 bytes per row.
 
     Args:
-        columns: which columns are read, see `Columns`.
-        sources: (name, number of rows) of each source that `rows` is a chain of.
-        weights: one for each source, or none.
+        rows: source of the rows.
+        columns: which columns to read; see `Columns`.
+        sources: (name, number of rows) of each source that `rows` consists of.
+        weights: one per source, or none.
 
     Raises:
-        DataError: a row without a prompt or an answer, of a wrong type, or too long, named by file and line;
-            no rows.
+        DataError: a row has no prompt or answer, has one of a wrong type, or is too long (names file and line); or
+            there are no rows.
     """
 
     def __init__(
@@ -333,7 +354,7 @@ class PromptDataset:
         encoder: PromptEncoder,
         columns: Columns | None = None,
     ) -> PromptDataset:
-        """From files, folders, data sets on the hub, or the user's own code (see `sources.open_source`)."""
+        """Load prompts from files, folders, data sets on the hub, or the user's code (see `sources.open_source`)."""
         several: Sequence[Entry] = [entries] if isinstance(entries, SourceConfig | str | Path) else entries
         given = [as_source(entry) for entry in several]
         if not given:
@@ -358,11 +379,11 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the files do, or when other rows are dropped for their length."""
+        """Digest that changes if the files change, or if other rows are dropped because of their length."""
         return f"{self._rows.fingerprint}-{len(self._kept)}"
 
     def sampler(self, prompts_per_step: int, seed: int, *, shuffle: bool = True) -> PromptSampler:
-        """The order in which steps take these prompts."""
+        """Return the order in which steps take these prompts."""
         facts: dict[str, Any] = {"shuffle": shuffle, "fingerprint": self.fingerprint, "digests": self._digests}
         if self._weights:
             return MixedSampler(self._sizes, self._weights, prompts_per_step, seed, **facts)
@@ -370,7 +391,7 @@ class PromptDataset:
 
 
 def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str) -> PromptRecord | None:
-    """A row's prompt, ready; None if its length drops it."""
+    """Return a row's prompt, ready to use, or None if it is dropped because of its length."""
     if encoder.is_short(read.prompt, where, read.tools):
         return None
     encoded = encoder.encode(read.prompt, where, read.tools, read.images or ())
@@ -381,10 +402,10 @@ def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str
 
 
 def weights_of(sources: Sequence[SourceConfig]) -> list[float]:
-    """The weight of each source, or nothing where no source has one.
+    """Return the weight of each source, or an empty list if no source has one.
 
     Raises:
-        DataError: some have one and some have not.
+        DataError: only some sources have a weight.
     """
     without = [source.path for source in sources if source.weight is None]
     if without and len(without) < len(sources):
@@ -393,6 +414,7 @@ def weights_of(sources: Sequence[SourceConfig]) -> list[float]:
 
 
 def _nothing_left(rows: RowSource, max_tokens: int | None) -> str:
+    """Return the message for a data set without usable rows."""
     if len(rows) == 0:
         return "the data set is empty. Put at least one row into it."
     return (

@@ -1,4 +1,4 @@
-"""Digests by which a resumed run notices that its data changed."""
+"""Digests by which a resumed run detects that its data changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 WHOLE_FILE = 16 * 2**20
 """Bytes of a file up to which all of it is read; of larger ones samples."""
 
+# Number and bytes of samples that are read of a large file.
 NUM_SAMPLES, SAMPLE = 64, 16 * 2**10
+# Bytes read at the beginning and in the middle of every column chunk of a Parquet file.
 CHUNK_SAMPLE = 4 * 2**10  # at the beginning and in the middle of every column chunk of a Parquet file
 
 
 class RowsDigest:
-    """Digest of rows as a run reads them: every value, with images by their contents."""
+    """Digest of rows as a run reads them. Covers every value, and images by their contents."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
@@ -36,7 +38,7 @@ class RowsDigest:
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Return a digest of raw rows of a source, before their columns are read."""
+    """Return a digest of raw rows of a source, before their columns are parsed."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         try:
@@ -48,6 +50,7 @@ def digest_of_rows(rows: Iterable[Any]) -> str:
 
 
 def _shortened(value: Any) -> str:
+    """Return a text for a value that JSON cannot hold. Bytes are replaced by their digest."""
     return hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else repr(value)
 
 
@@ -55,7 +58,7 @@ def digest_of_files(files: Sequence[Path]) -> str:
     """Return a digest of files that reads at most about 20 MiB of each.
 
     It covers the size of every file, all bytes of files up to `WHOLE_FILE`, and `NUM_SAMPLES` samples of larger ones.
-    Of Parquet files it also covers the footer, with the statistics of every column chunk, and samples of every chunk.
+    For Parquet files it also covers the footer, with the statistics of every column chunk, and samples of every chunk.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
@@ -69,7 +72,7 @@ def digest_of_files(files: Sequence[Path]) -> str:
 
 
 def written_times(files: Sequence[Path]) -> dict[str, int]:
-    """Return when files were last written of which `digest_of_files` reads samples only, in nanoseconds since 1970."""
+    """Return modification times of files that `digest_of_files` only samples, in nanoseconds since 1970."""
     found: dict[str, int] = {}
     for path in files:
         status = path.stat()
@@ -79,7 +82,7 @@ def written_times(files: Sequence[Path]) -> dict[str, int]:
 
 
 def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of what is read of a file."""
+    """Yield (start, length) of everything that is read of a file."""
     if size <= WHOLE_FILE:
         yield 0, size
         return
@@ -90,6 +93,7 @@ def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _parquet_samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of a Parquet file's footer and of samples of every column chunk."""
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(path)

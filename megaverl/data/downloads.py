@@ -1,4 +1,4 @@
-"""An image by its URL: from allowed hosts alone, of a bounded size, whole, and in a bounded time."""
+"""Download an image from an allowed host, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+# Content types that object stores use for files of unknown type.
 PLAIN = ("application/octet-stream", "binary/octet-stream")  # what stores say of a file whose kind they do not know
 
 
 def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: float) -> bytes:
-    """What lies at an http(s) URL.
+    """Return the bytes at an http(s) URL.
 
     Args:
-        max_bytes: most of it.
-        allowed: True: hosts with public addresses; or names of hosts, whatever their addresses. Redirects too. Where
-            the environment names a proxy, the proxy looks up addresses, and decides about them.
-        seconds: until all of it must be here, counted from the start, through redirects.
+        max_bytes: largest size that is accepted.
+        allowed: True allows all hosts with public addresses. Else, names of allowed hosts, whatever their addresses.
+            The same applies to redirects. If the environment names a proxy, the proxy resolves addresses and decides
+            about them.
+        seconds: deadline for the whole download, including redirects.
 
     Raises:
-        ValueError: a host or scheme from which nothing is fetched; no image; too large; not whole.
+        ValueError: the host or scheme is not allowed, the content is no image, too large, or incomplete.
         OSError, http.client.HTTPException: the connection failed.
     """
     connections = _Connections(allowed)
@@ -57,7 +59,7 @@ def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: floa
 
 
 class _Connections:
-    """Opens connections to allowed hosts, and ends them all at the deadline."""
+    """Opens connections to allowed hosts only, and shuts them all down at the deadline."""
 
     def __init__(self, allowed: bool | Sequence[str]) -> None:
         self.hosts = None if isinstance(allowed, bool) else {host.lower() for host in allowed}
@@ -83,7 +85,11 @@ class _Connections:
         self.handlers = [Plain(), Secure(), Redirect()]
 
     def check(self, request: urllib.request.Request) -> None:
-        """Raises ValueError: nothing is fetched from there."""
+        """Check a request's scheme and host.
+
+        Raises:
+            ValueError: downloads from there are not allowed.
+        """
         parts = urlsplit(request.full_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"it leads to {request.full_url!r:.80}, and only http and https are followed")
@@ -91,7 +97,10 @@ class _Connections:
             raise ValueError(f"{parts.hostname} is not among the hosts of data.images.allow_urls")
 
     def of(self, kind: Any, request: urllib.request.Request) -> Any:
-        """Makes connections for a request; an address is looked at when it is known, before anything is sent to it."""
+        """Return a connection factory for a request, which checks each address once it is resolved, before connecting.
+
+        Checking the resolved address, not the name, protects against names that resolve to private addresses.
+        """
         parts = urlsplit(request.full_url)
         proxied = request.has_proxy() or getattr(request, "_tunnel_host", None) is not None
 
@@ -121,7 +130,7 @@ class _Connections:
         return make
 
     def end(self) -> None:
-        """Whoever waits for one of them hears of it."""
+        """Shut down all connections, which wakes up blocked reads."""
         self.ended = True
         for each in self._open:
             try:
@@ -130,6 +139,6 @@ class _Connections:
                 continue
 
     def close(self) -> None:
-        """Give back what `end` needs."""
+        """Close the duplicated sockets that `end` uses."""
         for each in self._open:
             each.close()

@@ -1,4 +1,4 @@
-"""A data set looked through: every row that cannot be used, what is suspicious, and numbers about the rest."""
+"""Examine a whole data set: report every unusable row, suspicious properties, and statistics."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class DataProblem:
-    """One row, or one thing about the whole.
+    """Problem of one row, or of the whole data set.
 
     Attributes:
-        where: file and line; empty for the whole.
-        severity: error: a run would stop at it, or cannot learn from it. warning: it should be looked at.
+        where: file and line. Empty for the whole data set.
+        severity: error: a run would fail there, or cannot learn from it. warning: a person should look at it.
+        what: the problem in words.
     """
 
     where: str
@@ -41,17 +42,19 @@ class DataProblem:
 
 @dataclass
 class Examined:
-    """What was found in one data set.
+    """Result of examining one data set.
 
     Attributes:
-        num_rows: all rows; num_usable: those that a run would train on.
-        num_long, num_short: dropped or cut for their length.
+        num_rows: all rows.
+        num_usable: rows that a run would train on.
+        num_long, num_short: rows dropped or cut because of their length.
         lengths: tokens of every usable prompt.
         answer_lengths: characters of every answer that is text.
-        keys: columns, and in how many rows each stands.
-        converted: columns whose values JSON does not have -> their type; see `row_values.plain_value`.
-        num_pairs: rows with a better and a worse response. num_desirable, num_undesirable: with a single one.
-        prompts: digest of every usable prompt's text -> where it stands first.
+        keys: number of rows with each column.
+        converted: column -> type of its values, for types that JSON lacks; see `row_values.plain_value`.
+        num_pairs: rows with a better and a worse response.
+        num_desirable, num_undesirable: rows with a single response.
+        prompts: digest of every usable prompt's text -> first row with it.
     """
 
     num_rows: int = 0
@@ -72,10 +75,11 @@ class Examined:
 
     @property
     def errors(self) -> list[DataProblem]:
+        """Problems with the severity "error"."""
         return [problem for problem in self.problems if problem.severity == "error"]
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the prompts, as JSON."""
+        """Return everything except the prompts, as JSON values."""
         return {
             "rows": self.num_rows,
             "usable": self.num_usable,
@@ -92,7 +96,7 @@ class Examined:
         }
 
     def as_text(self, name: str, most: int | None = None) -> str:
-        """What a person reads of the data set `name`, with `most` problems or all."""
+        """Return a report on the data set `name`, with at most `most` problems."""
         lines = [f"{name}: {self.num_rows} rows, {self.num_usable} can be used"]
         if self.num_long or self.num_short:
             lines.append(f"  too long: {self.num_long}   too short: {self.num_short}")
@@ -125,12 +129,12 @@ class Examined:
 def examine(
     rows: RowSource, encoder: PromptEncoder | None, columns: Columns, preferences: PreferenceColumns | None = None
 ) -> Examined:
-    """Look at every row; nothing stops at the first mistake.
+    """Examine every row without stopping at mistakes.
 
     Args:
-        encoder: None: prompts are not rendered or counted in tokens, only looked at.
-        preferences: every row has judged responses in place of an answer. None: those rows that have no answer, and
-            columns of such responses under their usual names.
+        encoder: renders and tokenizes prompts. None: prompts are only checked for their form.
+        preferences: every row has judged responses instead of an answer. None: only rows without an answer may have
+            them, in columns with the usual names.
     """
     found = Examined(num_rows=len(rows))
     for number in range(len(rows)):
@@ -153,10 +157,10 @@ def examine(
 
 
 def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Examined]:
-    """The training and the held-out data of a configuration, by its keys, and what stands in both.
+    """Examine the training and held-out data of a configuration. Returns the results by key, including overlaps.
 
     Args:
-        tokenizer: in place of the configuration's own.
+        tokenizer: replaces the configuration's tokenizer.
     """
     data, model, found = config.data, config.model, {}
     too_long = "drop" if data.too_long == "error" else data.too_long
@@ -184,10 +188,10 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
 def encoder_of(
     data: DataConfig, tokenizer: str, *, model: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PromptEncoder, Images | None]:
-    """What renders prompts, and what reads their images, as in a run whose section `data` is this.
+    """Return the prompt encoder and image reader that a run with this section `data` would use.
 
     Args:
-        model: folder of a model, which may take images. None: that of the tokenizer.
+        model: folder of the model, which may take images. None: the tokenizer's folder.
     """
     made = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     images = Images.of(data.images, model or tokenizer, made)
@@ -195,18 +199,19 @@ def encoder_of(
 
 
 def _printable(key: Any) -> str:
-    """The name of a column; what is not text in it is written out."""
+    """Return the name of a column with unencodable characters escaped."""
     return str(key).encode(errors="backslashreplace").decode()
 
 
 def _usual(row: Mapping[str, Any], columns: Columns) -> PreferenceColumns | None:
+    """Return the usual preference columns if the row has them and no answer, else None."""
     usual = PreferenceColumns()
     has_answer = columns.answer is None or value_at(row, columns.answer) is not None
     return usual if not has_answer and usual.fit(row) else None
 
 
 def _judged(found: Examined, responses: Sequence[Judged], where: str) -> None:
-    """Count the responses of a row that has such."""
+    """Count the judged responses of a row."""
     found.answer_lengths += [len(each.value) for each in responses]
     found.num_pairs += len(responses) == 2
     found.num_desirable += [each.desirable for each in responses] == [True]
@@ -217,7 +222,7 @@ def _judged(found: Examined, responses: Sequence[Judged], where: str) -> None:
 
 
 def overlap(training: Examined, held_out: Examined) -> list[DataProblem]:
-    """Prompts that stand in both: what is measured on them says nothing."""
+    """Return a warning if held-out prompts occur in training, since measurements on them are meaningless."""
     both = [where for digest, where in held_out.prompts.items() if digest in training.prompts]
     if not both:
         return []
@@ -228,7 +233,7 @@ def overlap(training: Examined, held_out: Examined) -> list[DataProblem]:
 
 
 def quantiles(values: Sequence[int]) -> dict[str, int]:
-    """Least, median, 90 %, 99 %, greatest."""
+    """Return minimum, median, 90 %, 99 % and maximum."""
     ordered = sorted(values)
     names = ("least", "median", "90%", "99%", "most")
     return {
@@ -239,10 +244,13 @@ def quantiles(values: Sequence[int]) -> dict[str, int]:
 
 
 def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str, *, repeats: bool) -> bool:
-    """Count one row, or raise what is wrong with it; whether it is neither too long nor too short.
+    """Count one row, and return whether its length allows training on it.
 
     Args:
-        repeats: a prompt may stand in several rows.
+        repeats: the same prompt may occur in several rows.
+
+    Raises:
+        DataError: the row cannot be used.
     """
     if encoder is not None:
         if encoder.is_short(read.prompt, where, read.tools):
@@ -255,6 +263,7 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
         found.num_long += encoded.num_truncated > 0
         found.lengths.append(len(encoded.token_ids))
         found.example = found.example or encoded.text
+    # A run decodes an image only when its prompt comes, so decode it here.
     for image in read.images or ():  # a run decodes it when its prompt comes
         assert image.tensors
     found.num_usable += 1
@@ -274,6 +283,7 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
 
 
 def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[DataProblem]:
+    """Yield problems of the whole data set."""
     if not found.num_usable:
         reasons = [f"{found.num_long} are longer than data.max_prompt_tokens: raise it"] if found.num_long else []
         reasons += [f"{found.num_short} are shorter than data.min_prompt_tokens: lower it"] if found.num_short else []

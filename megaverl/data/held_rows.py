@@ -1,10 +1,11 @@
-"""A rank's own samples of a step: it has the tokens and results of those that it works on, and of all others a few
-numbers; and rows on their way from the ranks of one role to those of the next: from host to host what lies there, such
-as an engine's tokens, and from device to device what was computed there (`Fabric.rows`).
+"""Distributed batches: each rank holds the samples that it works on, and a few numbers about all others.
 
-Who has which follows from the lengths of all, by arithmetic that every rank does alone. What one rank works out goes to
-the others that have the same samples, row by row; sums over all samples are sums of what each rank says of its own
-groups. So a rank's bytes and work grow with its samples and not with the number of ranks.
+A rank's samples follow from the lengths of all samples, by arithmetic that every rank repeats. Results that one rank
+computes go row by row to the other ranks with the same samples. Sums over all samples are sums of what each rank
+contributes for its own groups. So a rank's traffic and work grow with its samples and not with the number of ranks.
+
+Rows move between ranks, of one role or of two: data on the host, such as tokens, from host to host, and results that
+were computed on a device from device to device (`Fabric.rows`).
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ _LENGTHS = {"S": "prompt_lengths", "R": "response_lengths"}
 
 @dataclass(frozen=True)
 class Moving:
-    """One edge of the flow, for one batch: what this rank holds and wants, and the messages of all ranks.
+    """One transfer of the step's flow for one batch: what this rank holds and wants, and its messages.
 
     Attributes:
-        name: of what moves; messages of different names do not mix, so edges may run from different threads (gloo).
-        receives: whether this rank is one that wants rows, be it none of them this time.
-        moves: those that this rank sends or receives.
+        name: name of what moves. Messages of different names do not mix, so transfers may run from different threads
+            (gloo).
+        held: rows that this rank holds, in this order.
+        wanted: rows that this rank wants, in this order.
+        moves: messages that this rank sends or receives.
+        receives: whether this rank is a receiver, even if it wants no rows this time.
     """
 
     name: str
@@ -57,12 +61,16 @@ class Moving:
 
     @classmethod
     def plan(cls, fabric: Fabric, name: str, source: Rows, dest: Rows) -> Moving:
-        """For this rank, from who holds and who wants which rows; the same arguments on every rank.
+        """Return this rank's part of a transfer. Arguments must be equal on every rank.
 
-        A rank of `dest` that gets no rows and holds none hears of the tensors all the same, to make an empty batch.
+        A rank of `dest` that wants no rows and holds none still gets one header, from which it builds an empty batch.
+
+        Args:
+            source: rows that each rank holds.
+            dest: rows that each rank wants.
 
         Raises:
-            DataError: rows that are wanted and not there.
+            DataError: a wanted row is held by no rank.
         """
         rank = fabric.rank
         moves = plan_moves(rank, source, dest, fabric.placement.node_of)
@@ -74,18 +82,19 @@ class Moving:
 
 
 def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> RolloutBatch | None:
-    """Every rank's rows of a batch, padded to the longest of its senders' widths.
+    """Move rows of a batch to the ranks that want them. Results are padded to the widest sender.
 
-    Every rank that has a move takes part; one that has none may leave the call out.
+    Every rank with a message must call it. Other ranks may skip the call.
 
     Args:
-        batch: with the rows `moving.held`, in their order; None on a rank that holds none.
+        batch: batch of the rows `moving.held`, in that order. None on a rank that holds none.
 
-    Returns: the rows `moving.wanted`, in their order; None on a rank that is none of the receivers.
+    Returns:
+        The rows `moving.wanted`, in that order, or None on a rank that is no receiver.
 
     Raises:
-        DataError: a batch that does not have the rows, or a column that JSON cannot hold.
-        TrainingStopped: a rank that did not send or take its rows in time, by number and role.
+        DataError: the batch does not have the rows, or a column holds what JSON cannot.
+        TrainingStopped: a rank did not send or receive in time. Names its number and role.
     """
     ragged = None if batch is None else as_ragged(batch.tensors, batch, batch.columns)
     moved = move_ragged(fabric, moving, ragged)
@@ -95,13 +104,14 @@ def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> Ro
 def move_tensors(
     fabric: Fabric, moving: Moving, tensors: Mapping[str, Tensor] | None, batch: RolloutBatch | None
 ) -> dict[str, Tensor] | None:
-    """Results alone (values, log-probs), for rows of a batch that the receivers have already.
+    """Move results (values, log-probs) for rows of a batch that the receivers already have.
 
     Args:
-        tensors: fields of a batch, with the rows `moving.held`; None on a rank that holds none.
-        batch: that they belong to: its lengths say what of each row travels.
+        tensors: fields of a batch, with the rows `moving.held`. None on a rank that holds none.
+        batch: batch that they belong to. Its lengths decide how much of each row is sent.
 
-    Returns: by name, the rows `moving.wanted`; None on a rank that is none of the receivers.
+    Returns:
+        The rows `moving.wanted` by field name, or None on a rank that is no receiver.
     """
     ragged = None
     if tensors is not None:
@@ -115,25 +125,26 @@ def move_tensors(
 def as_ragged(
     tensors: Mapping[str, Tensor], batch: RolloutBatch, columns: Mapping[str, Sequence[object]] | None = None
 ) -> RaggedBatch:
-    """Fields of a batch, ragged by its lengths."""
+    """Return fields of a batch without their padding."""
     axes = {name: axis for name in tensors if (axis := field_of(name).axes) in _LENGTHS}
     lengths = {axis: batch[_LENGTHS[axis]] for axis in sorted(set(axes.values()))}
     return RaggedBatch(tensors, axes, lengths, _fills(), columns or {})
 
 
 def _fills() -> dict[str, float | bool]:
+    """Return the padding value of every field."""
     return {name: field.fill for name, field in FIELDS.items()}
 
 
 class Heard(NamedTuple):
-    """What has come from a rank to this one's host."""
+    """Message received from a rank on the host."""
 
     header: bytes
     payload: Tensor
 
 
 def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
-    """As `move_batch`, of any rows."""
+    """Move rows of any tensors, like `move_batch`."""
     _check_held(moving, ragged)
     sent, out = _send_from_host(fabric, moving, ragged)
     heard, into = _hear(fabric, moving)
@@ -144,7 +155,7 @@ def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> R
 
 
 def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> PendingSends:
-    """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
+    """Start sending rows from a rank that receives nothing. Returns the pending messages."""
     _check_held(moving, ragged)
     sent, out = _send_from_host(fabric, moving, ragged)
     if fabric.rows is not None:
@@ -153,7 +164,7 @@ def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Pen
 
 
 def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
-    """The half of a move that a rank has which sends nothing: its rows, when they are here."""
+    """Receive rows on a rank that sends nothing. Blocks until they have arrived."""
     heard, into = _hear(fabric, moving)
     if fabric.rows is not None:
         Channel(fabric, moving.name).receive(fabric.rows, into)
@@ -163,8 +174,10 @@ def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
 def send_whole(
     fabric: Fabric, name: str, dest: Sequence[int], head: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> PendingSends:
-    """The same tensors to each of these ranks, after a header of JSON: from host to host, and what lies on a device
-    there as rows would."""
+    """Start sending whole tensors to several ranks, after a JSON header.
+
+    Tensors on the host go from host to host, others from device to device, as rows do.
+    """
     sent, channel, by_device = PendingSends(), Channel(fabric, name), dict[torch.device | None, list[int]]()
     for rank in dest:
         by_device.setdefault(fabric.device_between(fabric.rank, rank), []).append(rank)
@@ -181,7 +194,7 @@ def send_whole(
 
 
 def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What `send_whole` has sent from there with this header, each where it lay."""
+    """Return the tensors that `send_whole` sent with this header, on the host or device where they were."""
     channel, entries = Channel(fabric, name), head["on_device"]
     (data,) = channel.receive_from(source)
     fabric.traffic.received += data.numel()
@@ -196,6 +209,7 @@ def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any
 
 
 def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:
+    """Raise DataError if a rank gave other rows than it holds."""
     if moving.held and ragged is None:
         raise DataError(f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none")
     if ragged is not None and (wrong := {len(tensor) for tensor in ragged.tensors.values()} - {len(moving.held)}):
@@ -211,6 +225,7 @@ def _merged(
     heard: Mapping[int, Heard],
     on_device: Mapping[int, Tensor],
 ) -> RaggedBatch | None:
+    """Return this rank's rows from its own and all received ones."""
     place = {row: number for number, row in enumerate(moving.held)}
     to = {row: number for number, row in enumerate(moving.wanted)}
     if not moving.receives:
@@ -223,6 +238,7 @@ def _merged(
         if move.dest == fabric.rank:
             one = RaggedBatch.unpack(*heard[move.source], _fills(), on_device.get(move.source))
             parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
+    # Parts without rows must not widen the result.
     if parts and any(here for here, _, _ in parts):  # what brings no rows must not widen those that do
         parts = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts) if parts else None
@@ -231,8 +247,10 @@ def _merged(
 def _send_from_host(
     fabric: Fabric, moving: Moving, ragged: RaggedBatch | None
 ) -> tuple[PendingSends, dict[int, Tensor]]:
-    """A header to every receiver, and the bytes that lie on the host; and by receiver those that are to follow, which
-    stay on devices."""
+    """Send a header and host data to every receiver.
+
+    Returns the pending messages, and the device data that must follow.
+    """
     place = {row: number for number, row in enumerate(moving.held)}
     channel, sent, on_device = Channel(fabric, moving.name), PendingSends(), dict[int, Tensor]()
     on_host: RaggedBatch | None = None
@@ -240,6 +258,7 @@ def _send_from_host(
         if move.source == fabric.rank and ragged is not None:
             device = fabric.device_between(move.source, move.dest)
             if device is None and on_host is None:
+                # Copy from the device once, not for every message.
                 on_host = ragged.on_host()  # read from a device once, not by message
             rows = ragged if on_host is None or device is not None else on_host
             header, payload, on_device[move.dest] = rows.pack([place[row] for row in move.rows], device)
@@ -248,7 +267,7 @@ def _send_from_host(
 
 
 def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
-    """What every sender has sent from its host, and room for what comes to a device, as the headers say."""
+    """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
     channel, heard, on_device = Channel(fabric, moving.name), dict[int, Heard](), dict[int, Tensor]()
     for source in (move.source for move in moving.moves if move.dest == fabric.rank):
         parts = channel.receive_from(source)
@@ -265,12 +284,14 @@ def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, T
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Which samples of a step's batch this rank has, and what every rank of its world knows of all of them.
+    """Samples of a step's batch that this rank holds, and what every rank of its role group knows about all samples.
 
     Attributes:
-        lengths, group_ids: of all samples.
-        by_rank: rank of the job -> the numbers of its samples, ascending; the same on every rank.
-        groups_by_rank: rank -> those of them that it speaks for: each sample has one such rank, and so has each group.
+        fabric: communication of the job.
+        lengths: lengths of all samples.
+        group_ids: group of every sample.
+        by_rank: rank of the job -> numbers of its samples, ascending. Equal on every rank.
+        groups_by_rank: rank -> samples that it reports for. Each sample and each group has exactly one such rank.
     """
 
     fabric: Fabric
@@ -281,57 +302,66 @@ class HeldRows:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of this rank's samples, in the order of its batch."""
+        """Numbers of this rank's samples, in the order of its batch."""
         return tuple(self.by_rank[self.fabric.rank])
 
     @cached_property
     def place(self) -> dict[int, int]:
-        """Where in this rank's batch a sample is, by its number."""
+        """Index in this rank's batch of each of its samples, by number."""
         return {row: place for place, row in enumerate(self.rows)}
 
     @cached_property
     def own(self) -> Tensor:
-        """[k] int64: the places of the samples that this rank speaks for."""
+        """Indices of the samples that this rank reports for, [k] int64."""
         return torch.tensor([self.place[row] for row in self.groups_by_rank[self.fabric.rank]], dtype=torch.int64)
 
     def places_of(self, samples: Sequence[int]) -> list[int]:
-        """The places of those of these samples that this rank has."""
+        """Return the indices in this rank's batch of those `samples` that it holds."""
         return [self.place[row] for row in samples if row in self.place]
 
     def pick(self, values: Tensor) -> Tensor:
-        """[B, ...] of all samples -> [n, ...] of this rank's."""
+        """Select this rank's samples: [B, ...] of all samples -> [n, ...]."""
         return values[torch.tensor(self.rows, dtype=torch.int64)]
 
     def of_all(self, values: Tensor) -> Tensor:
-        """[n, ...] of this rank's samples -> [B, ...] of all, on every host; for a few numbers a sample."""
+        """Gather values of all samples on every host: [n, ...] of this rank's samples -> [B, ...].
+
+        Meant for a few numbers per sample.
+        """
         return gather_host_rows(values.cpu()[self.own], default_group())
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, on each of them."""
+        """Return the sum over all ranks, on each of them."""
         total = values.to(device_of(), copy=True)
         dist.all_reduce(total, group=default_group())
         return total.to(values.device)
 
     def whole_on(self, rank: int, batch: RolloutBatch) -> RolloutBatch:
-        """All samples, on one rank of the job; on the others `batch`, as it is. Every rank takes part."""
+        """Return all samples on one rank of the job, and `batch` unchanged on the others.
+
+        Collective over the role group.
+        """
         everything = {rank: range(len(self.lengths))}
         moving = Moving.plan(self.fabric, "whole batch", self.groups_by_rank, everything)
         whole = move_batch(self.fabric, moving, batch.select(self.own))
         return batch if whole is None else whole
 
     def spread(self, name: str, tensors: Mapping[str, Tensor], source: Rows) -> dict[str, Tensor]:
-        """Results from the rank that has worked them out to all that have the samples; every rank takes part.
+        """Send results from the ranks that computed them to all ranks that hold the samples.
+
+        Collective over the role group.
 
         Args:
-            tensors: [n, ...] each, with zeros beyond a response; n samples as in this rank's batch.
-            source: rank -> the samples whose results it has; each is in one of them.
+            tensors: [n, ...] each, with zeros after a response, for the n samples of this rank's batch.
+            source: rank -> samples whose results it has. Each sample has one such rank.
 
-        Returns: by name, of all of this rank's samples, where results lie.
+        Returns:
+            Results of all of this rank's samples, by name, on the device of the inputs.
         """
         source = {rank: source.get(rank, ()) for rank in self.fabric.world.ranks}
         mine = torch.tensor([self.place[row] for row in source[self.fabric.rank]], dtype=torch.int64)
         rows = {key: tensor[beside(tensor, mine)] for key, tensor in tensors.items()}
-        # of a response there is a value for each token, or one more
+        # A response has one value per token, or one more.
         longest = max(self.lengths.response_lengths, default=0)
         beyond = {key: tensor.shape[1] - longest for key, tensor in rows.items() if tensor.dim() > 1}
         axes = {key: f"{more} more" for key, more in beyond.items() if more in (0, 1)}
@@ -345,23 +375,24 @@ class HeldRows:
 
 @dataclass(frozen=True)
 class Readers:
-    """Who reads which samples of a batch, of the ranks of a world.
+    """Assignment of a batch's samples to the ranks of a role group.
 
     Attributes:
-        rows: lengths of all samples -> those that each rank of the world works on.
+        fabric: communication of the job.
+        rows: lengths of all samples -> samples that each rank of the group works on.
     """
 
     fabric: Fabric
     rows: Callable[[SequenceLengths], Rows]
 
     def held(self, lengths: SequenceLengths, group_ids: Sequence[int]) -> HeldRows:
-        """What each rank has of a batch: what it works on, and the groups that it speaks for."""
+        """Return what each rank holds of a batch: the samples that it works on, and the groups that it reports for."""
         ranks = self.fabric.world.ranks
         groups = dict(zip(ranks, groups_of_ranks(group_ids, len(ranks)), strict=True))
         return HeldRows(self.fabric, lengths, group_ids, join_rows([groups, self.rows(lengths)]), groups)
 
     def of_whole(self, batch: RolloutBatch) -> RolloutBatch:
-        """This rank's samples of a batch that every rank has; of several agents' samples all."""
+        """Return this rank's samples of a batch that every rank has. With several agents, all samples."""
         if "agent_ids" in batch:
             return batch
         groups = batch.group_ids.tolist() if "group_ids" in batch else list(range(len(batch)))
@@ -370,7 +401,10 @@ class Readers:
 
 
 def as_held(batch: RolloutBatch, held: HeldRows) -> RolloutBatch:
-    """A batch of this rank's samples, as wide as one of all would be; where every rank has all of them, just that."""
+    """Return a batch of this rank's samples, padded to the widths of the whole batch.
+
+    If every rank holds all samples, the result is an ordinary batch.
+    """
     lengths = held.lengths
     wide = batch.trim().pad_to(
         prompt=max(lengths.prompt_lengths, default=0), response=max(lengths.response_lengths, default=0)
@@ -381,10 +415,10 @@ def as_held(batch: RolloutBatch, held: HeldRows) -> RolloutBatch:
 
 
 def of_all(batch: RolloutBatch, values: Tensor) -> Tensor:
-    """[n, ...] of a batch's samples -> [B, ...] of all samples of its step, on every rank."""
+    """Gather values of all samples of a step on every rank: [n, ...] of a batch's samples -> [B, ...]."""
     return values if batch.held is None else batch.held.of_all(values)
 
 
 def of_held(batch: RolloutBatch, values: Tensor) -> Tensor:
-    """[B, ...] of all samples of a step -> [n, ...] of those in this batch."""
+    """Select the samples in this batch: [B, ...] of all samples of a step -> [n, ...]."""
     return values if batch.held is None else batch.held.pick(values)

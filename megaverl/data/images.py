@@ -1,4 +1,4 @@
-"""Images of prompts: found in a row, read within limits, and made into a model's input when that is needed."""
+"""Images of prompts: found in a row, checked against limits, and converted to a model's input when needed."""
 
 from __future__ import annotations
 
@@ -28,32 +28,38 @@ if TYPE_CHECKING:
     from megaverl.data.prompts import Message
     from megaverl.data.tokenizers import Tokenizer
 
+# Column of a batch with a list of `SharedItem` per sample.
 COLUMN = "images"  # of a batch: each sample's, a list of `SharedItem`
+# Formats that PIL decodes without an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # those that are decoded without a program of their own
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Placeholder in a prompt for an image of the row's column.
 IN_TEXT = "<image>"  # where an image of the row's column goes
+# Deadline of a download, including redirects.
 SECONDS = 30.0  # for a download, with all its redirects
+# From this EXIF orientation on, width and height are exchanged.
 TURNED = 5  # from this EXIF orientation on, width and height are exchanged
 ORIENTATION = 0x0112
 Values = Sequence[Any]
 
 
 class ImageProcessor:
-    """A model's image processor, in its PIL variant: the same numbers with torchvision and without.
+    """A model's image processor, in its PIL variant, which gives the same numbers with and without torchvision.
 
     Attributes:
-        token_id: the token that stands for a part of an image in the prompt.
-        written: an image in the text of a prompt; its token there becomes as many as the image has parts.
+        token_id: token that stands for a part of an image in the prompt.
+        written: an image in the text of a prompt. Its token is repeated later for every part of the image.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        """
+        """Load the processor of a model.
+
         Args:
-            folder: of the model, with preprocessor_config.json.
-            options: of the processor, in place of those in its file.
+            folder: the model's folder, with preprocessor_config.json.
+            options: options that replace those in that file.
 
         Raises:
-            DataError: a model whose images are not known here, or whose folder has no such file.
+            DataError: the model's family is not supported, or its folder lacks the file.
         """
         config = _model_config(folder)
         kind = config.get("model_type")
@@ -78,15 +84,18 @@ class ImageProcessor:
         self._identity = hashlib.blake2b(facts.encode(), digest_size=8).digest()
 
     def item(self, data: bytes, size: tuple[int, int], decode: Callable[[], Image], what: str) -> SharedItem:
-        """An image as the model takes it: `pixel_values` [patches, values] float32 and `image_grid_thw` [3] int64.
+        """Return an image in the model's form: `pixel_values` [patches, values] float32 and `image_grid_thw` [3] int64.
+
+        Both are computed on first use.
 
         Args:
-            data: what it is made of, to tell it from others.
-            size: width and height.
-            what: its name in a message.
+            data: contents of the image, which identify it.
+            size: width and height in pixels.
+            decode: returns the decoded image.
+            what: name of the image in messages.
 
         Raises:
-            DataError: a shape that the processor refuses.
+            DataError: the processor refuses the image's shape.
         """
         try:
             patches = self._process.get_number_of_image_patches(size[1], size[0], {})
@@ -102,14 +111,14 @@ class ImageProcessor:
 
 
 class Images:
-    """Reads the images of rows, as `data.images` says."""
+    """Reads the images of rows according to `data.images`."""
 
     def __init__(self, config: ImagesConfig, processor: ImageProcessor) -> None:
         self.config, self.processor = config, processor
 
     @classmethod
     def of(cls, config: ImagesConfig, folder: str | Path, tokenizer: Tokenizer) -> Images | None:
-        """Of a model that takes images; None where its config.json has no `vision_config`."""
+        """Return the reader for a model that takes images, or None if its config.json has no `vision_config`."""
         path = Path(folder) / "config.json"
         if not path.is_file() or "vision_config" not in _model_config(path.parent):
             return None
@@ -118,16 +127,17 @@ class Images:
     def of_row(
         self, prompt: str | list[Message], parts: Values, column: Any, where: str
     ) -> tuple[str | list[Message], list[SharedItem]]:
-        """The prompt with its images written into it, and those images, in that order.
+        """Return the prompt with its images written into it, and the images in that order.
 
         Args:
-            prompt: with `MARK` where it has an image.
-            parts: what stands there; None: the next one of the column.
-            column: an image or a list of them; each takes the place of a mark without an image or of `<image>`, and
-                where there is none, they stand before the first user's text.
+            prompt: prompt with a `MARK` for each image.
+            parts: image at each mark. None: the next one of the column.
+            column: an image or a list of images. Each replaces a mark without an image, or an `<image>` placeholder.
+                Without any, they are put before the first user's text.
+            where: the row, for messages.
 
         Raises:
-            DataError: too many; more or fewer than there are places for; one that cannot be read, by its number.
+            DataError: there are too many images, their number does not match the placeholders, or one cannot be read.
         """
         entries = column if isinstance(column, list | tuple) else [column]
         given = [entry for entry in entries if entry is not None]
@@ -167,15 +177,15 @@ class Images:
         return prompt, [self.read(value, f"{where}: image {n}", where) for n, value in enumerate(found, 1)]
 
     def read(self, value: Any, what: str, where: str) -> SharedItem:
-        """One image; only its header is looked at before its pixels are asked for.
+        """Read one image. Only its header is parsed until its pixels are needed.
 
         Args:
             value: a path, a URL, bytes, a PIL image, or a mapping with one of these.
-            what: its name in a message.
-            where: a path is named from the folder of the file that it says.
+            what: name of the image in messages.
+            where: the row. Paths are relative to the folder of its file.
 
         Raises:
-            DataError: says what was found, and what to do.
+            DataError: the image is missing, too large, or not an image.
         """
         from PIL import Image as pil
 
@@ -196,6 +206,7 @@ class Images:
         return self.processor.item(data, size, lambda: _pixels(data, what), what)
 
     def _check_pixels(self, size: tuple[int, int], what: str) -> None:
+        """Raise DataError if an image has too many pixels."""
         if size[0] * size[1] > self.config.max_pixels:
             raise DataError(
                 f"{what} is {size[0]} x {size[1]} pixels, and at most {self.config.max_pixels} in all are allowed: it "
@@ -203,6 +214,7 @@ class Images:
             )
 
     def _bytes(self, value: Any, what: str, where: str) -> bytes:
+        """Return the encoded bytes of an image."""
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if isinstance(value, Mapping):
@@ -242,24 +254,26 @@ class Images:
         raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path.")
 
     def _download(self, url: str, what: str) -> bytes:
-        """What lies at a URL, within the limits."""
+        """Return the bytes at a URL, within the limits."""
         try:
             return fetch(url, self.config.max_bytes, self.config.allow_urls, SECONDS)
         except (OSError, ValueError, HTTPException) as error:
             raise DataError(f"{what}: {url!r:.120} cannot be fetched ({error or type(error).__name__}).") from error
 
 
+# Stands for an image in the text of a message until the image is written.
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}\0"  # an image in the text of a message, until it is written
 
 
 def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
-    """A message's content in parts, as OpenAI writes it: its text, with `MARK` for each image, and the images.
+    """Return the text of a message's parts, with `MARK` for each image, and the images.
 
     A part is {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}} or {"type": "image",
-    "image": ...}; without an image it is the next one of the row's column.
+    "image": ...}, as OpenAI writes them. A part of type image without an image stands for the next one of the row's
+    column.
 
     Raises:
-        DataError: a part of another kind.
+        DataError: a part is of another kind.
     """
     texts, found = [], []
     for part in content:
@@ -279,16 +293,17 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
 
 
 def image_column(of_prompts: Iterable[Sequence[SharedItem] | None]) -> dict[str, list[list[SharedItem]]]:
-    """The batch column of these prompts' images; none of a model that takes none."""
+    """Return the batch column of these prompts' images, or an empty dictionary for a model without images."""
     found = [images for images in of_prompts if images is not None]
     return {COLUMN: [list(own) for own in found]} if found else {}
 
 
 def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) -> list[SharedItem]:
-    """All images of a batch, row after row.
+    """Return all images of a batch, row after row.
 
     Args:
-        prompts: the same number for rows with the same prompt, whose images then come once, where the first of them is.
+        prompts: number per row that is equal for rows with the same prompt. The images of such rows are returned once,
+            at the first of them.
     """
     found = batch.columns.get(COLUMN) or [()] * len(batch)
     if prompts is not None:
@@ -300,11 +315,12 @@ def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) ->
 
 
 def _text(prompt: str | list[Message]) -> str:
+    """Return all text of a prompt."""
     return prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
 
 
 def _before(prompt: str | list[Message], text: str) -> str | list[Message]:
-    """The prompt with `text` before what the user says first."""
+    """Return the prompt with `text` before the user's first message."""
     if isinstance(prompt, str):
         return text + prompt
     first = next((n for n, message in enumerate(prompt) if message["role"] == "user"), 0)
@@ -313,6 +329,7 @@ def _before(prompt: str | list[Message], text: str) -> str | list[Message]:
 
 
 def _decoded(text: Any, what: str) -> bytes:
+    """Return the bytes of base64 text."""
     try:
         return base64.b64decode(re.sub(r"\s", "", text), validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
@@ -320,7 +337,7 @@ def _decoded(text: Any, what: str) -> bytes:
 
 
 def _opened(data: bytes, what: str) -> Image:
-    """The image, its header read."""
+    """Open an image and read its header."""
     from PIL import Image as pil
 
     try:
@@ -336,13 +353,17 @@ def _opened(data: bytes, what: str) -> Image:
 
 
 def _orientation(opened: Image) -> int:
-    """As the header says: a PNG's own method would decode the image to look for it behind that as well."""
+    """Return the EXIF orientation in the header.
+
+    A PNG's own method would decode the whole image, to look for a later EXIF block.
+    """
     from PIL import Image as pil
 
     return int(pil.Image.getexif(opened).get(ORIENTATION, 1))
 
 
 def _pixels(data: bytes, what: str) -> Image:
+    """Decode an image, upright, as RGB."""
     from PIL import ImageOps
 
     with _opened(data, what) as opened:
@@ -353,6 +374,7 @@ def _pixels(data: bytes, what: str) -> Image:
 
 
 def _model_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a model's folder."""
     path = folder / "config.json"
     try:
         config = read_json_file(path)

@@ -1,4 +1,4 @@
-"""Responses that somebody has judged, as token ids: pairs of a better and a worse one, and single ones with a label."""
+"""Judged responses as token ids: pairs of a better and a worse one, or single ones with a label."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from megaverl.data.images import image_column
 from megaverl.data.prompts import PromptEncoder, value_at
 from megaverl.errors import DataError
 
+# Losses convert margins to float32, whose largest number is 3e38.
 MOST_MARGIN = 1e30  # float32, in which losses take it, ends at 3e38
 
 
 class Judged(NamedTuple):
-    """A response. which: what messages call it."""
+    """One response of a row.
+
+    Attributes:
+        which: name of the response in messages.
+        value: its text, or the column's value before it was checked.
+        desirable: whether more of such responses is wanted.
+    """
 
     which: str
     value: Any
@@ -28,9 +35,10 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceColumns:
-    """Names of columns: of a pair's two responses, or of a single response and whether it is desirable.
+    """Names of columns: the two responses of a pair, or a single response and its label.
 
-    margin: of how much better a pair's better response is; None: not read.
+    Attributes:
+        margin: column that says how much better the better response is. None: not read.
     """
 
     chosen: str = "chosen"
@@ -41,18 +49,18 @@ class PreferenceColumns:
 
     @classmethod
     def of(cls, config: PreferenceConfig) -> PreferenceColumns:
-        """Those that the section `preference` names."""
+        """Return the names in the section `preference`."""
         return cls(config.chosen_key, config.rejected_key, config.completion_key, config.label_key, config.margin_key)
 
     def fit(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has any of them."""
+        """Return whether a row has any of the columns."""
         return any(value_at(row, name) is not None for name in (self.chosen, self.rejected, self.completion))
 
     def read(self, row: Mapping[str, Any], where: str) -> list[Judged]:
-        """The row's pair, the better response first, or its single response.
+        """Return the row's pair, the better response first, or its single response.
 
         Raises:
-            DataError: it has neither, or both; or something that is no response, or no label.
+            DataError: the row has neither or both, or a value that is no response or no label.
         """
         single = value_at(row, self.completion)
         pair = {name: value_at(row, name) for name in (self.chosen, self.rejected)}
@@ -73,10 +81,10 @@ class PreferenceColumns:
         return [self._text(each, where) for each in (Judged("chosen", better, True), Judged("rejected", worse, False))]
 
     def read_margin(self, row: Mapping[str, Any], where: str) -> float:
-        """How much better a pair's better response is.
+        """Return how much better a pair's better response is.
 
         Raises:
-            DataError: it is no number of at least 0.
+            DataError: the margin is not a number of at least 0.
         """
         value = value_at(row, str(self.margin))
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MARGIN:
@@ -87,6 +95,7 @@ class PreferenceColumns:
         return float(value)
 
     def _label(self, row: Mapping[str, Any], where: str) -> bool:
+        """Return the label of a single response."""
         value = value_at(row, self.label)
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise DataError(
@@ -96,6 +105,7 @@ class PreferenceColumns:
         return bool(value)
 
     def _text(self, response: Judged, where: str) -> Judged:
+        """Return the response with its text checked. For a conversation that is the last message."""
         value = response.value
         if isinstance(value, list) and value and isinstance(value[-1], dict):
             value = value[-1].get("content")  # a conversation: its last message is the response
@@ -108,11 +118,11 @@ class PreferenceColumns:
 
 
 class PreferenceReader:
-    """Reads judged responses out of prompt records, whose further columns hold them.
+    """Reads judged responses from prompt records, which hold them among their other columns.
 
     Args:
-        max_tokens: of a response, its end of sequence included.
-        pairs_only: for losses that compare; a single response is then an error.
+        max_tokens: longest response, including its end of sequence.
+        pairs_only: refuse single responses, for losses that compare two.
     """
 
     def __init__(
@@ -121,7 +131,7 @@ class PreferenceReader:
         self.encoder, self.columns, self.max_tokens, self.pairs_only = encoder, columns, max_tokens, pairs_only
 
     def check(self, dataset: PromptDataset) -> None:
-        """Read every row, so that a bad one ends a run before it starts.
+        """Read every row, so that a bad one fails the run before it starts.
 
         Raises:
             DataError: see `batch`.
@@ -130,12 +140,13 @@ class PreferenceReader:
             self._read(dataset[number])
 
     def batch(self, records: Sequence[PromptRecord]) -> RolloutBatch:
-        """The responses of these rows, a pair's better one first: `desirable` [responses] says which are wanted.
+        """Return the responses of these rows as a batch, with a pair's better one first.
 
-        Where margins are read `margins` [2 x pairs] is each pair's. Rows are named by `group_ids`.
+        `desirable` [responses] is the label of each. With margins, `margins` [2 x pairs] repeats each pair's.
+        `group_ids` are the rows.
 
         Raises:
-            DataError: a row without a response, or with one that is too long; names the row.
+            DataError: a row has no response, or one that is too long. Names the row.
         """
         read = [self._read(record) for record in records]
         of_each = [record for record, found in zip(records, read, strict=True) for _ in found]
@@ -151,7 +162,7 @@ class PreferenceReader:
         return batch.with_(margins=torch.tensor(margins))
 
     def _read(self, record: PromptRecord) -> list[tuple[list[int], bool]]:
-        """(tokens, whether it is desirable) of the row's responses."""
+        """Return (tokens, whether it is desirable) of the row's responses."""
         judged = self.columns.read(record.extra, record.where)
         if self.pairs_only and len(judged) == 1:
             raise DataError(
@@ -173,14 +184,14 @@ class PreferenceReader:
 
 
 def pairs_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> RolloutBatch:
-    """A batch of responses that nobody generated here; neighbours with the same prompt are a pair."""
+    """Return a batch of given responses, in which two consecutive ones with the same prompt are a pair."""
     return responses_of(prompts, responses, [number // 2 for number in range(len(responses))])
 
 
 def responses_of(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], group_ids: Sequence[int]
 ) -> RolloutBatch:
-    """A batch of responses that nobody generated here."""
+    """Return a batch of given responses, as if an engine had generated them."""
     lengths = torch.tensor([len(response) for response in responses])
     ids = torch.zeros(len(responses), int(lengths.max()) if len(responses) else 0, dtype=torch.int64)
     inputs = torch.zeros(len(prompts), max((len(prompt) for prompt in prompts), default=0), dtype=torch.int64)
@@ -200,9 +211,11 @@ def responses_of(
 
 
 def best_and_worst(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
-    """Rows [best, worst, best, worst, ...] of the groups whose scores `[batch]` differ; of equal ones the first.
+    """Return rows [best, worst, best, worst, ...] of the groups whose scores `[batch]` differ.
 
-    A score that is NaN is not known: its row is neither.
+    The first of equal rows counts.
+
+    Rows with an unknown score (NaN) are skipped.
     """
     rows: list[int] = []
     for group in group_ids.unique():
@@ -214,6 +227,9 @@ def best_and_worst(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
 
 
 def best_of_each(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
-    """The row of the best response of every group that has a known one (not NaN); of equal ones the first."""
+    """Return the row of the best response of every group with a known score (not NaN).
+
+    The first of equal rows counts.
+    """
     groups = [((group_ids == group) & ~scores.isnan()).nonzero()[:, 0] for group in group_ids.unique()]
     return [int(members[scores[members].argmax()]) for members in groups if len(members)]

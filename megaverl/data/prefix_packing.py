@@ -1,4 +1,4 @@
-"""Micro-batches of packed samples, in which the prompt that several share is counted, and computed, once."""
+"""Plan micro-batches of packed samples, in which a shared prompt is counted and computed once."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import check_cap, plan_micro_batches
 from megaverl.data.images import COLUMN
 
+# Stop refining once the busiest rank has at most this many times the mean tokens.
 GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
 
 
 class _Columns(NamedTuple):
+    """Fields of `SequenceLengths`."""
+
     prompt_lengths: list[int]
     response_lengths: list[int]
     prompts: list[int]
 
 
 class SequenceLengths(_Columns):
-    """What every rank that plans with a batch knows of all its samples, whichever it has itself.
+    """Lengths and prompts of all samples of a batch, known to every rank whichever samples it holds.
 
     Attributes:
-        prompt_lengths, response_lengths: tokens.
-        prompts: the same number for samples whose prompts are the same, token for token.
+        prompt_lengths, response_lengths: tokens per sample.
+        prompts: number per sample that is equal for samples with identical prompts, token for token.
     """
 
     @cached_property
     def plans(self) -> dict[Hashable, list[list[list[int]]]]:
-        """Micro-batches that were planned with these, by what else they follow from: roles often plan alike, and each
-        says what it will work on before it does."""
+        """Cache of planned micro-batches, by the other arguments of a plan.
+
+        Roles often plan alike, and each one plans twice: once to announce its samples and once to compute.
+        """
         return {}
 
     def __len__(self) -> int:
@@ -39,12 +44,12 @@ class SequenceLengths(_Columns):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of prompt and response together."""
+        """Tokens of prompt and response together, per sample."""
         return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
 
 
 def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
-    """That of a batch; one that has some of its samples alone says itself which prompts are the same."""
+    """Return the lengths of a batch. A batch with only some of a step's samples stores which prompts are equal."""
     if batch.held is not None:
         return batch.held.lengths
     said = batch.tensors.get("prompt_numbers")
@@ -53,7 +58,7 @@ def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
 
 
 def prompt_numbers(batch: RolloutBatch) -> list[int]:
-    """[B]: the same number for samples whose prompts are the same, token for token and image for image."""
+    """Return a number per sample, [B], that is equal for samples with identical prompts, including images."""
     numbers: dict[Any, int] = {}
     lengths = batch.prompt_lengths.tolist()
     rows = batch.input_ids.cpu().numpy()
@@ -65,15 +70,15 @@ def prompt_numbers(batch: RolloutBatch) -> list[int]:
 
 
 def shared_tokens(prompt_lengths: Sequence[int]) -> list[int]:
-    """How many tokens of a sample others with its prompt share: all of the prompt's but the last.
+    """Return the number of each sample's tokens that others with the same prompt share: all of the prompt but the last.
 
-    From the last one a response's first token is predicted, so that every sample has its own.
+    The last one predicts the response's first token, so every sample needs its own copy.
     """
     return [max(0, length - 1) for length in prompt_lengths]
 
 
 def packed_tokens(samples: Sequence[int], lengths: Sequence[int], shared: Sequence[int], prompts: Sequence[int]) -> int:
-    """Tokens of the row that these samples are packed into."""
+    """Return the tokens of the row that these samples are packed into."""
     beginnings = {prompts[sample]: shared[sample] for sample in samples}
     return sum(lengths[sample] - shared[sample] for sample in samples) + sum(beginnings.values())
 
@@ -91,20 +96,21 @@ def plan_packed_micro_batches(
     least: int = 1,
     key: str = "actor.micro_batch_tokens",
 ) -> list[list[list[int]]]:
-    """`plan_micro_batches` for packed rows: samples with one prompt stay together as far as that pays.
+    """Plan micro-batches of packed rows, keeping samples with one prompt together as far as that pays off.
 
-    Kept together they share their prompt; cut apart they fill ranks more evenly. So plans are made with each prompt's
-    samples whole, in two parts, in four and so on, and the one whose busiest rank has the fewest tokens is taken.
+    Together they share their prompt, apart they balance ranks better. Plans are made with each prompt's samples whole,
+    in two parts, in four and so on. The plan whose busiest rank has the fewest tokens is returned.
 
     Args:
-        units: samples that are never split: [[0], [1], ...], or pairs.
-        lengths, shared, prompts: of EVERY sample of the batch, see `shared_tokens` and `prompt_numbers`.
+        units: samples that are never separated: [[0], [1], ...], or pairs.
+        lengths, shared, prompts: of EVERY sample of the batch; see `shared_tokens` and `prompt_numbers`.
         num_ranks, max_tokens, multiple_of, count_multiple_of, least, key: see `plan_micro_batches`.
 
-    Returns: for each rank the same number of micro-batches, each a list of samples, possibly empty.
+    Returns:
+        The same number of micro-batches for each rank, each a list of samples, possibly empty.
 
     Raises:
-        DataError: one unit alone is above the cap.
+        DataError: one unit alone exceeds the cap.
     """
     costs = [lengths[unit[0]] if len(unit) == 1 else packed_tokens(unit, lengths, shared, prompts) for unit in units]
     check_cap(costs, [unit[0] for unit in units], max_tokens, multiple_of=multiple_of, key=key)
@@ -130,7 +136,7 @@ def plan_packed_micro_batches(
         )
         found = [[_samples([bundles[number].samples for number in micro]) for micro in mine] for mine in plan]
         busiest = max(sum(_tokens_of([bundles[number] for number in micro]) for micro in mine) for mine in plan)
-        # too few micro-batches, or a rank that could have had work: then a finer cut is better
+        # Compare plans: enough micro-batches first, then no idle rank, then the busiest rank's tokens.
         worth = (-min(least, len(found[0])), any(not micro for mine in found for micro in mine), busiest, len(found[0]))
         if not best or worth < best_worth:
             best, best_worth = found, worth
@@ -143,6 +149,7 @@ class _Bundle:
     """Samples that are packed into one row.
 
     Attributes:
+        samples: the samples.
         beginnings: prompt -> its shared tokens, which are in the row once.
         own: all other tokens.
     """
@@ -154,11 +161,12 @@ class _Bundle:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the row."""
         return self.own + sum(self.beginnings.values())
 
 
 def _tokens_of(bundles: Sequence[_Bundle]) -> int:
-    """`packed_tokens` of all their samples."""
+    """Return the tokens of a row that all these bundles are packed into."""
     beginnings: dict[int, int] = {}
     for bundle in bundles:
         beginnings |= bundle.beginnings
@@ -166,6 +174,7 @@ def _tokens_of(bundles: Sequence[_Bundle]) -> int:
 
 
 def _samples(units: Sequence[Sequence[int]]) -> list[int]:
+    """Return the samples of several units, ascending."""
     return sorted(chain.from_iterable(units))
 
 
@@ -177,7 +186,7 @@ def _bundles(
     shared: Sequence[int],
     prompts: Sequence[int],
 ) -> list[_Bundle]:
-    """Neighbours together: in `parts` parts of like size, or in more where `cap` tokens do not hold one."""
+    """Group consecutive units into `parts` parts of similar size, or more if a part exceeds `cap` tokens."""
     size, result = -(-len(units) // parts), []
     for start in range(0, len(units), size):
         part, tokens = _Bundle(), 0

@@ -1,4 +1,4 @@
-"""From a row's columns and its prompt to token ids, once; responses are never tokenised again."""
+"""Convert a row's columns and its prompt to token ids, once. Responses are never tokenized again."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]  # JSON schemas of functions, as chat templates take them
 TooLong = Literal["error", "drop", "truncate_left"]
+# Upper bound of the tokens that a tokenizer adds around a text.
 NUM_ADDED_TOKENS = 4  # at most, that a tokenizer itself puts around a text
+# Further fields that a message may have.
 OF_TOOLS = ("tool_calls", "tool_call_id", "name")  # what a message may have besides
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the model sees it: text, token ids, and how many of its first tokens were cut off."""
+    """Prompt as the model sees it: text, token ids, and the number of first tokens that were cut off."""
 
     text: str
     token_ids: list[int]
@@ -37,19 +39,17 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How prompts are written.
+    """Format in which prompts are written.
 
     Attributes:
-        chat_template: `auto`: the tokenizer's chat template where it has one (text becomes a user's message);
-            `none`: the text as it stands.
-        system_prompt: goes before every prompt, as the system message where there is a chat template, else as
-            a paragraph of its own. A conversation that has a system message of its own keeps that.
-        prefix, suffix: text around a text prompt, such as worked examples before it or an instruction after
-            it.
-        min_tokens: a shorter prompt is dropped.
-        max_tokens: the longest prompt, in tokens; None: no limit.
-        too_long: what is done with a longer one. `error`; `drop` the row; `truncate_left`: keep its last
-            tokens.
+        chat_template: `auto`: the tokenizer's chat template if it has one (plain text becomes a user's message).
+            `none`: the text as it is.
+        system_prompt: precedes every prompt, as the system message with a chat template, else as a separate paragraph.
+            A conversation with its own system message keeps that.
+        prefix, suffix: text around a text prompt, such as worked examples or an instruction.
+        min_tokens: shorter prompts are dropped.
+        max_tokens: longest prompt, in tokens. None: no limit.
+        too_long: treatment of longer prompts: `error`; `drop` the row; `truncate_left`: keep the last tokens.
     """
 
     chat_template: Literal["auto", "none"] = "auto"
@@ -62,7 +62,7 @@ class PromptFormat:
 
     @classmethod
     def of(cls, data: DataConfig) -> PromptFormat:
-        """As the section `data` wants it."""
+        """Return the format that the section `data` asks for."""
         return cls(
             chat_template=data.chat_template,
             system_prompt=data.system_prompt,
@@ -73,10 +73,12 @@ class PromptFormat:
 
 
 def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | list[Message]:
-    """The prompt of one row, if it is text or a list of chat messages.
+    """Return the prompt of one row, after checking that it is text or a list of chat messages.
 
     Args:
-        parts: gets the images in messages' contents; in their text is a mark for each (`images.text_of_parts`).
+        where: the row, for messages.
+        key: the column, for messages.
+        parts: receives the images in messages' contents. Their text gets a mark for each (`images.text_of_parts`).
 
     Raises:
         DataError: names the place, the key and what is wrong with it.
@@ -104,6 +106,7 @@ def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | l
 
 
 def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
+    """Return one message, checked."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | (
         {"content"} if calls else set()
@@ -126,11 +129,11 @@ def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
 
 
 class PromptEncoder:
-    """Turns prompts into token ids, all in one format.
+    """Converts prompts to token ids in one format.
 
     Args:
-        image_token: stands for an image in a prompt, and becomes as many as the image has parts. None: of a model that
-            takes none.
+        image_token: token that stands for an image in a prompt, and is repeated for every part of the image. None for a
+            model without images.
     """
 
     def __init__(
@@ -141,14 +144,13 @@ class PromptEncoder:
         self.uses_chat_template = self.format.chat_template == "auto" and tokenizer.chat_template is not None
 
     def render(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> str:
-        """The text that is tokenised.
+        """Return the text to tokenize.
 
         Args:
-            tools: shown to the chat template.
+            tools: tools to show to the chat template.
 
         Raises:
-            DataError: chat messages or tools, and no chat template to write them with; or a template that refuses
-                them.
+            DataError: there are chat messages or tools but no chat template, or the template refuses them.
         """
         if self.uses_chat_template:
             return self.tokenizer.render_chat(self.messages(prompt), where=where, tools=tools)
@@ -170,7 +172,10 @@ class PromptEncoder:
         return f"{system}{self.format.prefix}{prompt}{self.format.suffix}"
 
     def messages(self, prompt: str | Sequence[Message]) -> list[Message]:
-        """The conversation that `prompt` is: a text is a user's message, after the system prompt if there is one."""
+        """Return the prompt as a conversation.
+
+        Text becomes a user's message, after the system prompt if there is one.
+        """
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": f"{self.format.prefix}{prompt}{self.format.suffix}"}]
         else:
@@ -186,18 +191,17 @@ class PromptEncoder:
         tools: Tools | None = None,
         images: Sequence[SharedItem] = (),
     ) -> EncodedPrompt | None:
-        """Text and token ids of `prompt`; None if it is too long and such rows are dropped.
+        """Return text and token ids of `prompt`, or None if it is too long and such rows are dropped.
 
         Args:
-            images: those that are written into it, in that order.
+            images: images written into the prompt, in order.
 
         Raises:
-            DataError: too long, and that is an error; no tokens at all; images that the chat template or the text
-                has other places for; see also `render`.
+            DataError: the prompt is too long and that is an error, has no tokens, or has another number of places for
+                images; also see `render`.
         """
         text = self.render(prompt, where, tools)
-        # A chat template writes the special tokens itself; on plain text the tokenizer puts its own (such as
-        # a BOS).
+        # A chat template writes the special tokens itself. On plain text the tokenizer adds its own, such as a BOS.
         token_ids = self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)
         if not self.uses_chat_template and token_ids and token_ids[-1] == self.tokenizer.eos_token_id:
             token_ids = token_ids[:-1]  # some tokenizers end every text; a prompt must stay open
@@ -220,7 +224,7 @@ class PromptEncoder:
         )
 
     def _expanded(self, token_ids: list[int], images: Sequence[SharedItem], where: str) -> list[int]:
-        """With the image token as often as each image has parts."""
+        """Repeat the image token for every part of each image."""
         places = token_ids.count(self.image_token)  # type: ignore[arg-type]  # asked for where there is one
         if places != len(images):
             raise DataError(
@@ -231,7 +235,7 @@ class PromptEncoder:
         return [token for one in token_ids for token in [one] * (next(sizes) if one == self.image_token else 1)]
 
     def is_short(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> bool:
-        """Whether `prompt` has fewer tokens than a prompt must have; of an image one is counted."""
+        """Return whether `prompt` has fewer tokens than required. An image counts as one token."""
         if self.format.min_tokens <= 1:
             return False
         text = self.render(prompt, where, tools)
@@ -244,9 +248,9 @@ class PromptEncoder:
         tools: Tools | None = None,
         images: Sequence[SharedItem] = (),
     ) -> int | None:
-        """How many tokens `encode` would cut off `prompt`; None if it would drop it. Raises what it raises.
+        """Return how many tokens `encode` would cut off, or None if it would drop the prompt. Raises the same errors.
 
-        Tokenises only what might be too long, since no token is shorter than a byte: much quicker.
+        Only prompts that might be too long are tokenized: no token is shorter than a byte. That is much faster.
         """
         limit = self.format.max_tokens
         if self.image_token is None and (
@@ -257,12 +261,12 @@ class PromptEncoder:
         return None if encoded is None else encoded.num_truncated
 
     def encode_answer(self, answer: str) -> list[int]:
-        """Token ids of a written answer, with the end of sequence: the target of supervised fine-tuning."""
+        """Return the token ids of an answer followed by the end of sequence, as supervised fine-tuning needs them."""
         return [*self.tokenizer.encode(answer), self.tokenizer.eos_token_id]
 
 
 class RowColumns(NamedTuple):
-    """A row, taken apart: prompt, reference answer, tools, all further columns, for the reward, and its images."""
+    """Columns of a row: prompt, reference answer, tools, all others for the reward, and images."""
 
     prompt: str | list[Message]
     reference: Any
@@ -273,14 +277,14 @@ class RowColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; `a.b` reaches into a nested one.
+    """Names of columns. `a.b` refers to a nested field.
 
     Attributes:
-        answer: None: there is none.
-        tools: what the chat template is shown; a row need not have it.
-        default_tools: of rows that have none.
-        images: reads those of a row. None: of a model that takes none.
-        ignored: columns that are not read at all.
+        answer: column of the reference answer. None: there is none.
+        tools: column of the tools that the chat template is shown. Rows may lack it.
+        default_tools: tools of rows without their own.
+        images: reader of a row's images. None for a model without images.
+        ignored: columns that are not read.
     """
 
     prompt: str = "prompt"
@@ -291,10 +295,10 @@ class Columns:
     ignored: tuple[str, ...] = ()
 
     def read(self, row: Mapping[str, Any], where: str) -> RowColumns:
-        """The row's columns, checked.
+        """Return the row's columns, checked.
 
         Raises:
-            DataError: one that must be there is not, or is of a wrong type.
+            DataError: a required column is missing or has a wrong type.
         """
         parts: list[Any] = []
         prompt = check_prompt(_column(row, self.prompt, where, "data.prompt_key"), where, self.prompt, parts)
@@ -322,11 +326,11 @@ class Columns:
 def check_tools(value: Any, where: str) -> Tools:
     """Return tools as chat templates take them, a list of JSON schemas of functions, from such a list or its JSON text.
 
-    A field that is null is left out: Parquet and what `datasets` writes give every tool the fields of all the others.
-    Only `default` and `const` of a schema may be null themselves.
+    Null fields are removed: Parquet and `datasets` give every tool the fields of all the others. Only `default` and
+    `const` of a schema may be null.
 
     Raises:
-        DataError: says what was found.
+        DataError: the value is not a list of tools.
     """
     if isinstance(value, str):
         try:
@@ -352,7 +356,11 @@ NULL_IN_SCHEMA = ("default", "const")
 
 
 def _schema_without_nulls(value: Any, *, of_properties: bool = False) -> Any:
-    """Drop fields that are null. of_properties: the keys are names of properties, not words of JSON Schema."""
+    """Remove null fields of a JSON schema.
+
+    Args:
+        of_properties: the keys are names of properties, not words of JSON Schema.
+    """
     if isinstance(value, list):
         return [_schema_without_nulls(item) for item in value]
     if not isinstance(value, Mapping):
@@ -365,10 +373,10 @@ def _schema_without_nulls(value: Any, *, of_properties: bool = False) -> Any:
 
 
 def load_tools(path: str | Path) -> Tools:
-    """Read the tools in a JSON file (`data.tools`).
+    """Read tools from a JSON file (`data.tools`).
 
     Raises:
-        DataError: it cannot be read, or is not such a list.
+        DataError: the file cannot be read, or holds no list of tools.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -378,7 +386,7 @@ def load_tools(path: str | Path) -> Tools:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """The value of `key`, or of the path `a.b`; None where there is none."""
+    """Return the value of `key`, or of the path `a.b`, or None."""
     if key in row:
         return row[key]
     value: Any = row
@@ -388,7 +396,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _without(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The row without the value of `key`, or of the path `a.b`."""
+    """Return the row without the value of `key`, or of the path `a.b`."""
     first, _, rest = key.partition(".")
     if key in row:
         return {name: row[name] for name in row if name != key}
@@ -398,7 +406,7 @@ def _without(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _column(row: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
-    """The value of `key` (or of the path `a.b`), which must be there and not null."""
+    """Return the value of `key`, or of the path `a.b`, which must exist and not be null."""
     value = value_at(row, key)
     if value is None and key in row:
         raise DataError(f"{where}: {key!r} is null. Fill it in, remove the row, or name another column with {setting}.")

@@ -1,4 +1,4 @@
-"""Row groups of Parquet files that are kept in memory, so that shuffled prompts do not decode one for every row."""
+"""In-memory cache of Parquet row groups, so that shuffled prompts do not decode a group for every row."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from typing import Any
 
 import psutil
 
+# The cache may use a quarter of this rank's share of the free host memory.
 SHARE = 4  # of the host memory that was free, and is this rank's, one part in so many
 
 
 class RowGroupCache:
-    """Decoded row groups of any number of files, the least recently used of which are dropped first.
+    """Cache of decoded row groups of any number of files. The least recently used ones are evicted first.
 
-    The group read last is always kept, however large it is. Safe to use from several threads.
+    The group read last is always kept, however large it is. Thread-safe.
 
     Args:
-        budget: bytes of decoded tables; None: a part of what was free when the first group came (see `SHARE`).
+        budget: bytes of decoded tables. None: a share of the memory that is free when the first group is loaded.
 
     Example:
-        cache = RowGroupCache()
-        table = cache.get((file_number, group), lambda: file.read_row_group(group))
-        cache.forget(file_number)
+            cache = RowGroupCache()
+            table = cache.get((file_number, group), lambda: file.read_row_group(group))
+            cache.forget(file_number)
     """
 
     def __init__(self, budget: int | None = None) -> None:
         self._budget = budget
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._num_bytes = 0
-        # Reentrant, as garbage collection may call `forget` in the thread that is inside `get`.
+        # Reentrant: garbage collection may call `forget` in the thread that is inside `get`.
         self._lock = threading.RLock()
 
     def get(self, key: tuple[int, int], load: Callable[[], Any]) -> Any:
-        """Return the table of (file, group), which `load` decodes if it is not here. Raise what that raises."""
+        """Return the table of (file, group).
+
+        `load` decodes it if it is not cached, and its exceptions are passed on.
+        """
         with self._lock:
             if key in self._tables:
                 self._tables.move_to_end(key)
@@ -50,17 +54,18 @@ class RowGroupCache:
             return table
 
     def forget(self, file: int) -> None:
-        """Drop all groups of a file."""
+        """Evict all groups of a file."""
         with self._lock:
             for key in [key for key in self._tables if key[0] == file]:
                 self._drop(key)
 
     def _drop(self, key: tuple[int, int]) -> None:
+        """Evict one group."""
         self._num_bytes -= self._tables.pop(key).nbytes
 
 
 def _free_memory() -> int:
-    """Return the free bytes of the host, divided by the ranks on it."""
+    """Return the free bytes of the host divided by the number of ranks on it."""
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

@@ -1,7 +1,7 @@
-"""A bounded sample of a source's rows, for checks before a run starts.
+"""Bounded samples of a source's rows, for checks before a run starts.
 
-Small sources are sampled by row number: the first rows, and some spread over the others. To number the rows of large
-files would take as long as the run's own start, so these are sampled by place: the front of the first file, then rows
+Small sources are sampled by row number: the first rows, and some spread over the others. Counting the rows of large
+files would take as long as starting the run, so these are sampled by position: the front of the first file, then rows
 after some byte positions (JSONL) or at the beginning of some row groups (Parquet). Of a data set on the hub the first
 rows are streamed.
 """
@@ -22,23 +22,23 @@ from megaverl.errors import DataError
 
 FIRST_ROWS = 16
 SPREAD_ROWS = 16
-# Files of a source that has more bytes are sampled by place.
+# Sources with more bytes are sampled by position.
 LARGE_BYTES = 256 * 2**20
-# A line of JSONL that is longer is no row that a tokenizer could take, and is not read to its end.
+# A longer line of JSONL cannot be a row that fits a model, and is not read to its end.
 LONGEST_LINE = 64 * 2**20
 
 
 class RowSample:
-    """Some rows of a source. Iterating reads them.
+    """Sample of a source's rows. Iterating reads them.
 
     Args:
         source: the source, with its `limit`.
 
     Attributes:
-        num_rows: rows of the whole source; None where they were not counted.
+        num_rows: rows of the whole source, or None if they were not counted.
 
     Raises:
-        DataError: nothing is there, it is damaged or empty, or the package that reads it is missing.
+        DataError: the source is missing, damaged or empty, or the package that reads it is missing.
     """
 
     def __init__(self, source: SourceConfig) -> None:
@@ -67,17 +67,18 @@ def is_large(files: Sequence[Path]) -> bool:
 
 
 def sampled_numbers(count: int) -> list[int]:
-    """Return the numbers of the first rows and of some spread over the others, the last among them."""
+    """Return the numbers of the first rows and of some spread over the others, including the last one."""
     first = range(min(FIRST_ROWS, count))
     further = {count - 1 - number * count // SPREAD_ROWS for number in range(SPREAD_ROWS)}
     return [*first, *sorted(number for number in further if number >= FIRST_ROWS)]
 
 
 def _by_place(files: Sequence[Path], limit: int | None) -> Iterator[Row]:
-    """Yield rows of large files: from the front of the first, then from places all over them.
+    """Yield rows of large files: from the front of the first file, then from positions all over them.
 
     Args:
-        limit: rows of the source that count; where it is set, rows further on may not be among them.
+        limit: number of rows of the source that are used. With a limit, only the front is sampled, because later rows
+            may be beyond it.
     """
     first = _front(files[0])
     yield from islice(first, min(FIRST_ROWS, limit or FIRST_ROWS))
@@ -92,7 +93,7 @@ def _by_place(files: Sequence[Path], limit: int | None) -> Iterator[Row]:
 
 
 def _place_of(files: Sequence[Path], position: int) -> tuple[Path, int]:
-    """Return the file, and the position in it, of a byte of all files together."""
+    """Return the file, and the position in it, of a byte offset into all files together."""
     for file in files:
         size = file.stat().st_size
         if position < size:
@@ -102,7 +103,7 @@ def _place_of(files: Sequence[Path], position: int) -> tuple[Path, int]:
 
 
 def _front(file: Path) -> Iterator[Row]:
-    """Yield the rows of a file in their order, without reading further than they are asked for."""
+    """Yield the rows of a file in order, reading only as far as needed."""
     if file.suffix == ".parquet":
         rows = ParquetFile(file, RowGroupCache(0))
         yield from (Row(row, rows.where(number)) for number, row in enumerate(rows.front(0, FIRST_ROWS)))
@@ -111,7 +112,7 @@ def _front(file: Path) -> Iterator[Row]:
 
 
 def _group_row(file: Path, position: int) -> Row | None:
-    """Return the first row of the Parquet row group that lies about `position`."""
+    """Return the first row of the Parquet row group at about `position`, or None for a file without groups."""
     rows = ParquetFile(file, RowGroupCache(0))
     if not rows.num_groups:
         return None
@@ -121,7 +122,7 @@ def _group_row(file: Path, position: int) -> Row | None:
 
 
 def _row_after(file: Path, position: int) -> Row | None:
-    """Return the row of the first whole line after a byte of a JSONL file; None: no line begins after it."""
+    """Return the row of the first whole line after a byte position of a JSONL file, or None if there is none."""
     with file.open("rb") as stream:
         stream.seek(position)
         if not stream.readline(LONGEST_LINE).endswith(b"\n"):

@@ -1,8 +1,8 @@
-"""Values of rows: what JSON text, Arrow and a user's own code give, as values that JSON can hold.
+"""Convert values from JSON text, Arrow and users' code to values that JSON can hold.
 
-Rows travel between ranks, to rewards in other processes and into checkpoints as JSON. Every value is therefore
-converted when its row is read, or refused with its row and column: a value that cannot travel must end a run at its
-start, not when the first reward runs on another node.
+Rows travel as JSON: between ranks, to rewards in other processes, and into checkpoints. So every value is converted
+when its row is read, or refused with its row and column. A value that cannot travel must fail a run at its start, not
+when the first reward runs on another node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
         where: file and line, for messages.
 
     Raises:
-        DataError: the line is not one JSON object, or holds what Python's JSON reader gives up on.
+        DataError: the line is not one JSON object, or exceeds the limits of Python's JSON reader.
     """
     try:
         row = json.loads(line)
@@ -64,8 +64,8 @@ def plain_value(value: Any, where: str, name: str) -> Any:
         name: the column, for messages.
 
     Raises:
-        DataError: the value holds bytes or another object without a JSON form, NaN or infinity, text with half of a
-            surrogate pair, an integer of more than `MAX_DIGITS` digits, or more than `MAX_DEPTH` levels.
+        DataError: the value contains bytes or another object without a JSON form, NaN or infinity, half of a surrogate
+            pair, an integer of more than `MAX_DIGITS` digits, or more than `MAX_DEPTH` levels.
     """
     return plain_columns({name: value}, where)[name]
 
@@ -74,7 +74,7 @@ def plain_columns(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Apply `plain_value` to every column of a row.
 
     Raises:
-        DataError: a value or a column's name that JSON cannot hold.
+        DataError: a value or a column's name cannot be held by JSON.
     """
     try:
         return {
@@ -85,7 +85,7 @@ def plain_columns(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class _NotPlain(ValueError):
-    """A value that JSON cannot hold, at a path of keys and places."""
+    """Raised for a value that JSON cannot hold. The message names its path of keys and indices."""
 
     def __init__(self, path: _Path, problem: str) -> None:
         steps: list[str] = []
@@ -96,11 +96,13 @@ class _NotPlain(ValueError):
         super().__init__(f"{name!r} {problem}")
 
 
-# (name of the column,), or (path of the parent, key or place). A message is written from it only where there is one.
+# (name of the column,), or (path of the parent, key or index). Nested, so that building a path costs nothing until a
+# message needs it.
 _Path = tuple[Any, ...]
 
 
 def _plain(value: Any, path: _Path, depth: int = 0) -> Any:
+    """Return a value as JSON can hold it."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -129,11 +131,12 @@ _CONVERTED = (datetime.timedelta, datetime.date, datetime.time, Decimal, UUID)
 
 
 def is_converted(value: Any) -> bool:
-    """Return whether `plain_value` gives something of another type, as for a date."""
+    """Return whether `plain_value` changes the type of the value, as for a date."""
     return isinstance(value, _CONVERTED)
 
 
 def _plain_object(value: Any, path: _Path) -> Any:
+    """Return a date, duration or UUID as text or a number."""
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     # pandas' NaT is a date that differs from itself, and has no text.
@@ -155,6 +158,7 @@ def _plain_object(value: Any, path: _Path) -> Any:
 
 
 def _plain_text(text: str, path: _Path) -> str:
+    """Return text unchanged, or refuse it if it cannot be encoded."""
     if not text.isascii():
         try:
             text.encode()
@@ -168,6 +172,7 @@ def _plain_text(text: str, path: _Path) -> str:
 
 
 def _plain_key(key: Any, path: _Path) -> str:
+    """Return a mapping's key as text."""
     if isinstance(key, str):
         return _plain_text(key, path)
     if isinstance(key, int) and not isinstance(key, bool):
@@ -178,7 +183,7 @@ def _plain_key(key: Any, path: _Path) -> str:
 
 
 def without_null_fields(value: Any) -> Any:
-    """Drop the fields of mappings that are None, at every level; lists keep theirs."""
+    """Remove fields of mappings that are None, at every level. Lists keep their Nones."""
     if isinstance(value, Mapping):
         return {key: without_null_fields(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -190,10 +195,10 @@ Conversion = Callable[[Any], Any]
 
 
 def parse_text(text: str) -> Any:
-    """Parse JSON text that stands in a row.
+    """Parse JSON text inside a row.
 
     Raises:
-        ValueError: it is not JSON, or holds a number or nesting that Python's reader gives up on.
+        ValueError: the text is not JSON, or exceeds the limits of Python's reader.
     """
     try:
         return json.loads(text)
@@ -202,14 +207,13 @@ def parse_text(text: str) -> Any:
 
 
 def arrow_conversion(arrow_type: Any) -> Conversion | None:
-    """Return what makes a Python value of this Arrow type mean what its writer meant, or None for no change.
+    """Return a function that restores what a value's writer meant from its Arrow type, or None for no change.
 
-    Arrow stores a field that a row does not have as a null field of its struct. Such a field is left out again, so that
-    a row reads the same from Parquet and from JSONL. A map becomes a mapping; its nulls and those of lists were
-    written, and stay.
+    Arrow stores a missing field as a null field of its struct. Such fields are removed again, so a row reads the same
+    from Parquet and from JSONL. A map becomes a mapping. Nulls in maps and lists were written, and stay.
 
     Raises:
-        DataError: a map whose keys are lists, structs or maps.
+        DataError: a map has keys that are lists, structs or maps.
     """
     import pyarrow
 
@@ -233,6 +237,7 @@ def arrow_conversion(arrow_type: Any) -> Conversion | None:
 
 
 def _convert_struct(value: Mapping[str, Any], fields: Mapping[str, Conversion | None]) -> dict[str, Any]:
+    """Return a struct's fields that are not null, converted."""
     found = {}
     for name, item in value.items():
         if item is not None:
@@ -242,13 +247,16 @@ def _convert_struct(value: Mapping[str, Any], fields: Mapping[str, Conversion | 
 
 
 def _unchanged(value: Any) -> Any:
+    """Return `value`."""
     return value
 
 
 def _too_nested() -> str:
+    """Return the end of a message about nesting."""
     return f"lists and mappings in more than {MAX_DEPTH} levels. Write the inner part as text, or remove the row."
 
 
 def _kind(value: Any) -> str:
+    """Return the kind of a JSON value in words."""
     names = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true/false", type(None): "null"}
     return names.get(type(value), type(value).__name__)

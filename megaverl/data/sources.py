@@ -1,5 +1,7 @@
-"""Where rows come from: files, folders, data sets on the hub, reasoning-gym, verifiers, own code. Each as rows by
-number, read on demand."""
+"""Sources of rows: files, folders, data sets on the hub, reasoning-gym, verifiers, and users' code.
+
+Each gives rows by number, read on demand.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ Entry = SourceConfig | str | Path
 
 
 def as_source(entry: Entry) -> SourceConfig:
-    """The long form of an entry that is only a path."""
+    """Return an entry in its long form."""
     return entry if isinstance(entry, SourceConfig) else SourceConfig(path=str(entry))
 
 
 def kind_of(path: str) -> str:
-    """`files` (or a pattern), `folder` of such, `saved` by datasets, `hub`, `reasoning_gym`, `verifiers`, or `own`
-    code. Looks at the disk only."""
+    """Return the kind of a source, consulting only the local disk.
+
+    It is `files` (or a pattern), `folder`, `saved` by datasets, `hub`, `reasoning_gym`, `verifiers`, or `own` code.
+    """
     if path.startswith((PREFIX, verifiers.PREFIX)):
         return path.partition(":")[0]
     if OWN.fullmatch(path):
@@ -53,10 +57,10 @@ def kind_of(path: str) -> str:
 
 
 def open_source(entry: Entry) -> RowSource:
-    """All rows of one entry.
+    """Return all rows of one entry.
 
     Raises:
-        DataError: nothing is there, it is damaged or empty, or the package that reads it is missing.
+        DataError: the source is missing, damaged or empty, or the package that reads it is missing.
     """
     source = as_source(entry)
     check_revision(source)
@@ -67,7 +71,7 @@ def open_source(entry: Entry) -> RowSource:
 
 
 def check_revision(source: SourceConfig) -> None:
-    """See that a revision is given of a data set on the hub alone.
+    """Check that only a data set on the hub has a revision.
 
     Raises:
         DataError: names the source.
@@ -80,6 +84,7 @@ def check_revision(source: SourceConfig) -> None:
 
 
 def _open(source: SourceConfig) -> RowSource:
+    """Return the rows of a source, which may be empty."""
     kind = kind_of(source.path)
     if kind == "own":
         return _own(source.path)
@@ -93,10 +98,10 @@ def _open(source: SourceConfig) -> RowSource:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """The data files in a folder and its folders, by name.
+    """Return the data files in a folder and its subfolders, sorted by name.
 
     Raises:
-        DataError: there is none.
+        DataError: there are none.
     """
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if not files:
@@ -105,7 +110,7 @@ def folder_files(folder: Path) -> list[Path]:
 
 
 class HubRows:
-    """A split of a data set of Hugging Face's `datasets`: of the hub, or of save_to_disk; memory-mapped."""
+    """Split of a data set of Hugging Face's `datasets`, from the hub or from save_to_disk, memory-mapped."""
 
     def __init__(self, source: SourceConfig) -> None:
         self._name = source.path + (f", {source.subset}" if source.subset else "") + f", {source.split}"
@@ -116,6 +121,7 @@ class HubRows:
         return len(self._rows)
 
     def where(self, index: int) -> str:
+        """Return the name of a row, for messages."""
         return f"{self._name}, row {index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -126,10 +132,10 @@ class HubRows:
 
 
 def hub_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row of `datasets`, without the null fields with which Arrow fills up its structs.
+    """Return a row of `datasets` without the null fields that Arrow adds to structs.
 
     Args:
-        features: those of the data set. A column of JSON text holds the nulls that were written.
+        features: the data set's features. Nulls in a column of JSON text were written, and stay.
     """
     found = {}
     for name, value in row.items():
@@ -139,14 +145,15 @@ def hub_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[
 
 
 def _without_null_fields_inside(value: Any) -> Any:
+    """Remove null fields inside `value`, if it is a container."""
     return without_null_fields(value) if isinstance(value, Mapping | list | tuple) else value
 
 
 def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
-    """A `datasets.Dataset`, or, streamed, an `IterableDataset`.
+    """Load a `datasets.Dataset`, or an `IterableDataset` if streamed.
 
     Raises:
-        DataError: the package is missing, or it says why it cannot.
+        DataError: the package is missing, or cannot load the data set.
     """
     if importlib.util.find_spec("datasets") is None:
         raise DataError(f"{source.path}: reading it needs the package datasets: {HOW_TO_INSTALL}.")
@@ -174,7 +181,10 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
 
 
 def _encoded_images(rows: Any) -> Any:
-    """Images stay as they are stored, for `data/images.py` to read; `datasets` would decode all of a row's."""
+    """Keep images as they are stored.
+
+    `datasets` would decode all images of a row; `data/images.py` reads them instead.
+    """
     import datasets
 
     for name, feature in dict(rows.features or {}).items():
@@ -186,7 +196,7 @@ def _encoded_images(rows: Any) -> Any:
 
 
 class FirstRows:
-    """The first rows of another source."""
+    """First rows of another source."""
 
     def __init__(self, rows: RowSource, count: int) -> None:
         self._rows, self._count = rows, count
@@ -201,7 +211,7 @@ class FirstRows:
 
 
 def _own(name: str) -> RowSource:
-    """What the user's function returns: rows with `where` and `fingerprint`, or a plain list of mappings."""
+    """Return the rows of a user's function or object: a row source, or a plain list of mappings."""
     function = load_object(name, "data")
     with raised_by(name):
         found = function() if callable(function) else function
@@ -225,7 +235,7 @@ def raised_by(name: str) -> AbstractContextManager[None]:
 
 
 class OwnRows:
-    """Rows of the user's own class: whatever its methods raise is an error of the data."""
+    """Rows of a user's class. Whatever its methods raise becomes a DataError."""
 
     def __init__(self, rows: RowSource, name: str) -> None:
         self._rows, self._name = rows, name
@@ -242,7 +252,7 @@ class OwnRows:
         return dict(row)
 
     def where(self, index: int) -> str:
-        """Name a row as its reader would look for it."""
+        """Return the name of a row, for messages."""
         with raised_by(self._name):
             return self._rows.where(index)
 
@@ -257,7 +267,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 class Place(str):
-    """Where a row stands, for messages; `folder` is what relative paths in it are named from."""
+    """Place of a row, for messages. Relative paths in the row start at `folder`."""
 
     folder: Path
 
@@ -268,7 +278,7 @@ class Place(str):
 
 
 class RowSource(Protocol):
-    """Rows with a number each; `where` names a row as its reader would look for it."""
+    """Rows by number. `where` names a row in a way that a person can find it."""
 
     def __len__(self) -> int: ...
 
@@ -278,12 +288,12 @@ class RowSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the rows do."""
+        """Digest that changes if the rows change."""
         ...
 
 
 class JsonlFile:
-    """One JSON object a line. Memory: 12 bytes a row (where its line starts, and its number)."""
+    """File with one JSON object per line. Memory: 12 bytes per row, for its offset and its line number."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -304,6 +314,7 @@ class JsonlFile:
         return len(self._starts)
 
     def where(self, index: int) -> str:
+        """Return the name of a row, for messages."""
         return Place(f"{self.path}, line {self._lines[index]}", self.path.parent)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -314,10 +325,10 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """One Parquet file, decoded by row group.
+    """Parquet file, decoded by row group.
 
     Args:
-        cache: what keeps row groups; None: the one that all files of this process share.
+        cache: cache of row groups. None: the one that all files of this process share.
     """
 
     _numbers = itertools.count()
@@ -348,6 +359,7 @@ class ParquetFile:
         return self._ends[-1] if self._ends else 0
 
     def where(self, index: int) -> str:
+        """Return the name of a row, for messages."""
         return Place(f"{self.path}, row {index + 1}", self.path.parent)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -370,10 +382,10 @@ class ParquetFile:
         return self._ends[group - 1] if group else 0
 
     def front(self, group: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield the first rows of a row group, without decoding the rest of it.
+        """Yield the first rows of a row group without decoding the rest of it.
 
         Args:
-            count: of rows, at most.
+            count: largest number of rows.
         """
         import pyarrow
 
@@ -388,13 +400,15 @@ class ParquetFile:
             yield self._row(batch, number, first + number)
 
     def _damaged(self, index: int, error: Exception) -> DataError:
+        """Return the error for a row that cannot be decoded."""
         return DataError(f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source.")
 
     def _row(self, table: Any, number: int, index: int) -> dict[str, Any]:
         """Return one row of a decoded table.
 
         Args:
-            number: of the row in the table. index: of the row in the file, for messages.
+            number: index of the row in the table.
+            index: index of the row in the file, for messages.
         """
         import pyarrow
 
@@ -411,7 +425,7 @@ class ParquetFile:
 
 
 def _arrow_conversions(path: Path, schema: Any) -> dict[str, Conversion]:
-    """What has to be done to columns of a file after they are read."""
+    """Return the conversion of each column that needs one."""
     found = {}
     for column in schema:
         try:
@@ -424,7 +438,7 @@ def _arrow_conversions(path: Path, schema: Any) -> dict[str, Conversion]:
 
 
 class RowList:
-    """Rows that are already in memory, such as those of a built-in task."""
+    """Rows in memory, such as those of a built-in task."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], name: str = "rows") -> None:
         self._rows = rows
@@ -439,6 +453,7 @@ class RowList:
         return len(self._rows)
 
     def where(self, index: int) -> str:
+        """Return the name of a row, for messages."""
         return f"{self.name}, row {index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -446,7 +461,7 @@ class RowList:
 
 
 class RowChain:
-    """Several sources, one after another."""
+    """Several sources, one after the other."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self._sources = sources
@@ -458,10 +473,12 @@ class RowChain:
         return self._ends[-1] if self._ends else 0
 
     def _find(self, index: int) -> tuple[RowSource, int]:
+        """Return the source of a row and the row's index in it."""
         number = bisect_right(self._ends, index)
         return self._sources[number], index - (self._ends[number - 1] if number else 0)
 
     def where(self, index: int) -> str:
+        """Return the name of a row, for messages."""
         source, local = self._find(index)
         return source.where(local)
 
@@ -471,11 +488,10 @@ class RowChain:
 
 
 def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that `paths` name, each a file or a pattern such as `data/*.jsonl` (sorted).
+    """Return the files that `paths` name. Each is a file or a pattern such as `data/*.jsonl` (sorted).
 
     Raises:
-        DataError: a file that is not there, a pattern that nothing matches, or a suffix that is not read
-            here.
+        DataError: a file is missing, a pattern matches nothing, or a suffix is not supported.
     """
     files: list[Path] = []
     for entry in [paths] if isinstance(paths, str | Path) else paths:
@@ -500,10 +516,10 @@ def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def open_rows(paths: str | Path | Sequence[str | Path]) -> RowSource:
-    """All rows of all files that `paths` name, in that order.
+    """Return all rows of all files that `paths` name, in order.
 
     Raises:
-        DataError: see `expand_paths`; a damaged Parquet file; a file without rows.
+        DataError: see `expand_paths`; or a Parquet file is damaged, or a file has no rows.
     """
     files = expand_paths(paths)
     if not files:
@@ -516,6 +532,7 @@ def open_rows(paths: str | Path | Sequence[str | Path]) -> RowSource:
 
 
 def _running_sum(sizes: Sequence[int]) -> list[int]:
+    """Return the cumulative sums of `sizes`."""
     total, ends = 0, []
     for size in sizes:
         total += size

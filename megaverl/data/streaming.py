@@ -1,9 +1,9 @@
-"""Prompts from sources that are read as they are needed: no row is looked at before, and the place is exact.
+"""Prompts from sources that are read as needed: rows are not examined in advance, and the position is exact.
 
-Readers give one row after the other, from a place that can be written down and found again. Rows are taken in blocks
-of `shuffle_buffer`, and every block is shuffled by (seed, number of the block). What a checkpoint needs is where the
-readers stood when the block began, and how many of its rows are taken: a run that goes on reads that block again, and
-sees what it would have seen.
+Readers yield one row after the other, from a position that can be saved and restored. Rows are taken in blocks of
+`shuffle_buffer`, and every block is shuffled by (seed, number of the block). A checkpoint stores the readers' positions
+at the beginning of the block, and how many of its rows were taken. A resumed run reads that block again, and continues
+with the same rows.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from megaverl.errors import DataError
 
 
 class Row(NamedTuple):
-    """A row and where it stands, for messages."""
+    """Row and its place, for messages."""
 
     columns: dict[str, Any]
     where: str
 
 
 def open_reader(source: SourceConfig) -> SourceReader:
-    """A reader of one source.
+    """Return a reader of one source.
 
     Raises:
-        DataError: nothing is there, or it is damaged.
+        DataError: the source is missing or damaged.
     """
     check_revision(source)
     kind = kind_of(source.path)
@@ -63,7 +63,7 @@ def open_reader(source: SourceConfig) -> SourceReader:
 
 
 class FilesReader:
-    """JSONL and Parquet files. JSONL is read from a byte position, Parquet by row group."""
+    """Reader of JSONL and Parquet files. JSONL is read from a byte position, Parquet by row group."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
@@ -71,6 +71,7 @@ class FilesReader:
         self._parquet: tuple[int, ParquetFile] | None = None
 
     def read(self) -> Row | None:
+        """Return the next row, or None once after the last one."""
         while self._file < len(self.files):
             path = self.files[self._file]
             row = self._parquet_row(path) if path.suffix == ".parquet" else self._line_of(path)
@@ -82,16 +83,19 @@ class FilesReader:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of the files, of samples where they are large."""
+        """Return a digest of the files, of samples if they are large."""
         return digest_of_files(self.files)
 
     def state(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
         return {"file": self._file, "place": self._place, "line": self._line}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that `state` returned."""
         self._file, self._place, self._line = int(state["file"]), int(state["place"]), int(state["line"])
 
     def _line_of(self, path: Path) -> Row | None:
+        """Return the next row of a JSONL file, or None at its end."""
         with path.open("rb") as stream:
             stream.seek(self._place)
             for line in stream:
@@ -104,6 +108,7 @@ class FilesReader:
         return None
 
     def _parquet_row(self, path: Path) -> Row | None:
+        """Return the next row of a Parquet file, or None at its end."""
         if self._parquet is None or self._parquet[0] != self._file:
             self._parquet = (self._file, ParquetFile(path, RowGroupCache(0)))  # rows come in order: one group is enough
         rows = self._parquet[1]
@@ -115,7 +120,7 @@ class FilesReader:
 
 
 class NumberedReader:
-    """Rows that have numbers, one after the other."""
+    """Reader of rows that have numbers, in order."""
 
     files: Sequence[Path] = ()  # its fingerprint covers every row
 
@@ -123,6 +128,7 @@ class NumberedReader:
         self._rows, self._next = rows, 0
 
     def read(self) -> Row | None:
+        """Return the next row, or None once after the last one."""
         if self._next >= len(self._rows):
             self._next = 0
             return None
@@ -136,14 +142,16 @@ class NumberedReader:
         return self._rows.fingerprint
 
     def state(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
         return {"next": self._next}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that `state` returned."""
         self._next = int(state["next"])
 
 
 class HubReader:
-    """A data set of Hugging Face's `datasets`, as it arrives. Its own state finds the place again."""
+    """Reader of a data set of Hugging Face's `datasets`, streamed. Its own state restores the position."""
 
     def __init__(self, source: SourceConfig) -> None:
         self._name = f"{source.path}, {source.split}"
@@ -152,10 +160,11 @@ class HubReader:
         self._beginning = copy.deepcopy(self._data.state_dict())
         self._rows: Iterator[dict[str, Any]] = iter(self._data)
         self._next = 0
-        # Until the first row after a restore is read, the data set reports the state that it had before.
+        # Until the first row after a restore is read, the data set reports its state from before the restore.
         self._restored: dict[str, Any] | None = None
 
     def read(self) -> Row | None:
+        """Return the next row, or None once after the last one."""
         where = f"{self._name}, row {self._next + 1}"
         try:
             row = hub_row(next(self._rows), self._data.features)
@@ -170,7 +179,10 @@ class HubReader:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of a saved data set's files; the contents of one on the hub are not known before it comes."""
+        """Return a digest of a saved data set's files, or "" for one on the hub.
+
+        The contents of the latter are unknown in advance.
+        """
         return digest_of_files(self.files) if self.files else ""
 
     @property
@@ -179,23 +191,26 @@ class HubReader:
         return sorted(self._folder.rglob("*.arrow")) if self._folder.is_dir() else ()
 
     def state(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
         stream = self._data.state_dict() if self._restored is None else self._restored
         return {"next": self._next, "stream": copy.deepcopy(stream)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that `state` returned."""
         self._restored = copy.deepcopy(state["stream"])
         self._data.load_state_dict(copy.deepcopy(state["stream"]))
         self._rows, self._next = iter(self._data), int(state["next"])
 
 
 class FirstReader:
-    """The first rows of another reader, again and again."""
+    """Reader of the first rows of another reader, repeatedly."""
 
     def __init__(self, reader: SourceReader, count: int) -> None:
         self._reader, self._count, self._read = reader, count, 0
         self._begin = reader.state()
 
     def read(self) -> Row | None:
+        """Return the next row, or None once after the last one."""
         row = self._reader.read() if self._read < self._count else None
         if row is None:
             self._read = 0
@@ -206,39 +221,41 @@ class FirstReader:
 
     @property
     def fingerprint(self) -> str:
-        """Return that of the other reader."""
+        """Return the fingerprint of the other reader."""
         return self._reader.fingerprint
 
     @property
     def files(self) -> Sequence[Path]:
-        """Return those of the other reader."""
+        """Return the files of the other reader."""
         return self._reader.files
 
     def state(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
         return {"read": self._read, "inner": self._reader.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that `state` returned."""
         self._read = int(state["read"])
         self._reader.restore(state["inner"])
 
 
-# Reads a source from its beginning to its end, where it gives None, and is at its beginning again. Its state, where it
-# stands, is small, and JSON.
+# A reader returns None at the end of its source and then starts again. Its state, the position, is a small JSON value.
 SourceReader = FilesReader | NumberedReader | HubReader | FirstReader
+# Limit of consecutive dropped rows, after which something must be wrong.
 MOST_DROPPED = 100_000  # rows dropped one after the other, before something must be wrong
 
 
 class StreamedPrompts:
-    """An endless stream of prompts; the same words as `PromptStream`.
+    """Endless stream of prompts, with the interface of `PromptStream`.
 
     Args:
-        entries: sources, one after the other; or, with weights, by their shares, each one endless.
-        shuffle_buffer: rows that are shuffled among each other; 1: none.
+        entries: sources, read one after the other; or, with weights, mixed by their shares, each repeated endlessly.
+        shuffle_buffer: number of rows that are shuffled together. 1: no shuffling.
 
     Attributes:
-        position: how many prompts have been taken.
-        num_dropped: rows that were left out for their length.
-        notes: what a person must know of a checkpoint's place in the sources.
+        position: number of prompts taken so far.
+        num_dropped: rows dropped because of their length.
+        notes: what the user must know about resuming the sources from a checkpoint.
     """
 
     def __init__(
@@ -270,10 +287,10 @@ class StreamedPrompts:
             self._check_first_row(reader)
 
     def take(self, count: int) -> list[PromptRecord]:
-        """The next `count` prompts.
+        """Return the next `count` prompts.
 
         Raises:
-            DataError: a row that cannot be used, named by its file and line; or sources without any row.
+            DataError: a row cannot be used (names file and line), or the sources have no rows.
         """
         taken: list[PromptRecord] = []
         dropped = 0
@@ -294,7 +311,7 @@ class StreamedPrompts:
         return taken
 
     def _check_first_row(self, reader: SourceReader) -> None:
-        """Read the first row of a source, so that a column that cannot be used ends a run at its start.
+        """Read the first row of a source, so that an unusable column fails a run at its start.
 
         Raises:
             DataError: the row cannot be used.
@@ -307,11 +324,11 @@ class StreamedPrompts:
 
     @property
     def losses(self) -> str:
-        """Rows left out so far, in words; empty where none was."""
+        """Number of rows dropped so far, in words; empty if there are none."""
         return f"{self.position} prompts; {self.num_dropped} dropped for their length" if self.num_dropped else ""
 
     def seek(self, position: int) -> None:
-        """Stand where so many prompts have been taken: from the beginning, by taking them."""
+        """Advance to a position, by taking prompts."""
         if position < self.position:
             raise DataError(f"prompt {position} of a stream is behind: {self.position} have been taken.")
         while self.position < position:
@@ -319,11 +336,11 @@ class StreamedPrompts:
 
     @property
     def epoch(self) -> float:
-        """How often all rows have been read; with weights that is not known, and it is 0."""
+        """Number of passes over all rows. Unknown with weights, and 0 then."""
         return float(self._passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on, and the place in it: JSON, small."""
+        """Return everything that the order depends on, and the position, as small JSON values."""
         return {
             "sources": self._names,
             "weights": self._weights,
@@ -340,10 +357,10 @@ class StreamedPrompts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], next_step: int = 0) -> None:
-        """Go on where a checkpoint was made; see `PromptStream.load_state_dict`.
+        """Continue where a checkpoint was made; see `PromptStream.load_state_dict`.
 
         Raises:
-            DataError: it was made with other sources, or in another order.
+            DataError: the checkpoint was made with other sources or in another order.
         """
         mine = self.state_dict()
         keys = ("sources", "weights", "seed", "shuffle_buffer")
@@ -372,7 +389,7 @@ class StreamedPrompts:
         self._within = int(state["within"])
 
     def _compare_times(self, before: Mapping[str, int]) -> list[str]:
-        """Return a note on large files that were written since; samples of them are the same."""
+        """Return a note about large files that were written since the checkpoint although their samples are equal."""
         newer = [path for path, written in self._written.items() if path in before and written != before[path]]
         if not newer:
             return []
@@ -383,6 +400,7 @@ class StreamedPrompts:
         ]
 
     def _next(self) -> Row:
+        """Return the next row of the shuffled block."""
         if self._within >= len(self._rows):
             self._block += bool(self._rows)
             self._fill()
@@ -390,7 +408,7 @@ class StreamedPrompts:
         return self._rows[self._within - 1]
 
     def _fill(self) -> None:
-        """The next block of rows, shuffled."""
+        """Read and shuffle the next block of rows."""
         self._begin = self._place()
         rows = [self._read_one() for _ in range(self._buffer)]
         self._block_digest = digest_of_rows(row.columns for row in rows)
@@ -399,7 +417,7 @@ class StreamedPrompts:
         self._within = 0
 
     def _read_one(self) -> Row:
-        """The next row of the source whose turn it is, which begins anew where it ends."""
+        """Return the next row of the source whose turn it is. A source that ends starts again."""
         if self._mixture is not None:
             source, _ = self._mixture.at(self._read)
             self._read += 1
@@ -416,6 +434,7 @@ class StreamedPrompts:
         raise DataError(f"{', '.join(self._names)}: there is no row in any of them.")
 
     def _place(self) -> dict[str, Any]:
+        """Return the positions of all readers."""
         return {
             "read": self._read,
             "passes": self._passes,
@@ -424,6 +443,7 @@ class StreamedPrompts:
         }
 
     def _restore(self, place: Mapping[str, Any]) -> None:
+        """Go to positions that `_place` returned."""
         self._read, self._passes, self._current = int(place["read"]), int(place["passes"]), int(place["current"])
         for reader, state in zip(self._readers, place["readers"], strict=True):
             reader.restore(state)
@@ -431,13 +451,13 @@ class StreamedPrompts:
 
 
 class PromptStream:
-    """The sampler's endless stream of prompts, from a position on.
+    """Endless stream of a sampler's prompts.
 
-    A step takes `prompts_per_step`, and more where groups are refilled (`algorithm.dynamic_sampling`).
+    A step takes `prompts_per_step`, or more if groups are refilled (`algorithm.dynamic_sampling`).
 
     Attributes:
-        position: how many prompts have been taken.
-        notes: what a person must know of a checkpoint's place in the data; nothing, as every row is compared.
+        position: number of prompts taken so far.
+        notes: always empty, because every row is compared with the checkpoint.
     """
 
     notes: Sequence[str] = ()
@@ -449,7 +469,7 @@ class PromptStream:
     def take(self, count: int) -> list[PromptRecord]:
         """Return the next `count` prompts.
 
-        They are read in the order of the files, in which each row group is decoded once at most.
+        They are read in the order of the files, so each row group is decoded at most once.
         """
         rows = self.sampler.rows(self.position, count)
         self.position += count
@@ -459,31 +479,32 @@ class PromptStream:
 
     @property
     def losses(self) -> str:
-        """Rows that were left out or cut for their length, in words; empty where none was."""
+        """Numbers of rows dropped or cut because of their length, in words; empty if there are none."""
         report = self.dataset.report
         return str(report) if report.num_dropped + report.num_truncated + report.num_short else ""
 
     def seek(self, position: int) -> None:
-        """Stand where so many prompts have been taken."""
+        """Set the position."""
         self.position = position
 
     @property
     def epoch(self) -> float:
-        """Epochs that are behind: 1.5 is half-way through the second."""
+        """Number of epochs completed; 1.5 is half-way through the second."""
         return self.position / self.sampler.num_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on, and the position: JSON, a few bytes."""
+        """Return everything that the order depends on, and the position, as a few bytes of JSON values."""
         return {**self.sampler.state_dict(), "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any], next_step: int) -> None:
-        """Go on where a checkpoint was made.
+        """Continue where a checkpoint was made.
 
         Args:
-            next_step: a checkpoint without a position had taken `prompts_per_step` in every step before this one.
+            next_step: for checkpoints without a position: `prompts_per_step` prompts were taken in every step before
+                this one.
 
         Raises:
-            DataError: it was made with other prompts, or in another order.
+            DataError: the checkpoint was made with other prompts or in another order.
         """
         self.sampler.check_state(state)
         self.position = int(state.get("position", next_step * self.sampler.prompts_per_step))

@@ -1,7 +1,7 @@
-"""Small tasks made on the spot, for the quickstart and for tests: nothing to download, easy to check.
+"""Small generated tasks for the quickstart and for tests: nothing to download, and easy to check.
 
-A transformer of a few layers half learns them from worked examples, and learns the rest by reinforcement.
-Prompts held out for validation never occur in training.
+A transformer of a few layers learns them partly from worked examples, and the rest by reinforcement learning. Held-out
+prompts never occur in training.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of question.
+    """One kind of problem. A problem is a string of digits.
 
     Attributes:
-        prompt: a problem as text. A problem is a string of digits.
-        answer: its one right answer, digits too.
-        key: problems with the same key are as good as the same: all of them are held out, or none.
-        width: digits of a problem, for `num_digits` digits asked for.
+        name: name of the task.
+        description: one line with an example.
+        prompt: returns the problem as text.
+        answer: returns the only correct answer, also digits.
+        key: equivalent problems have the same key. All problems of a key are held out, or none.
+        width: number of digits of a problem, from the requested `num_digits`.
     """
 
     name: str
@@ -39,12 +41,16 @@ class Task:
 
 
 def _terms(problem: str) -> tuple[str, str]:
+    """Return the two terms of a sum."""
     half = len(problem) // 2
     return problem[:half], problem[half:]
 
 
 def _add_answer(problem: str) -> str:
-    """Lowest digit first, one digit more than the terms: each digit then needs no other to its right."""
+    """Return the sum with the lowest digit first, padded to one digit more than the terms.
+
+    In this order each digit depends only on digits that come before it.
+    """
     first, second = _terms(problem)
     return str(int(first) + int(second)).zfill(len(first) + 1)[::-1]
 
@@ -81,25 +87,25 @@ TASKS = {
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """One JSON object a line."""
+    """Write rows as JSONL."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """Rows {prompt, answer} of one task; `train` and `held_out` share no prompt."""
+    """Rows {prompt, answer} of one task. `train` and `held_out` share no prompt."""
 
     name: str
     train: list[Row]
     held_out: list[Row]
 
     def texts(self) -> list[str]:
-        """Training prompts with their answers: what a tokenizer is trained on."""
+        """Return training prompts with their answers, to train a tokenizer on."""
         return [row["prompt"] + row["answer"] for row in self.train]
 
     def save(self, folder: str | Path) -> tuple[Path, Path]:
-        """Write `train.jsonl` and `held_out.jsonl` into `folder`; returns the two paths."""
+        """Write `train.jsonl` and `held_out.jsonl` into `folder`, and return the two paths."""
         folder = Path(folder)
         paths = folder / "train.jsonl", folder / "held_out.jsonl"
         for path, rows in zip(paths, (self.train, self.held_out), strict=True):
@@ -107,21 +113,20 @@ class TaskData:
         return paths
 
     def train_tokenizer(self, path: str | Path) -> Path:
-        """Train a sentencepiece model for this task: digits single, the words around them a piece or two."""
+        """Train a sentencepiece model for this task, in which digits are single tokens and words one or two."""
         return train_sentencepiece(self.texts(), path, vocab_size=64)
 
 
 def make_task(
     name: str, *, num_train: int = 2048, num_held_out: int = 256, num_digits: int = 5, seed: int = 0
 ) -> TaskData:
-    """Rows of the task `name`, the same for the same arguments.
+    """Return rows of the task `name`. Equal arguments give equal rows.
 
     Args:
-        num_digits: of the number to sort or reverse, or of each of the two terms to add; this sets the
-            difficulty.
+        num_digits: digits of the number to sort or reverse, or of each of the two terms to add. It sets the difficulty.
 
     Raises:
-        DataError: no such task, or fewer different problems than are asked for.
+        DataError: there is no such task, or it has fewer distinct problems than requested.
     """
     if name not in TASKS:
         raise DataError(f"no task {name!r}; there are: {', '.join(TASKS)}.")
@@ -134,7 +139,7 @@ def make_task(
     width = task.width(num_digits)
     draw = random.Random(f"{name}/{num_digits}/{seed}")
     wanted, possible = num_train + num_held_out, 10**width
-    # Few problems: go through all of them in random order. Many: draw, and the same one is rare.
+    # With few problems, go through all of them in random order. With many, draw: duplicates are rare.
     numbers = (
         iter(draw.sample(range(possible), possible))
         if possible < 4 * wanted

@@ -1,4 +1,4 @@
-"""A time limit for code of others that runs in this process."""
+"""Time limit for third-party code that runs in this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import NoReturn
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the block after `seconds`.
 
-    Only the main thread can be interrupted, and not within one call of C code; elsewhere there is no limit. A timer
-    that is set already, such as a test runner's, is left alone.
+    Only the main thread can be interrupted, and not within one call of C code. In other threads there is no limit. A
+    timer that is already set, such as a test runner's, is left alone.
     """
     is_free = threading.current_thread() is threading.main_thread() and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
     if not is_free:

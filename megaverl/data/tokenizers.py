@@ -1,9 +1,7 @@
-"""Tokenizers: Hugging Face folders and sentencepiece `.model` files behind one small class; training a small
-sentencepiece model, and turning any into a Hugging Face tokenizer.
+"""Tokenizers: one small class for Hugging Face folders and sentencepiece `.model` files, and training of small models.
 
-The conversion is not trusted but checked: on texts made of the model's own pieces, the Hugging Face tokenizer
-must give the ids and the text that sentencepiece gives. So there is one way to tokenise, in training, in the
-exported folder and for whoever loads that folder with AutoTokenizer.
+A sentencepiece model is converted to a Hugging Face tokenizer. The conversion is verified: on texts made of the model's
+own pieces, both must give the same ids and texts. So training, the exported folder and AutoTokenizer tokenize alike.
 """
 
 from __future__ import annotations
@@ -27,14 +25,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
+# Character that sentencepiece uses for a space.
 SPACE = "\u2581"  # how sentencepiece writes a space
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
 NOT_MERGED = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 
-# Of the files of a folder that a tokenizer's classes read.
+# Suffixes of files that tokenizer classes read.
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-# A template is a program from outside, whose loops may not end.
+# A chat template is a third-party program and may loop forever.
 MAX_TEMPLATE_SECONDS = 20.0
 
 
@@ -47,17 +46,17 @@ def train_sentencepiece(
     byte_fallback: bool = False,
     symbols: Iterable[str] = (),
 ) -> Path:
-    """Train a sentencepiece model on `texts` and write it to `path` (`.model`); returns the path.
+    """Train a sentencepiece model on `texts`, write it to `path` (`.model`), and return the path.
 
-    Ids: 0 padding, 1 unknown, 2 begin, 3 end of sequence, then `symbols` (kept whole wherever they stand),
-    bytes if `byte_fallback`, pieces. Digits stay single. Spaces and line ends are kept as they are, nothing
-    is normalised, so that decoding gives the text back. The same texts give the same model.
+    Ids: 0 padding, 1 unknown, 2 begin, 3 end of sequence, then `symbols` (never split), bytes if `byte_fallback`, and
+    pieces. Digits are single tokens. Spaces and line ends are kept and nothing is normalized, so decoding restores the
+    text. Equal texts give equal models.
 
     Args:
-        vocab_size: all ids together; fewer are made where the texts do not yield as many.
+        vocab_size: total number of ids. Fewer are created if the texts do not yield as many.
 
     Raises:
-        DataError: no text, or a vocabulary too small for the characters of the texts.
+        DataError: there is no text, or the vocabulary is too small for the characters of the texts.
     """
     import io
 
@@ -104,10 +103,10 @@ def train_sentencepiece(
 
 
 def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
-    """The sentencepiece model `path` as a Hugging Face tokenizer with the same ids.
+    """Load a sentencepiece model as a Hugging Face tokenizer with the same ids.
 
     Raises:
-        DataError: no sentencepiece model, or one that a Hugging Face tokenizer cannot reproduce.
+        DataError: the file is no sentencepiece model, or one that a Hugging Face tokenizer cannot reproduce.
     """
     import sentencepiece
     from transformers import PreTrainedTokenizerFast
@@ -148,6 +147,7 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _special_ids(processor: Any) -> dict[str, int]:
+    """Return the ids of special tokens by role; negative if the model has none."""
     return {
         "pad": processor.pad_id(),
         "unk": processor.unk_id(),
@@ -157,6 +157,7 @@ def _special_ids(processor: Any) -> dict[str, int]:
 
 
 def _to_tokenizers(proto: Any) -> FastTokenizer:
+    """Build a Hugging Face tokenizer from a sentencepiece model."""
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -181,8 +182,8 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
     if rules.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     steps.append(normalizers.Replace(" ", SPACE))
-    # The space in front: sentencepiece adds one to the whole text, a normalizer one after every added token,
-    # Metaspace one only where the text does not begin with a space.
+    # Three ways to add a leading space differ: sentencepiece adds one to the whole text, a normalizer one after every
+    # added token, and Metaspace only if the text does not begin with a space.
     scheme = "never"
     if rules.add_dummy_prefix and any(piece.type == USER_DEFINED for piece in proto.pieces):
         scheme = "first"
@@ -201,7 +202,7 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a third, best first: BPE joins whichever pair makes the best piece."""
+    """Return all pairs of pieces that form a third, best first: BPE merges the pair that gives the best piece."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in NOT_MERGED}
     found = [
         (-score, len(piece[:cut]), piece[:cut], piece[cut:])
@@ -213,6 +214,7 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
 
 
 def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path) -> None:
+    """Raise DataError if the two tokenizers differ on a sample text."""
     for text in _sample_texts(proto):
         expected, found = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
         if expected != found:
@@ -221,7 +223,7 @@ def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path
                 f"{text!r:.60} gives {found[:20]} instead of {expected[:20]}. Use the Hugging Face "
                 "tokenizer folder of the model instead."
             )
-        # sentencepiece writes an unknown piece as a question mark, Hugging Face by its name
+        # sentencepiece writes an unknown piece as a question mark, Hugging Face by its name.
         known = processor.unk_id() not in expected
         if known and processor.decode(expected) != tokenizer.decode(found, skip_special_tokens=False):
             raise DataError(
@@ -232,7 +234,7 @@ def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path
 
 
 def _sample_texts(proto: Any) -> Iterator[str]:
-    """Texts of up to 1,000 of the model's own pieces, in fixed random order, and some it may not know."""
+    """Yield texts of up to 1,000 of the model's own pieces in fixed random order, and some with unknown characters."""
     draw = random.Random(0)
     pieces = [piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type not in (UNKNOWN, CONTROL, BYTE)]
     pieces = draw.sample(pieces, min(len(pieces), 1000))
@@ -249,22 +251,22 @@ def _sample_texts(proto: Any) -> Iterator[str]:
     )
 
 
-# The class names of tokenizers that are whatever their tokenizer.json says. transformers 5 replaces them in a
-# Qwen2 folder by Qwen2Tokenizer, which then splits and normalises as Qwen2 does, so they are loaded by name.
+# Class names of tokenizers that are defined by their tokenizer.json alone. In a Qwen2 folder transformers 5 replaces
+# them by Qwen2Tokenizer, which splits and normalizes differently, so they are loaded by class.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class Tokenizer:
-    """What the rest of the house asks of a tokenizer.
+    """Common interface of all tokenizers.
 
     Attributes:
         backend: the Hugging Face tokenizer.
-        source: where it came from, for messages.
+        source: its origin, for messages.
         vocab_size: highest id + 1.
-        eos_token_id: ends a response. `stop_token_ids`: all that do, as a model's generation_config.json may
-            name more.
-        pad_token_id: fills up a batch; the end of sequence where the tokenizer has no padding.
-        bos_token_id: or None.
+        eos_token_id: token that ends a response.
+        stop_token_ids: all tokens that end a response. A model's generation_config.json may name several.
+        pad_token_id: token that pads a batch. The end of sequence if the tokenizer has no padding.
+        bos_token_id: token that begins a sequence, or None.
         chat_template: Jinja text, or None.
     """
 
@@ -290,11 +292,15 @@ class Tokenizer:
         self.chat_template: str | None = backend.chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special_tokens`: with those that the tokenizer puts around a text."""
+        """Return the token ids of `text`.
+
+        Args:
+            add_special_tokens: include tokens that the tokenizer adds around a text.
+        """
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; by default without special tokens such as the end of sequence."""
+        """Return the text of `token_ids`, by default without special tokens such as the end of sequence."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def render_chat(
@@ -304,10 +310,12 @@ class Tokenizer:
         where: str = "prompt",
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """A conversation as the chat template writes it, up to where the assistant's answer begins or, where the last
-        message is an answer, to its end.
+        """Return a conversation as the chat template writes it.
+
+        The text ends where the assistant's answer begins, or after the last message if that is an answer.
 
         Args:
+            where: the row, for messages.
             tools: JSON schemas of functions, for templates that show them.
 
         Raises:
@@ -326,11 +334,11 @@ class Tokenizer:
             ) from error
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str) -> str:
-        """Render with the arguments of tool calls in the form that the template takes.
+        """Render with arguments of tool calls in the form that the template expects.
 
-        OpenAI writes arguments as JSON text, and some templates take that; others take a mapping and encode it
-        themselves, which encodes text twice. Text that the template does not write as it stands is parsed for it, and
-        mappings that the template raises for become text.
+        OpenAI writes arguments as JSON text, which some templates take. Others take a mapping and encode it themselves,
+        so text would be encoded twice. Text that the template does not write verbatim is therefore parsed first.
+        Mappings that make the template fail are converted to text.
         """
 
         def render(conversation: list[dict[str, Any]]) -> str:
@@ -357,14 +365,14 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files into `folder`, for AutoTokenizer of transformers 4 and 5.
 
-        One trap is left: with a tokenizer of its own kind in a Qwen2 folder, AutoTokenizer of transformers 5
-        ignores how that one splits text. `load_tokenizer` does not; Llama and Qwen3 folders are free of it.
+        One pitfall remains: for a custom tokenizer in a Qwen2 folder, AutoTokenizer of transformers 5 ignores how it
+        splits text. `load_tokenizer` does not. Llama and Qwen3 folders are not affected.
         """
         save_backend(self.backend, folder)
 
 
 def save_backend(backend: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write a Hugging Face tokenizer into `folder`, naming a class that transformers 4 knows as well as 5."""
+    """Write a Hugging Face tokenizer into `folder`, with a class name that transformers 4 and 5 know."""
     backend.save_pretrained(folder)
     path = Path(folder) / "tokenizer_config.json"
     config = read_json_file(path)
@@ -379,13 +387,13 @@ def load_tokenizer(path: str | Path, *, chat_template: str | None = None, trust_
     """Load a tokenizer.
 
     Args:
-        path: a Hugging Face folder, a sentencepiece `.model` file (with a `chat_template.jinja` beside it, if
-            there is one), or a model's name on a hub.
+        path: a Hugging Face folder, a sentencepiece `.model` file (a `chat_template.jinja` beside it is used), or a
+            model's name on a hub.
         chat_template: Jinja text to use instead of the tokenizer's own.
-        trust_remote_code: run Python code that a Hugging Face folder or repository brings along.
+        trust_remote_code: allow Python code in a Hugging Face folder or repository to run.
 
     Raises:
-        DataError: not found, unreadable, or without an end of sequence.
+        DataError: the tokenizer is missing, unreadable, or without an end of sequence.
     """
     source = str(path)
     if source.endswith(".model"):
@@ -404,6 +412,7 @@ def load_tokenizer(path: str | Path, *, chat_template: str | None = None, trust_
 
 
 def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or of a model on a hub."""
     import transformers
 
     folder = Path(source)
@@ -429,13 +438,14 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
             "tokenizer_config.json; copy them from the model's source, or name another tokenizer with model.tokenizer."
         )
 
-    # For bad files transformers raises OSError, ValueError, KeyError and bare Exception; code of a folder anything.
+    # transformers raises OSError, ValueError, KeyError or bare Exception for bad files. Code in a folder may raise
+    # anything.
     with user_code(not_loaded):
         return loader.from_pretrained(source, **options)
 
 
 def _check_sizes(files: Iterable[Path]) -> None:
-    """See that files which a tokenizer's library reads whole have a size that a tokenizer has.
+    """Check that files which a tokenizer library reads whole have a plausible size.
 
     Raises:
         DataError: names the file and its size.
@@ -448,7 +458,7 @@ def _check_sizes(files: Iterable[Path]) -> None:
 
 
 def _stop_tokens(folder: Path) -> list[int]:
-    """Further ends of a response that the model's generation_config.json names."""
+    """Return further end-of-sequence tokens from the model's generation_config.json."""
     found = _read_json(folder / "generation_config.json").get("eos_token_id")
     if found is None:
         return []
@@ -456,6 +466,7 @@ def _stop_tokens(folder: Path) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -466,7 +477,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int, *, model: str | Path = "the model") -> None:
-    """Every id of the tokenizer must have a row in the model's embedding.
+    """Check that every id of the tokenizer has a row in the model's embedding.
 
     Raises:
         DataError: names both numbers.

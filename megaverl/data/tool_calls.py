@@ -1,4 +1,4 @@
-"""Tool calls in messages: nulls that files fill in, and the two forms in which arguments are written."""
+"""Tool calls in messages: removal of filled-in nulls, and conversion between the two forms of arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megaverl.data.row_values import parse_text, plain_value
 
 
 def without_nulls(call: Any) -> Any:
-    """Drop the null fields of a call; nulls among its arguments are the model's, and stay."""
+    """Remove null fields of a call, which file formats fill in.
+
+    Nulls among its arguments come from the model and stay.
+    """
     if not isinstance(call, Mapping):
         return call
     kept = {key: value for key, value in call.items() if value is not None}
@@ -25,12 +28,13 @@ def tool_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def with_arguments(messages: Sequence[dict[str, Any]], where: str, *, as_text: bool) -> list[dict[str, Any]]:
-    """Return the conversation with all arguments of tool calls as JSON text, or as the mappings that such text holds.
+    """Return the conversation with arguments of tool calls as JSON text, or as the mappings that such text holds.
 
-    Text that is not a JSON object stays as it is.
+    Text that is not a JSON object stays unchanged.
 
     Args:
         where: the row, for messages.
+        as_text: True converts mappings to text, False text to mappings.
 
     Raises:
         DataError: the text holds what JSON cannot, such as half of a surrogate pair.
@@ -44,6 +48,7 @@ def with_arguments(messages: Sequence[dict[str, Any]], where: str, *, as_text: b
 
 
 def _changed_call(call: Any, where: str, as_text: bool) -> Any:
+    """Return a call with converted arguments."""
     if not isinstance(call, Mapping) or "arguments" not in _function_of(call):
         return call
     function = dict(_function_of(call))
@@ -56,6 +61,7 @@ def _changed_call(call: Any, where: str, as_text: bool) -> Any:
 
 
 def _parsed(arguments: str, where: str) -> Any:
+    """Return the mapping in JSON text, or the text itself if it holds no mapping."""
     try:
         parsed = parse_text(arguments)
     except ValueError:
@@ -64,11 +70,15 @@ def _parsed(arguments: str, where: str) -> Any:
 
 
 def _calls_of(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Return the well-formed tool calls of a message."""
     calls = message.get("tool_calls")
     return (call for call in calls if isinstance(call, Mapping)) if isinstance(calls, list) else iter(())
 
 
 def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a call that has its name and arguments: OpenAI nests it, some data sets do not."""
+    """Return the part of a call that has name and arguments.
+
+    OpenAI nests it under "function", some data sets do not.
+    """
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
