@@ -1,5 +1,4 @@
-"""Rewards: built-in rules, functions of the user's own, and the reward of a run: a weighted sum of functions, each of
-which is checked for what it returns."""
+"""Rewards: built-in rules, functions of the user, and their weighted sum, which checks what every function returns."""
 
 from __future__ import annotations
 
@@ -58,11 +57,12 @@ SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy", "on
 
 @dataclass(frozen=True)
 class Component:
-    """One term of the sum.
+    """One term of the weighted sum.
 
     Attributes:
-        only_if: another component, before this one: where that is less than 1, this one is not asked, and is 0.
-        shape: what becomes of the function's number. clip: the least and the most that it can be then.
+        only_if: name of an earlier component. Where that one is below 1, this one is not called and counts as 0.
+        shape: transforms the function's number.
+        clip: least and greatest value after `shape`.
     """
 
     name: str
@@ -80,10 +80,11 @@ class Component:
 
     @property
     def can_reach_one(self) -> bool | None:
-        """Return whether it can be 1 or more, which is what accuracy counts; None where that is not known."""
+        """True if it can be 1 or more, which counts as correct; None if that is unknown."""
         if self.clip is not None and self.clip[1] < 1.0:
             return False
-        if self.accuracy:  # the configuration says so
+        # The configuration says that this component decides accuracy.
+        if self.accuracy:
             return True
         if self.shape is not None:
             return None
@@ -93,7 +94,9 @@ class Component:
         return True if is_rule else None
 
     def shaped(self, samples: Sequence[RewardSample], gate: Sequence[float] | None = None) -> list[float]:
-        """`score`, shaped and clipped; of those samples alone whose `gate` is at least 1 (NaN where that is NaN)."""
+        """Return the scores, shaped and clipped. Samples whose `gate` is below 1 get 0, and those whose gate is NaN get
+        NaN.
+        """
         rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
         found = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
         scores = self.score([samples[row] for row in rows], rows) if rows else []
@@ -109,10 +112,10 @@ class Component:
         return found
 
     def score(self, samples: Sequence[RewardSample], rows: Sequence[int] | None = None) -> list[float]:
-        """One finite number for every sample; NaN of a function that may fail.
+        """Return one finite number for every sample, or NaN from a function that may fail.
 
         Args:
-            rows: places of the samples among those of the call, for `log_extra`; None: they are all.
+            rows: indices of the samples in the whole call, for `log_extra`; None: these are all samples.
 
         Raises:
             RewardError: the function raises, or returns something else; names the sample.
@@ -165,15 +168,16 @@ class Component:
         """Return the function's arguments for a sample or a list of samples.
 
         Args:
-            whole: the sample or samples. value_of: returns one of their values by its name (see `binding`).
-            columns: of the rows, beside prompt and answer.
+            whole: the sample or samples.
+            value_of: returns one of their values by its name (see `binding`).
+            columns: columns of the rows, beside prompt and answer.
 
         Raises:
-            RewardError: a parameter cannot be bound, or its column is not in the row.
+            RewardError: a parameter cannot be bound, or the row does not have its column.
         """
         if self.function.takes_samples:
             return [whole], {}
-        # Of all rows so far: a name that was a column once is never bound by its place.
+        # Columns of all rows so far: a name that was a column once must not be bound by position later.
         self._columns.update(columns)
         known = frozenset(self._columns)
         if known not in self._bindings:
@@ -193,10 +197,10 @@ class Component:
             raise self.function.unbound(self.options, error) from error
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """See that the function can be called for rows with these columns beside prompt and answer.
+        """Check that the function can be called for rows with these columns beside prompt and answer.
 
         Raises:
-            RewardError: a parameter cannot be bound; says what can.
+            RewardError: a parameter cannot be bound; says which names can.
         """
         if not self.function.takes_samples:
             self._bind(frozenset(columns))
@@ -220,18 +224,20 @@ class Component:
         return self.context.log_metric if name == LOG_METRIC else self.context.state
 
     def _calling(self, where: str) -> AbstractContextManager[None]:
-        """Return the context in which user code is called; whatever it raises names the reward and the sample."""
+        """Return a context for a call of user code. Its errors name the reward and the sample."""
         return user_code(partial(self._raised, where=where))
 
     def _number(self, value: Any, where: str) -> float:
         missing = " Does every path through the function return one?" if value is None else ""
         what = f"reward {self.name!r} returned {show(value)} for {where}; it must return one number.{missing}"
         with user_code(lambda error: RewardError(what)):
-            if hasattr(value, "item"):  # a scalar of numpy or torch
+            # A scalar of numpy or torch.
+            if hasattr(value, "item"):
                 value = value.item()
             if not isinstance(value, numbers.Real):
                 raise TypeError(value)
-            number = float(value)  # OverflowError of an integer that no float can hold
+            # Raises OverflowError for an integer that is too large for a float.
+            number = float(value)
         if not math.isfinite(number) and not (self.function.may_fail and math.isnan(number)):
             raise RewardError(
                 f"reward {self.name!r} returned {number} for {where}; it must be finite. Return a "
@@ -250,7 +256,12 @@ class Reward:
     """Scores samples by the weighted sum of `components`.
 
     Args:
-        may_be_empty: an environment or a model gives rewards too, so there need be none here.
+        may_be_empty: whether there may be no component, because an environment or a model gives rewards too.
+
+    Example:
+        reward = build_reward([{"name": "exact_match"}, {"name": "finished", "weight": 0.1}])
+        output = reward.score([RewardSample("1 + 1 =", "2", reference="2")])
+        output.total, output.correct
     """
 
     def __init__(self, components: Sequence[Component], *, may_be_empty: bool = False) -> None:
@@ -270,10 +281,10 @@ class Reward:
         self.accuracy_component: str | None = marked[0] if marked else components[0].name if components else None
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """See that all functions can be called for rows with these columns beside prompt and answer.
+        """Check that all functions can be called for rows with these columns beside prompt and answer.
 
         Raises:
-            RewardError: a function has a parameter that cannot be bound; says what can.
+            RewardError: a function has a parameter that cannot be bound; says which names can.
         """
         for component in self.components:
             component.check_columns(columns)
@@ -288,7 +299,7 @@ class Reward:
         return found
 
     def take_columns(self, count: int) -> list[dict[str, Any]]:
-        """Return what functions have logged of each of the last call's `count` samples, by column."""
+        """Return, for each of the last call's `count` samples, the values that functions have logged, by column."""
         found: list[dict[str, Any]] = [{} for _ in range(count)]
         for component in self.components:
             for own, logged in zip(found, component.context.take_columns(count), strict=True):
@@ -296,19 +307,19 @@ class Reward:
         return found
 
     def begin(self, state: TrainerState) -> None:
-        """Tell the functions how far training is."""
+        """Set the training progress that functions can read."""
         for component in self.components:
             component.context.state = state
 
     @property
     def has_accuracy(self) -> bool:
-        """Return whether a response can count as correct at all."""
+        """True unless no response can ever count as correct."""
         decisive = self._decisive
         return decisive is None or decisive.can_reach_one is not False
 
     @property
     def accuracy_note(self) -> str:
-        """Return what a person must know of accuracy before the run; empty where nothing is doubtful."""
+        """Remark about accuracy that the user should read before the run; empty if nothing is doubtful."""
         decisive = self._decisive
         if decisive is None or decisive.can_reach_one:
             return ""
@@ -325,12 +336,12 @@ class Reward:
 
     @property
     def _decisive(self) -> Component | None:
-        """Return the component that decides whether a response is correct."""
+        """The component that decides whether a response is correct."""
         named = (each for each in self.components if each.name == self.accuracy_component)
         return next(named, None)
 
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
-        """Totals, components and correctness of `samples`, in their order; NaN where one could not be scored.
+        """Return totals, components and correctness of `samples` in order; NaN for samples that could not be scored.
 
         Raises:
             RewardError: a function raises, or returns anything but one finite number for each sample.
@@ -354,19 +365,22 @@ def build_reward(
     """Build the reward that a configuration describes.
 
     Args:
-        specs: one entry or a list of entries; an entry is a built-in reward's name, or a mapping or object
-            with `name` (a built-in reward, or a label beside `function`), `function` (`module:function` or
-            `path/to/file.py:function`), `weight` (1), `options` (keyword arguments), `batched` (whether
-            `function` takes lists), `accuracy` (whether this one decides what counts as correct), and `only_if`,
-            `shape` (a function, named as `function`) and `clip`, see `Component`. Further
-            keys of a mapping are options too; `batched` and `accuracy` may also stand among the options.
+        specs: one entry or a list of entries. An entry is a built-in reward's name, or a mapping or object with `name`
+            (a
+            built-in reward, or a label beside `function`), `function` (`module:function` or
+            `path/to/file.py:function`),
+            `weight` (1), `options` (keyword arguments), `batched` (whether `function` takes lists), `accuracy` (whether
+            this one decides what counts as correct), and `only_if`, `shape` (a function, named like `function`) and
+            `clip`;
+            see `Component`. Further keys of a mapping are options too. `batched` and `accuracy` may also be among the
+            options.
         may_be_empty: see `Reward`.
-        modules: of the user's own, imported first, so that what they register is known by name.
-        row: names of the data's columns, as far as they are known: parameters may be named like columns.
+        modules: modules of the user to import first, so that the rewards that they register are known by name.
+        row: names of the data's columns, as far as they are known, since parameters may be named like columns.
 
     Raises:
-        ConfigError: a module that cannot be imported.
-        RewardError: an entry that names nothing known, or options that the function does not take.
+        ConfigError: a module cannot be imported.
+        RewardError: an entry names nothing known, or has options that the function does not accept.
     """
     load_modules(modules)
     entries = [specs] if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence) else specs

@@ -1,8 +1,9 @@
-"""Binding of a reward function's parameters to what is known of a sample: by their names, else by their number.
+"""Bind a reward function's parameters to values of a sample: by their names, or else by their number.
 
-The names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a parameter for each column)
-and of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`). A parameter named like a column of the data
-gets that column, `**kwargs` the columns that no parameter takes.
+Names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a parameter for each column) and of
+verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`). A parameter named like a column of the data gets
+that
+column, and `**kwargs` the columns that no parameter takes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 VALUES = ("prompt", "response", "reference", "extra")
 TOKEN_IDS, LOG_METRIC, LOG_EXTRA, TRAINER_STATE = "token_ids", "log_metric", "log_extra", "trainer_state"
-# A prompt, and a response, as TRL gives them to functions of lists: messages, where the row's prompt is a conversation.
+# Prompt and response in TRL's form for functions of lists: messages, if the row's prompt is a conversation.
 TRL_PROMPT, TRL_RESPONSE = "prompt or its messages", "response or its messages"
 _OF_TRL = {("prompts", "prompt"): TRL_PROMPT, ("completions", "response"): TRL_RESPONSE}
-COLUMN = "column "  # before the name of a column, where a value is named
+COLUMN = "column "  # prefix of a value's name that stands for a column
 
-# Names that are never a column: TRL calls every function with them, and verl with the last.
+# Names that are never a column: TRL calls every function with them, and verl with `solution_str`.
 FIXED = {
     "prompt": ("prompt", "prompts"),
     "response": ("response", "responses", "completion", "completions", "solution_str", "solution_strs"),
@@ -31,7 +32,7 @@ FIXED = {
     TRAINER_STATE: ("trainer_state",),
 }
 OF_THE_RUN = (LOG_METRIC, LOG_EXTRA, TRAINER_STATE)  # values that are the same for all samples
-# Other names of the four values, in the singular; a column of such a name goes before.
+# Other names of the four values, in the singular. A column with such a name takes precedence.
 NAMES = {
     "prompt": ("prompt", "question", "query", "instruction", "problem", "input"),
     "response": (
@@ -44,7 +45,7 @@ NAMES = {
     ),
     "extra": ("extra", "extra_info", "info", "metadata", "row"),
 }
-# Parameters without a default whose names say nothing, by their number.
+# Number of parameters without a default and with unknown names -> values that they get.
 BY_COUNT = {1: ("response",), 2: ("response", "reference"), 3: ("prompt", "response", "reference"), 4: VALUES}
 # TRL's trainer keeps its environments in the process that computes rewards. Here, when rewards are computed, an episode
 # is over, and its environment was on another rank.
@@ -71,8 +72,8 @@ class RowNames:
     """Names of the data's columns, as far as they are known.
 
     Attributes:
-        extra: the columns beside prompt and answer; None: not known yet, so that any name may be one.
-        prompt, answer: those of the prompt and of the reference answer (`data.prompt_key`, `data.answer_key`).
+        extra: columns beside prompt and answer; None: unknown yet, so any name may be a column.
+        prompt, answer: columns of the prompt and of the reference answer (`data.prompt_key`, `data.answer_key`).
     """
 
     extra: frozenset[str] | None = None
@@ -93,8 +94,8 @@ class Binding:
     """The values that a function is called with.
 
     Attributes:
-        positional: of parameters that can only be given by position.
-        keywords: by parameter.
+        positional: values of parameters that can only be given by position.
+        keywords: parameter -> value.
         rest: whether `**kwargs` gets the columns that no parameter takes.
         taken: names that `**kwargs` must not get: those of parameters and options.
     """
@@ -109,7 +110,7 @@ class Binding:
 
         Args:
             value_of: returns a value by its name.
-            columns: of the row, or of the rows, beside prompt and answer.
+            columns: columns of the row, or of the rows, beside prompt and answer.
         """
         keywords = {name: value_of(value) for name, value in self.keywords.items()}
         if self.rest:
@@ -117,7 +118,7 @@ class Binding:
         return [value_of(value) for value in self.positional], keywords
 
     def described(self, function: Callable[..., Any], options: Collection[str]) -> dict[str, str]:
-        """Return what each parameter is bound to, in words."""
+        """Return parameter -> the value that it is bound to, in words."""
         positional = iter(self.positional)
         found = {}
         for parameter in inspect.signature(function).parameters.values():
@@ -137,15 +138,15 @@ class Binding:
 def bind(
     function: Callable[..., Any], options: Collection[str], *, batched: bool, row: RowNames | None = None
 ) -> Binding:
-    """Decide what each parameter of a reward function gets.
+    """Decide which value each parameter of a reward function gets.
 
     Args:
         options: names of the parameters that get their values from the configuration.
-        batched: the function takes lists.
-        row: the names of the data's columns.
+        batched: whether the function takes lists.
+        row: names of the data's columns.
 
     Raises:
-        ValueError: a parameter cannot be bound; says which, and why.
+        ValueError: a parameter cannot be bound; names it and the reason.
     """
     row = row or RowNames()
     for name in NOT_GIVEN:
@@ -182,7 +183,7 @@ def bind(
 
 
 def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function reads `kwargs[name]`, and does nothing else with that name, such as to look for it."""
+    """Return whether a function reads `kwargs[name]` and does nothing else with that name, such as testing for it."""
     rest = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.VAR_KEYWORD]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not rest or code is None:
@@ -197,12 +198,15 @@ def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
 
 
 def value_of(name: str) -> str | None:
-    """Return which of `VALUES` a parameter of this name is, in the singular or the plural."""
+    """Return which of `VALUES` a parameter of this name stands for, in singular or plural; None if it is unknown."""
     return _VALUE_OF.get(name) or _VALUE_OF.get(name.removesuffix("s"))
 
 
 def _is_list(name: str, row: RowNames) -> bool:
-    """Return whether a name is the plural of sample, prompt or response; one row may well have several references."""
+    """Return whether a name is the plural of sample, prompt or response.
+
+    `references` is not one of these names, since one row may have several references.
+    """
     if row.value_of(name) is not None:
         return False
     return name == "samples" or (name not in _VALUE_OF and value_of(name) in ("prompt", "response"))
@@ -223,7 +227,8 @@ def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> di
         columns = ", ".join(sorted({*row.extra, row.prompt, *([row.answer] if row.answer else [])}))
         names = ", ".join(each.name for each in unknown)
         raise ValueError(f"what {names} stands for cannot be told: the data has the columns {columns}")
-    found |= {each.name: f"{COLUMN}{each.name}" for each in unknown}  # seen when the rows are
+    # The columns are unknown yet, so assume that the names are columns. Calling the function will show it.
+    found |= {each.name: f"{COLUMN}{each.name}" for each in unknown}
     values = [value for value in found.values() if not value.startswith(COLUMN)]
     if len(set(values)) < len(values):
         twice = ", ".join(name for name, value in found.items() if values.count(value) > 1)
@@ -232,7 +237,7 @@ def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> di
 
 
 def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
-    """Return the value that a parameter's name stands for, or None if it says nothing."""
+    """Return the value that a parameter's name stands for, or None if the name is unknown."""
     if value := _FIXED_OF.get(name):
         return value
     singular = name.removesuffix("s") if batched else name
@@ -240,7 +245,7 @@ def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
 
 
 def _prefer_columns(found: dict[str, str], row: RowNames) -> None:
-    """Give the column to a fixed name that means the same as another one: `completions` beside a column `response`."""
+    """Bind a fixed name to its column if another name means the same: `completions` beside a column `response`."""
     for name, value in list(found.items()):
         others = [other for other, same in found.items() if other != name and same == value]
         if others and name in (row.extra or ()) and not name.startswith("completion"):
@@ -248,7 +253,7 @@ def _prefer_columns(found: dict[str, str], row: RowNames) -> None:
 
 
 def _by_count(positional: list[Parameter], found: Mapping[str, str]) -> dict[str, str]:
-    """Bind parameters whose names say nothing by their number."""
+    """Bind parameters with unknown names by their number."""
     if len(positional) not in BY_COUNT:
         raise ValueError(f"{len(positional)} parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
     values = dict(zip((each.name for each in positional), BY_COUNT[len(positional)], strict=True))
@@ -258,7 +263,9 @@ def _by_count(positional: list[Parameter], found: Mapping[str, str]) -> dict[str
 
 
 def _optional_value(parameter: Parameter, chosen: Mapping[str, str], row: RowNames, *, batched: bool) -> str | None:
-    """Return what a parameter with a default gets: the column of its name, or a value that it waits for, or None."""
+    """Return the value of a parameter with a default: the column of its name, or a value that its name asks for, or
+    None.
+    """
     name = parameter.name
     if name in (*FIXED[TOKEN_IDS], *OF_THE_RUN):
         return _FIXED_OF[name]
@@ -288,6 +295,6 @@ def _extra_keywords(
 
 
 def missing_columns(binding: Binding, columns: Sequence[str]) -> list[str]:
-    """Return the columns that a function needs, and that are not among `columns`."""
+    """List the columns that a function needs and that `columns` lacks."""
     wanted = [*binding.positional, *binding.keywords.values()]
     return [value.removeprefix(COLUMN) for value in wanted if value.startswith(COLUMN) and value[7:] not in columns]

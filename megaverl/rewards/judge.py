@@ -1,7 +1,7 @@
-"""The rewards `judge`, a language model that grades behind an OpenAI-compatible endpoint, `served`, a reward model on
-vLLM's server, and `grader`, any service.
+"""Rewards from services: `judge` (a language model that grades), `served` (a reward model on vLLM), `grader` (any
+service).
 
-A sample that gets no grade, after all attempts, is NaN: it is left out of the step, and is never a 0.
+A sample without a grade after all attempts gets NaN: it is left out of the step, and never counts as 0.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ DEFAULT_RUBRIC = "correct, complete, clear; where there is a reference answer, a
 
 
 def delimited(name: str, text: str, salt: str) -> str:
-    """Text as data: between marks that it cannot contain, as their id is a digest of what it says."""
+    """Return text as data between marks that the text cannot contain, since their id is a digest of it."""
     digest = hashlib.sha256(f"{salt}\0{name}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f'<data id="{digest}" what="{name}">\n{text}\n</data id="{digest}">'
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """The template with its {places} filled, in one pass: what a value says is not a place."""
+    """Fill the {places} of a template in one pass, so that braces inside a value are not places."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def read_score(answer: Any, low: float, high: float) -> float:
-    """The score of a chat completion: of its JSON object or, failing that, of the last one in its text.
+    """Return the score in a chat completion: from its JSON object or, failing that, from the last one in its text.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError: there is none, or none between `low` and `high`.
+        ValueError, KeyError, TypeError, IndexError: there is no score between `low` and `high`.
     """
     text = answer["choices"][0]["message"]["content"]
     objects = re.findall(r"\{[^{}]*\}", text)
@@ -86,7 +86,7 @@ def read_score(answer: Any, low: float, high: float) -> float:
 
 
 def majority(votes: Sequence[float | None]) -> float:
-    """The most frequent vote, the mean of several that are; NaN where not more than half have been cast."""
+    """Return the most frequent vote, or the mean in a tie; NaN unless more than half of the votes were cast."""
     cast = [vote for vote in votes if vote is not None]
     if 2 * len(cast) <= len(votes):
         return math.nan
@@ -146,19 +146,23 @@ def judge(
     sampling: Mapping[str, Any] | None = None,
     **service: Any,
 ) -> list[float]:
-    """What a language model thinks of a response, 0 to 1; NaN where it gave no grade.
+    """Return a language model's opinion of each response, 0 to 1; NaN if it gave no grade.
 
     Args:
-        url: of an OpenAI-compatible server, such as http://host:8000/v1. model: its name there.
-        mode: rubric: a score on the `scale`. pairwise: the response against the row's reference answer, 1 if it is
-            better, 0 if worse, 0.5 if neither; every other vote sees them in the other order.
+        url: URL of an OpenAI-compatible server, such as http://host:8000/v1.
+        model: the model's name there.
+        mode: rubric: a score on the `scale`. pairwise: the response against the row's reference answer: 1 if it is
+            better,
+            0 if worse, 0.5 if neither; every other vote sees them in the other order.
         template: the question, or a .txt or .md file with it: {prompt}, {response}, {reference}, {rubric}, {low},
-            {high}; for pairwise {prompt}, {first}, {second}, {rubric}. rubric: what to grade by. scale: lowest and
-            highest score.
-        votes: answers to each question, of which the most frequent counts (of several, their mean).
-        structured: ask for JSON of a schema; where the server refuses that, it is asked without.
+            {high};
+            for pairwise {prompt}, {first}, {second}, {rubric}.
+        rubric: criteria for the grade.
+        scale: lowest and highest score.
+        votes: number of answers to each question; the most frequent one counts (in a tie, their mean).
+        structured: request JSON of a schema. If the server refuses that, the request is sent without it.
         sampling: further fields of the request, such as temperature (0, or 1 with several votes) and max_tokens (512).
-        token_env and what follows: see `ServiceOptions`.
+        service: `ServiceOptions`, such as token_env.
     """
     server = Service.shared(ServiceOptions(_endpoint(url), **service))
     low, high = (float(scale[0]), float(scale[1])) if mode == "rubric" else (0.0, 2.0)
@@ -176,7 +180,7 @@ def judge(
     read = functools.partial(read_score, low=low, high=high)
     found = server.ask_all(requests, read, instead=_without_format if structured else None)
     if mode == "pairwise":
-        # the response stands first, unless swapped: 1 is its win then
+        # The response comes first unless swapped, so the vote 1 means that it wins.
         worth = [{0: 0.5, 1: float(not other), 2: float(other)} for other in swapped]
         found = [None if each is None else value.get(round(each)) for each, value in zip(found, worth, strict=True)]
     else:
@@ -189,7 +193,7 @@ def _without_format(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(sample: RewardSample, swapped: bool) -> dict[str, str]:
-    """What others wrote, each as data."""
+    """Return the texts of a sample, which others wrote, each marked as data."""
     reference = sample.reference if isinstance(sample.reference, str) else json.dumps(sample.reference)
     texts = {"prompt": sample.prompt, "response": sample.response}
     texts["reference"] = "(none)" if sample.reference is None else reference
@@ -227,14 +231,17 @@ def served(
     job: str | None = None,
     **service: Any,
 ) -> list[float]:
-    """What a reward model behind `megaverl serve reward` gives, before any activation; NaN where it gave nothing.
+    """Return the raw output of a reward model behind `megaverl serve reward`, before any activation; NaN without an
+    answer.
+
+    The model reads the row's conversation and the answer in its own chat template; without a template, it reads the
+    plain
+    texts one after the other.
 
     Args:
-        url: the server's root. model: its name there, the folder that it was started with.
-        token_env and what follows: see `ServiceOptions`.
-
-    It reads the row's conversation and the answer as its own chat template writes them; without one, the texts as they
-    stand, one after the other.
+        url: root of the server.
+        model: the model's name there, the folder that the server was started with.
+        service: `ServiceOptions`, such as token_env.
     """
     server = Service.shared(ServiceOptions(_classify(url), job=job, **service))
     requests = [{"model": model, "messages": _conversation(each), **AS_IT_STANDS} for each in samples]
@@ -252,7 +259,7 @@ def _conversation(sample: RewardSample) -> list[dict[str, str]]:
 
 
 def _as_text(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model without a chat template."""
+    """Return the request for a model without a chat template."""
     *before, answer = (message["content"] for message in request["messages"])
     return {"model": request["model"], "input": "\n\n".join(before) + answer, "use_activation": False}
 
@@ -272,9 +279,14 @@ def grader(
     url: str,
     **service: Any,
 ) -> list[float]:
-    """What a service says: a POST of {prompt, response, reference, extra} is answered by {"score": number}.
+    """Return the scores of a service that answers a POST of {prompt, response, reference, extra} with {"score":
+    number}.
 
-    NaN where it gave no score. url: the whole address. token_env and what follows: see `ServiceOptions`.
+    NaN without a score.
+
+    Args:
+        url: the whole address.
+        service: `ServiceOptions`, such as token_env.
     """
     server = Service.shared(ServiceOptions(url, **service))
     requests = [

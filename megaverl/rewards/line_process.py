@@ -1,4 +1,4 @@
-"""A process that answers one JSON line for each that it gets, and is killed when an answer takes too long."""
+"""Child process that answers one JSON line for each line that it gets, and is killed if an answer takes too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaverl.processes import ending_with_parent
 
 
 class ProcessDied(Exception):
-    """It ended instead of answering."""
+    """Raised if the process ended instead of answering."""
 
     def __init__(self, code: int | None) -> None:
         super().__init__(f"it ended with code {code}")
@@ -24,10 +24,17 @@ class ProcessDied(Exception):
 
 
 class LineProcess:
-    """Starts on creation, and ends with this process at the latest; its own errors go nowhere.
+    """Child process that starts on creation and ends with this process at the latest. Its error output is discarded.
 
     Args:
-        command: what to run. environment: its whole environment. folder: where it runs.
+        command: command to run.
+        environment: its whole environment.
+        folder: its working folder.
+
+    Example:
+        process = LineProcess([sys.executable, "worker.py"], {})
+        process.send({"x": 1})
+        answer = process.answer(timeout_seconds=5.0)
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> None:
@@ -47,10 +54,10 @@ class LineProcess:
         )
 
     def send(self, request: Any) -> None:
-        """Give it a line.
+        """Send a line.
 
         Raises:
-            ProcessDied: it is not there to read it.
+            ProcessDied: the process has ended.
         """
         assert self._process.stdin is not None
         try:
@@ -60,10 +67,11 @@ class LineProcess:
             raise self._died() from None
 
     def answer(self, timeout_seconds: float) -> Any:
-        """Its next line.
+        """Return the next line's JSON.
 
         Raises:
-            TimeoutError: none came in time. ProcessDied: none will.
+            TimeoutError: no line came in time.
+            ProcessDied: no line will come.
         """
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_seconds
@@ -80,12 +88,13 @@ class LineProcess:
         line, _, self._received = self._received.partition(b"\n")
         try:
             return json.loads(line)
-        except (ValueError, RecursionError):  # something else writes into its channel: it cannot be trusted any more
+        except (ValueError, RecursionError):
+            # Something else writes into the channel, so no further line can be trusted.
             self._process.kill()
             raise self._died() from None
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -97,5 +106,10 @@ class LineProcess:
 
 @functools.cache
 def _lasting_thread(process: int) -> ThreadPoolExecutor:
-    """One of this process (a copy of it has no threads): what it starts must not end with the caller's thread."""
+    """Return a thread that lasts as long as this process, for starting children.
+
+    The kernel kills such a child when the thread that started it ends. The cache is per process id, since a forked copy
+    has
+    no threads.
+    """
     return ThreadPoolExecutor(1, thread_name_prefix="starter")

@@ -1,8 +1,7 @@
-"""A process that compares formulas with math-verify, and can be killed when one takes for ever.
+"""Process that compares formulas with math-verify, and can be killed if a comparison takes forever.
 
-`python -m megaverl.rewards.math_worker` reads one JSON list [reference, response] a line and answers true or
-false. math-verify's own time limit is a signal: it needs the main thread, and it never interrupts a huge
-integer power.
+`python -m megaverl.rewards.math_worker` reads one JSON list [reference, response] per line and answers true or false.
+math-verify's own time limit is a signal. It needs the main thread, and never interrupts a huge integer power.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import ClassVar
 from megaverl.errors import RewardError
 from megaverl.rewards.line_process import LineProcess, ProcessDied
 
-START_SECONDS = 120.0  # importing sympy on a loaded machine
+START_SECONDS = 120.0  # importing sympy on a loaded machine takes long
 
 
 class MathWorker:
-    """Talks to the process; starts it when it is first needed and after it had to be killed."""
+    """Client of the process. Starts it when it is first needed, and again after it was killed."""
 
     _shared: ClassVar[MathWorker | None] = None
 
@@ -32,14 +31,14 @@ class MathWorker:
 
     @classmethod
     def shared(cls) -> MathWorker:
-        """The one worker of this process, closed when the process ends."""
+        """Return this process's worker, closed when the process ends."""
         if cls._shared is None:
             cls._shared = cls()
             atexit.register(cls._shared.close)
         return cls._shared
 
     def equal(self, reference: str, response: str, timeout_seconds: float) -> bool:
-        """Whether the two mean the same; False too if that takes longer than `timeout_seconds`.
+        """Return whether both formulas mean the same; False if that takes longer than `timeout_seconds`.
 
         Raises:
             RewardError: the process cannot be started, or dies.
@@ -82,9 +81,10 @@ class MathWorker:
 
 
 def serve() -> None:
-    """Answer on the standard output until the standard input ends."""
+    """Answer on standard output until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    # Redirect output of libraries to standard error, so that it does not mix with the answers.
+    os.dup2(2, 1)
     import logging
 
     from math_verify import parse, verify
@@ -98,7 +98,7 @@ def serve() -> None:
     answer(True)
     for line in sys.stdin.buffer:
         reference, response = json.loads(line)
-        # A bare formula is found reliably only as LaTeX; one with its own marks stays as it is.
+        # math-verify finds a bare formula reliably only as LaTeX, so mark it unless it has marks already.
         marked = any(mark in reference for mark in ("$", "\\(", "\\[", "\\boxed"))
         expected = parse(reference if marked else f"${reference}$", parsing_timeout=None)
         answer(bool(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None)))

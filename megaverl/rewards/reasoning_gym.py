@@ -1,7 +1,7 @@
 """reasoning-gym: its procedural tasks as a data set, and each task's own verifier as the reward.
 
-A row names the task and its number, and the verifier makes the entry again from them: what it needs to know never
-travels with the sample.
+A row names the task and its index. The verifier recreates the entry from them, so its solution never travels with the
+sample.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits, wh
 
 PREFIX, COLUMN = "reasoning_gym:", "reasoning_gym"
 HOW_TO_INSTALL = "pip install 'megaverl[reasoning-gym]'"
-SEED = {"seed": 0}  # of a task whose name says none
+SEED = {"seed": 0}  # default seed of a task
 ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
-# In the sandbox: some of the verifiers hand the model's text to sympy, which evaluates it.
+# Runs in the sandbox, because some verifiers let sympy evaluate the model's text.
 VERIFIER = """
 import functools, json, sys
 import reasoning_gym
@@ -38,16 +38,17 @@ for given in json.load(sys.stdin):
     scores.append(float(dataset.score_answer(given["answer"], dataset[given["index"]])))
 print("\\n" + json.dumps(scores))
 """
-AT_ONCE = 16  # answers in one process: to make one takes as long as several of them
+AT_ONCE = 16  # answers that one process verifies, as starting a process takes as long as several of them
 
 
 class ReasoningGymRows:
-    """`reasoning_gym:NAME?size=1000&seed=1&OPTION=VALUE`: the entries of a task, each made when it is read.
+    """Entries of a task, `reasoning_gym:NAME?size=1000&seed=1&OPTION=VALUE`, each created when it is read.
 
-    NAME is one of `reasoning_gym.factory.DATASETS`, the options are those of its configuration; seed is 0 unless given.
+    NAME is one of `reasoning_gym.factory.DATASETS`, and the options are those of its configuration; seed is 0 by
+    default.
 
     Raises:
-        DataError: the package is missing, there is no such task, or it refuses an option.
+        DataError: the package is missing, the task does not exist, or it refuses an option.
     """
 
     def __init__(self, path: str) -> None:
@@ -69,7 +70,7 @@ class ReasoningGymRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         entry = self._dataset[index]
-        answer = entry["answer"]  # None where many are right
+        answer = entry["answer"]  # None if there are many right answers
         return {
             "prompt": entry["question"],
             "answer": "" if answer is None else str(answer),
@@ -78,13 +79,13 @@ class ReasoningGymRows:
 
 
 def read_task(path: str, prefix: str = PREFIX, named: str = r"[^\W\d]\w*") -> tuple[str, dict[str, Any]]:
-    """The name and the options in `reasoning_gym:NAME?OPTION=VALUE&...`; values are JSON, or else text.
+    """Parse `reasoning_gym:NAME?OPTION=VALUE&...` into name and options; values are JSON, or else text.
 
     Args:
-        named: a regular expression that names match.
+        named: a regular expression for names.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: the text does not have this form.
     """
     name, _, query = path.removeprefix(prefix).partition("?")
     try:
@@ -97,7 +98,7 @@ def read_task(path: str, prefix: str = PREFIX, named: str = r"[^\W\d]\w*") -> tu
 
 
 def why_no_task(path: str) -> str:
-    """What is wrong with a task's name as it is written, or that the package is missing; "" where nothing is."""
+    """Return why a task's name is wrong, or that the package is missing; "" if all is well."""
     if importlib.util.find_spec("reasoning_gym") is None:
         return f"which needs the package reasoning-gym: {HOW_TO_INSTALL}."
     try:
@@ -144,14 +145,16 @@ def _check(tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb
 def reasoning_gym_score(
     samples: list[RewardSample], *, tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb: int = 2048
 ) -> list[float]:
-    """What reasoning-gym's own verifier of the row's task gives the answer: 1 if it is right, less for others.
+    """Return the score of reasoning-gym's own verifier for the row's task: 1 if the answer is right, less otherwise.
 
-    The verifiers run confined (see `Sandbox`), since some let sympy evaluate what the model wrote; several in one
-    process, and each alone where that does not come to its end. One that takes too long, or raises, gives 0.
+    The verifiers run confined (see `Sandbox`), since some let sympy evaluate what the model wrote. One process runs
+    several;
+    if it fails, each of them runs alone. A verifier that takes too long, or raises, gives 0.
 
     Args:
-        tags: the answer is what stands in the last <answer>...</answer>, and there is none without; false: it is the
-            whole response. workers: verifiers at once, on each rank. seconds, memory_mb: of one.
+        tags: whether the answer is the text in the last <answer>...</answer>; otherwise it is the whole response.
+        workers: parallel verifiers on each rank.
+        seconds, memory_mb: limits of one verifier.
     """
     asked: list[tuple[int, dict[str, Any]]] = []
     for number, sample in enumerate(samples):
@@ -170,7 +173,8 @@ def reasoning_gym_score(
     scores = [0.0] * len(samples)
     alone = []
     for part, values in zip(parts, _verified(box, parts), strict=True):
-        if values is None:  # one of them is why: each is asked by itself
+        # One of the answers made the process fail, so verify each in a process of its own.
+        if values is None:
             alone += [[each] for each in part]
         else:
             for (number, _), value in zip(part, values, strict=True):
@@ -181,7 +185,7 @@ def reasoning_gym_score(
 
 
 def _verified(box: Sandbox, parts: list[list[tuple[int, dict[str, Any]]]]) -> list[list[float] | None]:
-    """The scores of each part; None where its process did not come to its end, or says something else."""
+    """Return the scores of each part; None if its process failed, or answered something else."""
     outcomes = box.run_all([ConfinedProgram(VERIFIER, json.dumps([given for _, given in part])) for part in parts])
     found: list[list[float] | None] = []
     for part, outcome in zip(parts, outcomes, strict=True):

@@ -1,4 +1,4 @@
-"""Reward functions by name: the built-in ones and those that users register; what a function sees and returns."""
+"""Registry of reward functions, built-in and of the user, with the types of their arguments and results."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from megaverl.user_code import describe, user_code
 
 @dataclass(frozen=True)
 class RewardSample:
-    """One response with what is known about its prompt.
+    """A response with what is known about its prompt.
 
     Attributes:
         prompt: text, as the model saw it.
         response: text, without special tokens.
-        reference: the reference answer of the row, of any JSON type; None if there is none.
+        reference: the row's reference answer, of any JSON type; None if there is none.
         extra: the row's other columns.
-        transcript: of an episode of several turns everything after the prompt, the environment's answers too, where
-            `response` is the last turn alone; None if not known.
-        finish_reason: `stop` (the model ended it) or `length` (it was cut off); None if not known.
-        num_tokens: of the response, with its end of sequence; None if not known.
-        messages: the conversation that the prompt is, before a chat template; None if not known.
-        is_conversation: the row's own prompt is a list of messages, not text.
-        token_ids: of the response, as the model drew them; None if not known.
+        transcript: for an episode with several turns, everything after the prompt, with the environment's answers;
+            `response` is then the last turn only. None if unknown.
+        finish_reason: `stop` (the model ended it) or `length` (it was cut off); None if unknown.
+        num_tokens: tokens of the response, with its end of sequence; None if unknown.
+        messages: the prompt's conversation before the chat template; None if unknown.
+        is_conversation: whether the row's own prompt is a list of messages instead of text.
+        token_ids: tokens of the response, as the model drew them; None if unknown.
     """
 
     prompt: str
@@ -55,11 +55,12 @@ class RewardOutput:
     """Rewards of a list of samples, in its order.
 
     Attributes:
-        total: the weighted sums of the components: what is trained on. NaN: the sample could not be scored, as where a
-            judge gave no answer; it is left out.
-        components: each component by name, not weighted.
-        correct: what accuracy and pass@k count: the component that the configuration names with `accuracy:
-            true`, else the first one, is 1 or more.
+        total: weighted sums of the components, which are trained on. NaN if a sample could not be scored, for example
+            because a judge gave no answer; the sample is left out.
+        components: name -> unweighted values of each component.
+        correct: what accuracy and pass@k count: whether the component with `accuracy: true`, or else the first one, is
+            1 or
+            more.
     """
 
     total: list[float]
@@ -67,7 +68,10 @@ class RewardOutput:
     correct: list[bool]
 
     def metrics(self, prefix: str = "reward") -> dict[str, float]:
-        """Mean, spread and extremes of the total, each component's mean, accuracy, of the samples that are scored."""
+        """Return metrics of the scored samples.
+
+        These are mean, standard deviation and extremes of the total, each component's mean, and accuracy.
+        """
         scored = [value for value in self.total if not math.isnan(value)]
         if not scored:
             return {}
@@ -93,27 +97,27 @@ FIRST = {False: "sample", True: "samples"}
 
 
 def finished(value: Any) -> Any:
-    """Return what a reward function returned, or the result of its coroutine if it is declared with `async def`."""
+    """Return the value, or the result of the coroutine of a function that is declared with `async def`."""
     if not inspect.iscoroutine(value):
         return value
-    # The calling thread may have an event loop of its own.
+    # The calling thread may have a running event loop, in which asyncio.run would fail.
     with ThreadPoolExecutor(1, thread_name_prefix="async reward") as threads:
         return threads.submit(asyncio.run, value).result()
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function and how it is called.
+    """A function and the way to call it.
 
     It takes either one `sample` (a `RewardSample`) as its first parameter, or values of a sample by name (see
     `megaverl.rewards.binding`); if `batched`, a list of each. Options follow as keyword arguments. It returns a number,
-    or a list of numbers if `batched`.
+    or a
+    list of numbers if `batched`.
 
     Attributes:
-        check: called with the options when the reward is built; raises ValueError for one that cannot be
-            used.
-        may_fail: NaN says that a sample could not be scored; it is then left out.
-        highest: the most that it gives; None: not known.
+        check: called with the options when the reward is built; raises ValueError for wrong options.
+        may_fail: whether NaN is a valid result, for a sample that could not be scored and is left out.
+        highest: the greatest value that it returns; None: unknown.
     """
 
     name: str
@@ -125,17 +129,17 @@ class RewardFunction:
 
     @functools.cached_property
     def takes_samples(self) -> bool:
-        """Whether its first parameter is named `sample` (`samples`)."""
+        """True if its first parameter is named `sample` (`samples` if batched)."""
         return next(iter(inspect.signature(self.function).parameters), None) == FIRST[self.batched]
 
     def may_take(self, value: str) -> bool:
-        """Return whether it may take a value of the run, such as TRL's `log_metric`, by name or in `**kwargs`."""
+        """Return whether it can receive a value of the run, such as TRL's `log_metric`, by name or in `**kwargs`."""
         parameters = inspect.signature(self.function).parameters.values()
         takes_rest = self.batched and any(each.kind is each.VAR_KEYWORD for each in parameters)
         return takes_rest or any(each.name == value for each in parameters)
 
     def binding(self, options: Collection[str], row: RowNames | None = None) -> Binding:
-        """Decide what its parameters are given.
+        """Bind its parameters.
 
         Raises:
             ValueError: see `bind`.
@@ -143,10 +147,10 @@ class RewardFunction:
         return bind(self.function, options, batched=self.batched, row=row)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """See that the function can be called with these options.
+        """Check that the function can be called with these options.
 
         Raises:
-            RewardError: names what it takes, and what was given.
+            RewardError: it cannot; names its parameters, and the options that were given.
         """
         signature = inspect.signature(self.function)
         try:
@@ -202,33 +206,33 @@ def register_reward(
 
 
 def load_modules(names: Sequence[str]) -> None:
-    """Import what registers rewards: modules, or files, of the user's own.
+    """Import modules or files of the user, which register rewards.
 
     Raises:
-        ConfigError: one that is not there, or cannot be imported.
+        ConfigError: one does not exist, or cannot be imported.
     """
     for name in names:
         load_module(name, "reward_modules")
 
 
 def _place_of(function: Callable[..., Any]) -> Any:
-    """Where it is defined: a file may be imported as a module, and as a file."""
+    """Return the place of a function's definition, since one file may be imported both as a module and as a file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return (os.path.realpath(code.co_filename), function.__qualname__) if code else function
 
 
 def reward_names() -> list[str]:
-    """Names of all registered rewards."""
+    """List the names of all registered rewards."""
     for name in ("rules", "judge", "reasoning_gym"):  # the built-in ones
         importlib.import_module(f"megaverl.rewards.{name}")
     return sorted(_REGISTERED)
 
 
 def find_reward(name: str) -> RewardFunction:
-    """The registered reward `name`.
+    """Return the registered reward `name`.
 
     Raises:
-        RewardError: there is none; the message names the nearest.
+        RewardError: there is none; the message names the most similar one.
     """
     names = reward_names()
     if name not in _REGISTERED:

@@ -1,5 +1,6 @@
-"""The built-in rules: the response's length, exact matches and formats, numbers and formulas; and `code`: a response's
-program, run against the row's tests where it can do no harm."""
+"""Built-in rules: length, exact match, format, numbers, formulas, and `code`, which runs a program against the row's
+tests.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _check_overlong(max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -
 
 @register_reward("soft_overlong", check=_check_overlong, highest=0.0)
 def soft_overlong(sample: RewardSample, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
-    """0 up to `max_tokens - buffer_tokens`, then falling in a line to `-penalty` at `max_tokens`.
+    """Return 0 up to `max_tokens - buffer_tokens` tokens, falling linearly to `-penalty` at `max_tokens`.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476), equation 13: soft overlong punishment.
     """
@@ -49,13 +50,13 @@ def _check_linear(max_tokens: int, free_tokens: int = 0) -> None:
 
 @register_reward("length_linear", check=_check_linear, highest=0.0)
 def length_linear(sample: RewardSample, *, max_tokens: int, free_tokens: int = 0) -> float:
-    """0 up to `free_tokens`, then falling in a straight line to -1 at `max_tokens` and on below it."""
+    """Return 0 up to `free_tokens`, falling linearly to -1 at `max_tokens` and beyond."""
     return -max(_num_tokens(sample) - free_tokens, 0) / (max_tokens - free_tokens)
 
 
 @register_reward("finished")
 def finished(sample: RewardSample) -> float:
-    """1 if the model ended its response itself, 0 if it was cut off."""
+    """Return 1 if the model ended its response itself, 0 if it was cut off."""
     if sample.finish_reason is None:
         raise ValueError("why the response ended is not known here (RewardSample.finish_reason is None)")
     return float(sample.finish_reason == "stop")
@@ -65,7 +66,7 @@ FORMAT_MODES = ("search", "fullmatch")
 
 
 def references(sample: RewardSample) -> list[str]:
-    """Return the reference answers as texts: one, or any of a list. A null in the list is none.
+    """List the reference answers as texts: one, or those of a list. Nulls in the list are skipped.
 
     Raises:
         ValueError: the sample has none.
@@ -79,7 +80,7 @@ def references(sample: RewardSample) -> list[str]:
 
 @register_reward("exact_match")
 def exact_match(sample: RewardSample, *, strip: bool = True, ignore_case: bool = False) -> float:
-    """1 if the response is the reference (or one of a list of them), else 0."""
+    """Return 1 if the response equals the reference (or one of a list of them), else 0."""
     return float(
         any(
             _plain(sample.response, strip, ignore_case) == _plain(text, strip, ignore_case)
@@ -95,9 +96,9 @@ def _plain(text: str, strip: bool, ignore_case: bool) -> str:
 
 @register_reward("positions")
 def positions(sample: RewardSample, *, strip: bool = True) -> float:
-    """Fraction of characters that are right where they stand, 0 to 1: credit for a nearly right answer.
+    """Return the fraction of characters that are right at their position, 0 to 1: credit for a nearly right answer.
 
-    Counted over the longer of response and reference, so that a response too long or too short loses.
+    It is relative to the longer of response and reference, so that a response of the wrong length loses.
     """
 
     def matching(reference: str) -> float:
@@ -125,7 +126,7 @@ def _check_format(pattern: Any, mode: str = "search") -> None:
 
 @register_reward("format", check=_check_format)
 def response_format(sample: RewardSample, *, pattern: str, mode: str = "search") -> float:
-    """1 if the regular expression `pattern` is found in the response (`fullmatch`: covers all of it), else 0.
+    r"""Return 1 if the regular expression `pattern` is found in the response (`fullmatch`: covers all of it), else 0.
 
     `.` matches line ends too. Example: `<think>.*</think>\\s*<answer>.*</answer>` with `mode: fullmatch`.
     """
@@ -139,7 +140,8 @@ METHODS = ("strict", "flexible")
 
 
 def final_number(text: str, method: str = "strict") -> Decimal | None:
-    """The number after the last `####`; `flexible`: failing that, the last number of the text; or None.
+    """Return the number after the last `####`; with `flexible`, or else the last number of the text; None if there is
+    none.
 
     Dollar signs and commas between thousands are allowed: `#### $1,234.50`.
     """
@@ -164,11 +166,13 @@ def _check_gsm8k(method: str = "strict", format_score: float = 0.0) -> None:
 
 @register_reward("gsm8k", check=_check_gsm8k)
 def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float = 0.0) -> float:
-    """1 for the reference's final number, `format_score` for another one, 0 for none.
+    """Return 1 for the reference's final number, `format_score` for another one, 0 for none.
 
-    GSM8K (Cobbe et al. 2021, arXiv:2110.14168) ends every answer with `#### N`. The reference may be such an
-    answer, the number alone, or a text without `####`, whose last number counts: "The answer is 42." Numbers are
-    compared by value: 72 is 72.0.
+    GSM8K (Cobbe et al. 2021, arXiv:2110.14168) ends every answer with `#### N`. The reference may be such an answer,
+    the
+    number alone, or a text without `####`, whose last number counts: "The answer is 42." Numbers are compared by value:
+    72
+    is 72.0.
     """
     [reference, *_] = references(sample)
     expected = final_number(reference)
@@ -192,10 +196,11 @@ def _check_math_verify(timeout_seconds: float = 5.0) -> None:
 
 @register_reward("math_verify", batched=True, check=_check_math_verify)
 def math_verify(samples: list[RewardSample], *, timeout_seconds: float = 5.0) -> list[float]:
-    """1 if the response's last formula or number equals the reference as mathematics (1/2 is 0.5), else 0.
+    """Return 1 if the response's last formula or number equals the reference mathematically (1/2 is 0.5), else 0.
 
-    Decided by the library math-verify in a process of its own, for model output can make sympy compute for
-    ever; what takes longer than `timeout_seconds` scores 0.
+    The library math-verify decides in a separate process, since model output can make sympy compute forever. A
+    comparison
+    that takes longer than `timeout_seconds` scores 0.
     """
     worker = MathWorker.shared()
     scores = []
@@ -210,7 +215,7 @@ LANGUAGES = ("", "python", "python3", "py")
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of Python, or that names no language; all of it where there is no block at all."""
+    """Return the last fenced block of Python or without a language; the whole response if it has no blocks."""
     blocks = [text for language, text in BLOCK.findall(response) if language.lower() in LANGUAGES]
     return blocks[-1] if blocks else "" if BLOCK.search(response) else response
 
@@ -218,16 +223,17 @@ def extract_code(response: str) -> str:
 def row_tests(reference: Any) -> list[dict[str, Any]]:
     """Return a row's tests: each has `input` and `output`, or `call` and `expected`, or `code`.
 
-    A field that is null is one that the test does not have, as Parquet gives every test the fields of all the others.
-    `expected: null` says that the function returns None, and so does a `call` without it.
+    A null field is one that the test does not have, since Parquet gives every test the fields of all others.
+    `expected: null` means that the function returns None, and so does a `call` without it.
 
     Args:
-        reference: tests, one or a list: mappings as above, or Python's text (`assert f(1) == 2`). Also the forms of
-            APPS, TACO and LiveCodeBench (`inputs`, `outputs`, `fn_name`), of HumanEval (`test`, `entry_point`) and of
-            MBPP (`test_list`, `test_setup_code`); also as JSON text.
+        reference: one test or a list: mappings as above, or Python text (`assert f(1) == 2`). Also the forms of APPS,
+            TACO
+            and LiveCodeBench (`inputs`, `outputs`, `fn_name`), of HumanEval (`test`, `entry_point`) and of MBPP
+            (`test_list`, `test_setup_code`); also as JSON text.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it has none of these forms.
     """
     parsed = _parsed(reference)
     if isinstance(parsed, str):
@@ -257,13 +263,13 @@ def row_tests(reference: Any) -> list[dict[str, Any]]:
     )
 
 
-# Where `expected` or `input` is left out, a field that is not known may be a misspelt one.
+# If `expected` or `input` is missing, an unknown field may be a misspelling of it, so only these are allowed.
 FIELDS_OF_CALL = {"call", "args", "kwargs", "tolerance"}
 FIELDS_OF_SCRIPT = {"output", "testtype", "type", "name", "id"}
 
 
 def _is_script_test(test: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
-    """Whether a test runs the program as a script; one that reads nothing may have no input, or null.
+    """Return whether a test runs the program as a script. A test that reads nothing may have no input, or null.
 
     Args:
         written: the test with its null fields.
@@ -276,7 +282,7 @@ def _is_script_test(test: Mapping[str, Any], written: Mapping[str, Any]) -> bool
 
 
 def _parsed(reference: Any) -> Any:
-    """Return what JSON text of a list or a mapping says; numbers and other text stay."""
+    """Parse JSON text of a list or mapping; return numbers and other text unchanged."""
     if isinstance(reference, str) and reference.lstrip()[:1] in ("[", "{"):
         try:
             return read_json(reference, not_finite=True)
@@ -288,7 +294,7 @@ def _parsed(reference: Any) -> Any:
 def _pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     pairs = list(zip(found["inputs"], found["outputs"], strict=True))
     if name := found.get("fn_name"):
-        # APPS puts the value of a function into a list of one
+        # APPS wraps the value of a function in a list.
         values = [o[0] if isinstance(o, list) and len(o) == 1 else o for _, o in pairs]
         return [
             {"call": name, "args": [] if i is None else i, "expected": value}
@@ -298,17 +304,17 @@ def _pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _script_text(value: Any) -> str:
-    """Return what a script reads or writes: text, or the lines of a list; null is nothing."""
+    """Return the input or output of a script as text; a list holds its lines, and null is empty."""
     if isinstance(value, list):
         return "\n".join("" if line is None else str(line) for line in value)
     return "" if value is None else str(value)
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs are the same, apart from space at the ends of lines and of the whole.
+    """Return whether two outputs are equal, apart from white space at the ends of lines and of the whole.
 
     Args:
-        tolerance: by how much numbers may differ, relative or absolute, where the text is otherwise the same.
+        tolerance: permitted difference of numbers, relative or absolute, if the text is otherwise equal.
     """
     lines = [[line.rstrip() for line in text.strip().split("\n")] for text in (found, expected)]
     if lines[0] == lines[1] or not tolerance:
@@ -360,15 +366,19 @@ def code(
     threads: int = 16,
     preload: Sequence[str] = (),
 ) -> list[float]:
-    """1 if the response's Python program passes all tests of the row, else 0.
+    """Return 1 if the response's Python program passes all tests of the row, else 0.
 
-    The program is the last fenced block of the response. It runs confined, anew for every test (see `Sandbox`); what
-    takes too long, needs too much memory or writes too much fails the test.
+    The program is the last fenced block of the response. It runs confined, anew for every test (see `Sandbox`). A
+    program
+    that takes too long, needs too much memory or writes too much fails the test.
 
     Args:
-        tests_key: the row's column that has the tests; None: the reference answer. partial_credit: the fraction of
-            tests that pass instead. setup: code that goes before every program, such as imports. tolerance: of numbers
-            in outputs and values. max_tests: only a row's first ones. workers: programs at once, on each rank.
+        tests_key: column of the row with the tests; None: the reference answer.
+        partial_credit: return the fraction of passed tests instead.
+        setup: code before every program, such as imports.
+        tolerance: tolerance of numbers in outputs and values.
+        max_tests: use only a row's first tests.
+        workers: parallel programs on each rank.
         seconds, memory_mb, output_kb, threads, preload: see `SandboxLimits`.
     """
     box = Sandbox.shared(SandboxLimits(seconds, memory_mb, output_kb, threads, tuple(preload)), workers)

@@ -1,4 +1,4 @@
-"""Requests to a service that scores: several at once, again where one fails, and never beyond a time or a budget."""
+"""Requests to a scoring service: several in parallel, with retries, within a deadline and a budget."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ from urllib.parse import urlsplit
 from megaverl.errors import RewardError
 from megaverl.outside import read_json
 
-PASSING = (408, 409, 425, 429)  # and 500 and above: the same request may succeed later
+PASSING = (408, 409, 425, 429)  # like 500 and above, these statuses may pass when the request is retried
 OURS = {401: "the token", 403: "the token", 404: "the address, or the model's name", 405: "the address"}
 LONGEST_WAIT, CACHED = 30.0, 100_000
 JOB_HEADER = "X-Megaverl-Job"
 
 
 class Unanswered(Exception):
-    """No usable answer to one request; says why."""
+    """Raised if a request has no usable answer; gives the reason."""
 
 
 class Unsupported(Exception):
-    """The service refuses the request as it is made (400, 422)."""
+    """Raised if the service refuses the form of a request (400, 422)."""
 
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """url: where requests are posted. token_env: the environment variable that holds a bearer token.
+    """Options of a service.
 
-    timeout_seconds: of one attempt. retries: further attempts. deadline_seconds: of one call for all of its samples,
-    waits included. concurrent: requests at once. budget: requests of this process in the whole run; None: any number.
-    job: a name by which a service that several jobs share tells them apart.
+    Attributes:
+        url: address that requests are posted to.
+        token_env: environment variable with a bearer token.
+        timeout_seconds: limit of one attempt.
+        retries: further attempts.
+        deadline_seconds: limit of one call for all its samples, waits included.
+        concurrent: parallel requests.
+        budget: requests of this process in the whole run; None: no limit.
+        job: name by which a service that several jobs share tells them apart.
     """
 
     url: str
@@ -52,7 +58,7 @@ class ServiceOptions:
     job: str | None = None
 
     def check(self) -> None:
-        """Raise a ValueError for what cannot be used."""
+        """Raise a ValueError for options that cannot be used."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https:// and name a host")
@@ -69,14 +75,14 @@ class ServiceOptions:
 
 
 def check_service(url: str, **options: Any) -> None:
-    """Raise a ValueError for what cannot be used of those options that are a service's."""
+    """Raise a ValueError for wrong service options among `options`."""
     ServiceOptions(
         url, **{key: value for key, value in options.items() if key in ServiceOptions.__dataclass_fields__}
     ).check()
 
 
 def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: `**service` are `ServiceOptions` by name; the function's signature says which."""
+    """Decorate a function whose `**service` are `ServiceOptions`, and show them in its signature."""
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
     taken = (*signature.parameters, "job")
@@ -91,11 +97,13 @@ def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Service:
-    """A client of one service; safe to call from several threads.
+    """Thread-safe client of one service.
 
     Attributes:
-        sent, failed: attempts, and requests without an answer. from_cache: those that were not sent. tokens: that
-            answers say they have cost.
+        sent: number of attempts.
+        failed: requests without an answer.
+        from_cache: requests that were answered from the cache.
+        tokens: tokens that the answers report as used.
     """
 
     options: ServiceOptions
@@ -109,30 +117,31 @@ class Service:
     _slots: threading.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        self._slots = threading.Semaphore(self.options.concurrent)  # of all calls together
+        # Limits the parallel requests of all calls together.
+        self._slots = threading.Semaphore(self.options.concurrent)
 
     _shared: ClassVar[dict[ServiceOptions, Service]] = {}
     _told: ClassVar[dict[str, int]] = {}
 
     @classmethod
     def shared(cls, options: ServiceOptions) -> Service:
-        """The one of this process with these options: its cache and its budget last for the run."""
+        """Return this process's client with these options. Its cache and budget last for the run."""
         return cls._shared.setdefault(options, cls(options))
 
     @classmethod
     def known(cls) -> list[Service]:
-        """Those of this process."""
+        """List the clients of this process."""
         return list(cls._shared.values())
 
     @classmethod
     def spent(cls) -> dict[str, int]:
-        """Metrics: of all of this process, since the last call."""
+        """Return metrics of all clients of this process since the last call."""
         before, cls._told = cls._told, cls.costs()
         return {name: count - before.get(name, 0) for name, count in cls._told.items()}
 
     @classmethod
     def costs(cls) -> dict[str, int]:
-        """Metrics: of all of this process, since it began."""
+        """Return metrics of all clients of this process since its start."""
         names = {"requests": "sent", "failed_requests": "failed", "cached_requests": "from_cache", "tokens": "tokens"}
         known = cls.known()
         return {f"reward/service_{name}": sum(getattr(each, own) for each in known) for name, own in names.items()}
@@ -144,19 +153,19 @@ class Service:
         *,
         instead: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """What `read` makes of the answer to each request; None where there is no answer.
-
-        The same request is answered from the cache.
+        """Send all requests and return `read` of each answer, or None without an answer. Equal requests are sent once.
 
         Args:
-            read: given the answer's JSON; raises ValueError, KeyError, TypeError or IndexError for one that cannot be
-                used, which is asked again.
-            instead: another form of a request that the service refuses (400, 422).
+            read: converts the answer's JSON; raises ValueError, KeyError, TypeError or IndexError for an unusable
+                answer, which
+                is requested again.
+            instead: returns another form of a request that the service refuses (400, 422).
 
         Raises:
-            RewardError: the service refuses the token, or is not there under this address.
+            RewardError: the service refuses the token, or does not exist at this address.
         """
-        import httpx  # where a reward needs it
+        # Imported here, so that only rewards with a service need httpx.
+        import httpx
 
         options = self.options
         deadline = time.monotonic() + options.deadline_seconds
@@ -177,7 +186,8 @@ class Service:
                         self.last_failure = str(error)
                     return None
 
-            distinct = {_key(request): request for request in requests}  # the same in one call are asked once
+            # Equal requests of one call are sent once.
+            distinct = {_key(request): request for request in requests}
             with ThreadPoolExecutor(options.concurrent, thread_name_prefix="service") as pool:
                 answers = dict(zip(distinct, pool.map(one, distinct.values()), strict=True))
         return [answers[_key(request)] for request in requests]
@@ -212,7 +222,7 @@ class Service:
         return answer
 
     def _ask(self, client: Any, request: Mapping[str, Any], read: Callable[[Any], Any], deadline: float) -> Any:
-        """One request, until it is answered."""
+        """Send one request until it is answered or its attempts are used up."""
         problem = "its time was over before it was sent"
         for attempt in range(self.options.retries + 1):
             left = deadline - time.monotonic()
@@ -227,7 +237,7 @@ class Service:
                 problem, wait = str(error), error.wait
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 problem, wait = f"an answer that cannot be read ({type(error).__name__}: {error})", None
-            # full jitter: many that failed together do not come back together
+            # Full jitter: requests that failed at the same time are not retried at the same time.
             wait = random.uniform(0, min(0.5 * 2**attempt, LONGEST_WAIT)) if wait is None else wait
             if attempt < self.options.retries and time.monotonic() + wait < deadline:
                 time.sleep(wait)
@@ -240,8 +250,8 @@ class Service:
 
         end = time.monotonic() + timeout
         try:
-            # by parts: httpx's timeout is of each read, and a server may send a byte a minute
-            # ASCII: a text may hold what UTF-8 cannot encode
+            # Read in parts: httpx's timeout applies to each read, and a server may send a byte a minute. The JSON is
+            # ASCII, since a text may hold lone surrogates, which UTF-8 cannot encode.
             sent = {"content": json.dumps(request).encode(), "headers": {"Content-Type": "application/json"}}
             with client.stream("POST", self.options.url, timeout=timeout, **sent) as response:
                 parts = []
@@ -277,13 +287,15 @@ class Service:
 
 
 class _TryAgain(Exception):
+    """Raised for a failure that a retry may overcome. `wait` is the service's own wish in seconds."""
+
     def __init__(self, problem: str, wait: float | None = None) -> None:
         super().__init__(problem)
         self.wait = wait
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Seconds, where the service names them."""
+    """Parse the seconds of a Retry-After header; None without one."""
     try:
         return min(max(float(text or ""), 0.0), LONGEST_WAIT)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What TRL gives to a reward function besides values of samples: the trainer's state, and functions that log.
+"""TRL's interface of reward functions: the trainer's state, and functions that log.
 
     def score(completions, trainer_state, log_metric, log_extra, **kwargs):
         lengths = [len(completion) for completion in completions]
@@ -23,12 +23,12 @@ from megaverl.user_code import show
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of training when rewards are computed, with the names of transformers' class.
+    """Training progress at the time when rewards are computed, with the names of transformers' class.
 
     Attributes:
-        global_step: training steps that are finished; 0 in the first one. A step here is one batch of rollouts.
+        global_step: finished training steps; 0 during the first one. A step is one batch of rollouts.
         max_steps: `trainer.steps`.
-        epoch: passes over the training data so far, with its fraction; None where the reward's rank does not know it.
+        epoch: passes over the training data so far, with fraction; None if the reward's rank does not know it.
     """
 
     global_step: int = 0
@@ -38,11 +38,11 @@ class TrainerState:
 
 @dataclass
 class CallContext:
-    """What the functions of a reward share with the run: its progress, and what they have logged.
+    """State that the functions of a reward share with the run: its progress, and what they have logged.
 
     Attributes:
-        metrics: names and values that `log_metric` was given.
-        columns: of the last call that was made: column -> its values by the sample's place in the call.
+        metrics: (name, value) of every `log_metric` call.
+        columns: column -> value by index of the sample, for the last call.
     """
 
     state: TrainerState = field(default_factory=TrainerState)
@@ -50,17 +50,17 @@ class CallContext:
     columns: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep a metric; the run logs the mean of a step's values as `reward/NAME`."""
+        """Log a metric. The run logs the mean over a step as `reward/NAME`."""
         self.metrics.append((str(name), read_number(float(value))))
 
     def log_extra(self, column: str, values: Sequence[Any], rows: Sequence[int]) -> None:
-        """Keep a value for each sample; the run writes them into `samples.jsonl`.
+        """Log a value for each sample, which the run writes to `samples.jsonl`.
 
         Args:
-            rows: places of the samples that the function was called with.
+            rows: indices of the samples that the function was called with.
 
         Raises:
-            RewardError: there is not one value for each.
+            RewardError: the number of values differs from the number of samples.
         """
         values = list(values)
         if len(values) != len(rows):
@@ -69,18 +69,19 @@ class CallContext:
         kept.update(zip(rows, map(_json_value, values), strict=True))
 
     def take_columns(self, count: int) -> list[dict[str, Any]]:
-        """Return the logged values of each of `count` samples, by column, and forget them."""
+        """Return the logged values of each of `count` samples, by column, and clear them."""
         found = [{name: values[row] for name, values in self.columns.items() if row in values} for row in range(count)]
         self.columns.clear()
         return found
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that JSON can hold: numbers and text as they are, everything else as text.
+    """Return a JSON value: numbers and text unchanged, everything else as text.
 
-    Readers of JSON, this project's among them, refuse integers that no float can hold.
+    JSON readers, including this project's, refuse integers that no float can hold.
     """
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a scalar of numpy or torch
+    # A scalar of numpy or torch.
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         return show(value, limit=1000)
@@ -90,5 +91,5 @@ def _json_value(value: Any) -> Any:
 
 
 def conversation_of(response: str) -> list[dict[str, str]]:
-    """Return a response as TRL gives the completion of a conversational prompt."""
+    """Return a response in TRL's form for the completion of a conversational prompt."""
     return [{"role": "assistant", "content": response}]

@@ -1,5 +1,4 @@
-"""Programs that nobody has read, run in processes that can do nothing but compute: workers that run programs, some of
-them at once, each in a process that is behind a boundary already."""
+"""Sandbox for untrusted programs: workers that run several at once, each in a process that can only compute."""
 
 from __future__ import annotations
 
@@ -27,11 +26,16 @@ START_SECONDS, MARGIN_SECONDS = 60.0, 30.0
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """seconds: wall time of one run; CPU time has the same limit, rounded up, and a second more.
+    """Limits of one run.
 
-    memory_mb: address space. output_kb: standard output and error together. threads: besides the first; none where the
-    kernel does not count them for a program alone (see `MECHANISMS`: only with the first, and for an ordinary user with
-    the second). preload: packages that are imported once, before the first program.
+    Attributes:
+        seconds: wall time; CPU time has the same limit, rounded up, plus a second.
+        memory_mb: address space.
+        output_kb: standard output and error together.
+        threads: threads besides the first; none if the kernel cannot count them for a program alone (see `MECHANISMS`:
+            it
+            can with the first, and for an ordinary user with the second).
+        preload: packages that are imported once, before the first program.
     """
 
     seconds: float = 5.0
@@ -43,7 +47,13 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class ConfinedProgram:
-    """source: a Python program. It runs as a script on `input`, or `test` decides (see `programs.run_tests`)."""
+    """A Python program to run.
+
+    Attributes:
+        source: text of the program.
+        input: standard input of a script.
+        test: a test that decides instead (see `programs.run_tests`).
+    """
 
     source: str
     input: str = ""
@@ -52,8 +62,13 @@ class ConfinedProgram:
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """code: the exit code, negative for a signal. passed: what the test said; of a script, whether its code is 0.
-    reason: why not, in words."""
+    """Result of a program.
+
+    Attributes:
+        code: exit code, negative for a signal.
+        passed: result of the test; for a script, whether its code is 0.
+        reason: why it failed, in words.
+    """
 
     code: int
     output: str
@@ -66,13 +81,18 @@ class ProgramOutcome:
 
 @dataclass
 class Sandbox:
-    """Runs programs in up to `size` workers; safe to call from several threads.
+    """Runs programs in up to `size` workers; thread-safe.
 
     Args:
-        mechanism: one of `MECHANISMS`; None: the first that this machine gives.
+        mechanism: one of `MECHANISMS`; None: the first that this machine supports.
 
     Raises:
-        RewardError: (from `run`) this machine gives none.
+        RewardError: (from `run`) this machine supports none.
+
+    Example:
+        box = Sandbox(SandboxLimits(seconds=2.0))
+        outcome = box.run(ConfinedProgram("print(input())", input="hello"))
+        outcome.passed, outcome.output
     """
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
@@ -90,7 +110,7 @@ class Sandbox:
 
     @classmethod
     def shared(cls, limits: SandboxLimits, size: int) -> Sandbox:
-        """The one of this process with these limits, closed when the process ends."""
+        """Return this process's sandbox with these limits, closed when the process ends."""
         with cls._sharing:
             if (limits, size) not in cls._shared:
                 cls._shared[limits, size] = cls(limits, size)
@@ -98,20 +118,21 @@ class Sandbox:
             return cls._shared[limits, size]
 
     def run_all(self, tasks: Sequence[ConfinedProgram]) -> list[ProgramOutcome]:
-        """`run` of each, as many at once as there are workers."""
+        """Run all programs, as many in parallel as there are workers."""
         if len(tasks) < 2:
             return [self.run(task) for task in tasks]
         with ThreadPoolExecutor(min(self.size, len(tasks)), thread_name_prefix="sandbox") as pool:
             return list(pool.map(self.run, tasks))
 
     def run(self, task: ConfinedProgram) -> ProgramOutcome:
-        """Run one; whatever it does is an outcome."""
+        """Run one program. Whatever it does becomes an outcome."""
         parts: list[Any] = [{"source": task.source, "input": task.input}]
         if task.test is not None:
             parts.append(dict(task.test))
         sizes = [len(json.dumps(part)) + 1 for part in parts]
         died: int | None = None
-        for _ in range(2):  # a worker that died, as by the kernel's lack of memory, may not have done so by this task
+        # A worker may die because of something else, such as the kernel's out-of-memory killer, so try twice.
+        for _ in range(2):
             worker = self._free.get()
             try:
                 worker = worker or self._start()
@@ -168,8 +189,9 @@ class Sandbox:
 
 
 def _started(limits: SandboxLimits, mechanism: str) -> LineProcess | str:
-    """A worker, or why there is none."""
-    # nothing of this process's environment: no keys, no addresses; and the same order of sets in every run
+    """Return a worker, or the reason why it could not start."""
+    # Do not pass on this process's environment, which may hold keys and addresses. A fixed hash seed gives sets the
+    # same order in every run.
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     worker = LineProcess([sys.executable, "-sSP", str(WORKER)], environment, folder="/")
     paths = sysconfig.get_paths()
@@ -189,7 +211,7 @@ def _started(limits: SandboxLimits, mechanism: str) -> LineProcess | str:
 
 @functools.cache
 def why_not_here() -> str | None:
-    """Why programs cannot be confined on this machine, in words; None where they can."""
+    """Return why programs cannot be confined on this machine; None if they can."""
     box = Sandbox(size=1)
     try:
         box.run(ConfinedProgram("pass"))

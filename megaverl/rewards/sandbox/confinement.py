@@ -1,12 +1,17 @@
-"""What a confined process can reach and use: a file system that cannot be written, no network, few resources.
+"""Confinement of a process: a read-only file system, no network, and limits on resources.
 
-There are three ways to take the file system away. `namespaces` of root (mount, process, network, IPC): the process sees
-Python's library and nothing else. `user_namespaces`: the same for an ordinary user. `landlock`, where both are refused,
-as in most containers: it sees that other files are there, and reads none of them. Each goes with a filter of system
-calls, limits on resources, and no capabilities.
+There are three ways to take the file system away. `namespaces`, as root (mount, process, network, IPC): the process
+sees
+only Python's library. `user_namespaces`: the same for an ordinary user. `landlock`, if both are refused, as in most
+containers: the process sees that other files exist, but cannot read them. Each is combined with a filter of system
+calls, resource limits, and no capabilities.
 
-The filter is one of seccomp(2), as classic BPF. What it does not list fails with EPERM: no program is started, no
-process made, no socket opened, no file changed, no other process signalled, traced or looked at.
+    1. enter: make the boundary, once per worker
+    2. fork for each program
+    3. confine: limits, Landlock and the seccomp filter, as the last thing before the program runs
+
+The filter is one of seccomp(2) in classic BPF. System calls that it does not list fail with EPERM: a program cannot
+start programs or processes, open sockets, change files, or signal, trace or inspect other processes.
 """
 
 from __future__ import annotations
@@ -46,14 +51,15 @@ getrandom:318:278 getrlimit:97:163 arch_prctl:158:- exit:60:93 exit_group:231:94
 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 shutdown:48:210 getsockopt:55:209 setsockopt:54:208
 getsockname:51:204 getpeername:52:205
 """
-# (x86_64, aarch64) of those that are allowed with some values of an argument only
+# (x86_64, aarch64) numbers of calls that are allowed only with some values of an argument.
 CLONE, CLONE3, KILL, TGKILL, PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (302, 261)
 SOCKETPAIR, IOCTL, PRCTL, FCNTL = (53, 199), (16, 29), (157, 167), (72, 25)
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 CLONE_THREAD, AF_UNIX, PR_SET_NAME = 0x10000, 1, 15
 TERMINAL_AND_FLAGS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
-DUP_AND_FLAGS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD ... F_SETFL, F_DUPFD_CLOEXEC: nobody else gets a signal
+# F_DUPFD, F_GETFD ... F_SETFL, F_DUPFD_CLOEXEC. F_SETOWN is missing: it could send signals to other processes.
+DUP_AND_FLAGS = (0, 1, 2, 3, 4, 1030)
 ALLOW, REFUSE, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ARCH, NUMBER, ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
@@ -65,10 +71,10 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def machine() -> str:
-    """The architecture, if its system calls are known here.
+    """Return the architecture if its system calls are known here.
 
     Raises:
-        OSError: it is not.
+        OSError: they are not.
     """
     name = platform.machine()
     if name not in AUDIT_ARCH or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -77,7 +83,11 @@ def machine() -> str:
 
 
 def build_filter(pid: int, *, threads: bool) -> bytes:
-    """The filter, for the process `pid`. threads: whether it may have any; processes it may not."""
+    """Return the filter for the process `pid`.
+
+    Args:
+        threads: whether the process may have threads. It may never have child processes.
+    """
     name = machine()
     column = list(AUDIT_ARCH).index(name)
     lines = [_line(LOAD, ARCH), _line(EQUAL, AUDIT_ARCH[name], 1, 0), _line(RETURN, KILL_PROCESS), _line(LOAD, NUMBER)]
@@ -86,7 +96,7 @@ def build_filter(pid: int, *, threads: bool) -> bytes:
             lines += [_line(EQUAL, int(number), 0, 1), _line(RETURN, ALLOW)]
 
     def one_of(call: tuple[int, int], argument: int, values: tuple[int, ...], test: int = EQUAL) -> None:
-        """Allowed if an argument (its low half: these are ints) passes `test` with one of the values."""
+        """Allow a call if an argument (its low half, as these are ints) passes `test` with one of the values."""
         checks = [_line(test, value, len(values) - place) for place, value in enumerate(values)]
         block = [_line(LOAD, ARGUMENTS + 8 * argument), *checks, _line(RETURN, REFUSE | errno.EPERM)]
         lines.extend([_line(EQUAL, call[column], 0, len(block) + 1), *block, _line(RETURN, ALLOW)])
@@ -100,16 +110,16 @@ def build_filter(pid: int, *, threads: bool) -> bytes:
     one_of(IOCTL, 1, TERMINAL_AND_FLAGS)
     one_of(PRCTL, 0, (PR_SET_NAME,))
     one_of(FCNTL, 1, DUP_AND_FLAGS)
-    # glibc then uses clone, whose flags can be looked at
+    # clone3 passes its flags in memory, which a filter cannot read. After ENOSYS glibc uses clone, whose flags it can.
     lines += [_line(EQUAL, CLONE3[column], 0, 1), _line(RETURN, REFUSE | errno.ENOSYS)]
     return b"".join([*lines, _line(RETURN, REFUSE | errno.EPERM)])
 
 
 def install_filter(program: bytes) -> None:
-    """Put this process under the filter, for good.
+    """Put this process under the filter permanently.
 
     Raises:
-        OSError: the kernel does not take it.
+        OSError: the kernel refuses it.
     """
 
     class _Filter(ctypes.Structure):
@@ -141,9 +151,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Boundary:
-    """paths: what can be read. is_namespace: this process is in namespaces, else Landlock is set for each program.
+    """A boundary that this process is behind.
 
-    counts_threads: whether the kernel counts the threads of this user by themselves.
+    Attributes:
+        paths: what can be read.
+        is_namespace: this process is in namespaces; otherwise Landlock is set for each program.
+        counts_threads: whether the kernel counts the threads of this user separately.
     """
 
     paths: Sequence[str]
@@ -152,28 +165,29 @@ class Boundary:
 
 
 def _places(packages: Sequence[str]) -> list[str]:
-    """Python's library, these folders and the libraries that both load."""
+    """List Python's library, these folders, and the libraries that both load."""
     own = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
     return [path for path in (*own, *packages, *LIBRARIES) if os.path.exists(path)]
 
 
 def readable_paths(packages: Sequence[str]) -> list[str]:
-    """Those places, without links, none inside another."""
+    """List those places with links resolved, without places inside others."""
     found = {os.path.realpath(path) for path in _places(packages)}
     return sorted(path for path in found if not any(Path(path).is_relative_to(other) for other in found - {path}))
 
 
 def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
-    """Make a boundary, and be inside of it. With namespaces this forks and returns in the child, process 1 there.
+    """Make a boundary and move behind it. With namespaces this forks and returns in the child, process 1 there.
 
     Args:
         packages: folders of packages that programs may import.
 
     Raises:
-        OSError: the kernel, or the container, refuses it.
+        OSError: the kernel or the container refuses it.
     """
     machine()
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # the first to go where memory ends
+    # If memory runs out, the kernel should kill this process first.
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     paths = readable_paths(packages)
     if mechanism == "landlock":
         _checked("landlock_create_ruleset", _libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
@@ -189,22 +203,25 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     starter = os.getppid()
     child = os.fork()
     if child:
-        end_with_parent(starter)  # a change of user or namespace forgets it
+        # The kernel clears this setting when the user or the namespace changes.
+        end_with_parent(starter)
         _wait_for(child)
     links = {path: os.readlink(path) for path in LIBRARIES if os.path.islink(path)}
-    for place in _places(packages):  # a Python whose folder is a link has it in the names of all that it imports
+    # If Python's folder is a link, its imports use the link's name, so the link must exist inside too.
+    for place in _places(packages):
         links.setdefault(place, os.path.realpath(place))
     _private_root(paths, links)
     if as_root:
         _become_ordinary(number)
     _drop_capabilities()
-    _checked("prctl", _libc.prctl(1, signal.SIGKILL))  # PR_SET_PDEATHSIG; its parent has no number in here
+    # PR_SET_PDEATHSIG. The parent is outside the namespace, so its process number cannot be checked here.
+    _checked("prctl", _libc.prctl(1, signal.SIGKILL))
     os.setsid()
     return Boundary(paths, is_namespace=True, counts_threads=as_root or user != 0)
 
 
 def confine(boundary: Boundary, *, memory_mb: int, seconds: float, threads: int) -> None:
-    """Give up everything that a program need not have, for good. The last thing before it runs."""
+    """Permanently give up everything that a program does not need. The last thing before it runs."""
     most = {
         resource.RLIMIT_AS: memory_mb * 2**20,
         resource.RLIMIT_CPU: int(seconds) + 1,
@@ -216,7 +233,8 @@ def confine(boundary: Boundary, *, memory_mb: int, seconds: float, threads: int)
         resource.RLIMIT_SIGPENDING: 64,
     }
     if boundary.counts_threads:
-        most[resource.RLIMIT_NPROC] = threads + 3  # this one, the one that waits for it, and the one of the tests
+        # Three more: this process, the one that waits for it, and the one with the tests.
+        most[resource.RLIMIT_NPROC] = threads + 3
     for what, limit in most.items():
         _, hard = resource.getrlimit(what)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -235,7 +253,9 @@ def _checked(what: str, result: int) -> int:
 
 
 def _wait_for(child: int) -> None:
-    """Stand outside, for whoever started this one, until the child ends; then end as it did."""
+    """Wait outside the namespace until the child ends, and then end with its code, for the process that started this
+    one.
+    """
     os.closerange(0, 3)
     _, status = os.waitpid(child, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
@@ -248,7 +268,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str | N
 
 
 def _read_only(target: str) -> None:
-    """A mount and those below it."""
+    """Make a mount and those below it read-only."""
     attributes = struct.pack("QQQQ", READ_ONLY_NOSUID_NODEV, 0, 0, 0)
     flags, size = ctypes.c_uint(AT_RECURSIVE), ctypes.c_size_t(len(attributes))
     done = _libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, attributes, size)
@@ -256,7 +276,7 @@ def _read_only(target: str) -> None:
 
 
 def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
-    """A root that has these paths alone: a tmpfs in which they are mounted, as bubblewrap does it."""
+    """Change to a root with only these paths: a tmpfs with bind mounts, as in bubblewrap."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
@@ -284,14 +304,15 @@ def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
 
 
 def _become_ordinary(number: int) -> None:
-    """From root to a user that nobody else is, so that its processes are counted by themselves."""
+    """Change from root to a user that nobody else has, so that its processes are counted separately."""
     for user in (FIRST_USER + number, NOBODY):
         try:
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
             return
-        except OSError as error:  # a number that this user namespace does not have
+        except OSError as error:
+            # This user namespace does not have the number.
             refused = error
     raise refused
 

@@ -1,8 +1,13 @@
-"""What runs in confined processes: a response as a script, or beside it, in another process, the tests of it.
+"""Programs of confined processes: a response as a script, or a response and, in a second process, its tests.
 
-Tests call the response's functions across a pipe, as lines of JSON, and get plain values back: nothing that the
-response defines is ever in the process that decides. An object that has no plain form stays where it is, and the other
-side has a `Remote` that stands for it.
+Tests call the response's functions through a pipe, as lines of JSON, and get plain values back. So nothing that the
+response defines is ever in the process that decides. An object without a plain form stays in its process, and a
+`Remote`
+represents it in the other.
+
+    tests' process                         response's process
+    function(1, 2)   --- {"do": "call", ...} --->   response's function runs
+    value            <-- {"value": 3, ...} ------
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def run_script(source: str) -> None:
-    """A whole program, which reads its standard input and writes its standard output; ends this process."""
+    """Run a whole program, which reads standard input and writes standard output, and end this process."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     status = 0
@@ -44,7 +49,7 @@ def run_script(source: str) -> None:
 
 
 def _end(status: int) -> None:
-    """As an interpreter ends, without the parts of it that were there before the fork."""
+    """End like an interpreter, but without the parts that existed before the fork."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -55,11 +60,11 @@ def _end(status: int) -> None:
 
 
 class RemoteError(Exception):
-    """What the other side raised, where it is no exception of Python's own."""
+    """Raised for an exception of the other side that is not one of Python's own."""
 
 
 class Remote:
-    """An object of the response."""
+    """Proxy of an object in the response's process."""
 
     def __init__(self, peer: Peer, handle: int) -> None:
         self.__dict__.update(_peer=peer, _handle=handle)
@@ -77,7 +82,7 @@ class Remote:
         return hash(self._handle)
 
     def __eq__(self, other: object) -> bool:
-        """Between two objects of the response it is the response that says so; it never equals a value of the tests."""
+        """Compare two objects of the response there. An object of the response never equals a value of the tests."""
         return isinstance(other, Remote) and self._peer.ask("special", self._handle, args=("__eq__", other)) is True
 
 
@@ -93,7 +98,8 @@ class Peer:
     """One side of the pipe.
 
     Args:
-        is_response: this side runs the response: it does whatever the other asks. The tests' side only calls the
+        is_response: whether this side runs the response, and does whatever the other side asks. The tests' side only
+            calls
             functions that it has passed on itself.
     """
 
@@ -102,11 +108,12 @@ class Peer:
         self.objects: list[Any] = []
 
     def send(self, message: Any) -> None:
+        """Send a line of JSON."""
         self.writing.write(json.dumps(message).encode() + b"\n")
         self.writing.flush()
 
     def receive(self) -> Any:
-        """The other side's next line.
+        """Return the other side's next line.
 
         Raises:
             EOFError: there is none.
@@ -116,10 +123,10 @@ class Peer:
         return json.loads(line)
 
     def ask(self, what: str, handle: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Have the other side do it; what it changed in lists and mappings that it was given is changed here too.
+        """Let the other side run something, and apply its changes to lists and mappings in the arguments.
 
         Raises:
-            Exception: what that raised.
+            Exception: the exception that it raised.
         """
         given = {key: self.encoded(value) for key, value in (kwargs or {}).items()}
         self.send({"do": what, "on": handle, "args": [self.encoded(value) for value in args], "kwargs": given})
@@ -139,7 +146,7 @@ class Peer:
         return self.decoded(answer["value"])
 
     def serve(self, request: Mapping[str, Any]) -> None:
-        """Do what the other side asks, and answer."""
+        """Run what the other side asks for, and answer."""
         try:
             target = self.objects[request["on"]]
             args = [self.decoded(value) for value in request["args"]]
@@ -153,16 +160,18 @@ class Peer:
             elif request["do"] == "set":
                 value = setattr(target, args[0], args[1])  # type: ignore[func-returns-value]
             else:
-                if not hasattr(target, args[0]):  # as Python says it, which asks for `__len__` of whatever it lists
+                # Raise Python's own error: list(), for example, asks any object for __len__ and expects TypeError.
+                if not hasattr(target, args[0]):
                     raise TypeError(f"{type(target).__name__} has no {args[0]}")
                 value = getattr(target, args[0])(*args[1:])
             changed = [self.encoded(arg) if isinstance(arg, list | dict | set) else None for arg in args]
             self.send({"value": self.encoded(value), "args": changed})
-        except Exception as error:  # of the response: the tests may be waiting for just that
+        except Exception as error:
+            # A test may expect the response to raise this.
             self.send({"error": type(error).__name__, "message": str(error)})
 
     def encoded(self, value: Any) -> Any:
-        """As JSON: plain values by what they hold, functions of Python's own by name, all else by a number."""
+        """Encode a value as JSON: plain values by content, Python's own functions by name, other objects by number."""
         if hasattr(value, "tolist") and type(value).__module__.partition(".")[0] == "numpy":
             value = value.tolist()
         if value is None or isinstance(value, bool):
@@ -196,7 +205,7 @@ class Peer:
         return {"t": "object", "v": len(self.objects) - 1}
 
     def decoded(self, value: Any) -> Any:
-        """The reverse."""
+        """Decode a value from JSON."""
         if isinstance(value, list):
             return [self.decoded(each) for each in value]
         if not isinstance(value, dict):
@@ -220,7 +229,7 @@ class Peer:
 
 
 def serve_response(source: str, reading: BinaryIO, writing: BinaryIO) -> None:
-    """Run the response's own code, tell the tests its names, and do what they ask until they end."""
+    """Run the response's code, send its names to the tests, and serve their requests until they end."""
     module = types.ModuleType("response")
     sys.modules["response"] = module
     peer = Peer(reading, writing, is_response=True)
@@ -240,7 +249,7 @@ def serve_response(source: str, reading: BinaryIO, writing: BinaryIO) -> None:
 
 
 def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, verdicts: BinaryIO) -> None:
-    """Say whether the response passes: `code` to run, or `call` with `args`, `kwargs` and what is `expected`."""
+    """Run a test and write its verdict: `code` to run, or `call` with `args`, `kwargs` and the `expected` value."""
     try:
         peer = Peer(reading, writing, is_response=False)
         hello = peer.receive()
@@ -259,7 +268,8 @@ def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, ver
         else:
             exec(compile(test["code"], "test", "exec"), {**names, "__name__": "test"})
         verdict: dict[str, Any] = {"passed": True}
-    except BaseException as error:  # a test may raise anything, and all of it is a failure
+    except BaseException as error:
+        # A test may raise anything, which always counts as a failure.
         verdict = {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
     verdicts.write(json.dumps(verdict).encode())
     verdicts.flush()
@@ -267,9 +277,10 @@ def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, ver
 
 
 def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
-    """The response's names as a test sees them; it cannot put anything in the place of Python's own.
+    """Return the response's names for a test. They cannot replace Python's own names.
 
-    code: the test: where it reads `math.x`, `math` is the module.
+    Args:
+        code: the test. If it uses `math.x`, the name `math` is the module, whatever the response defines.
     """
     found = {}
     for name, value in names.items():
@@ -281,9 +292,9 @@ def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
 
 
 def same(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Return whether two plain values are equal: lists and tuples are the same, keys are compared as JSON writes them.
+    """Return whether two plain values are equal. Lists equal tuples, and keys are compared as JSON writes them.
 
-    A key whose value is None equals one that is absent: rows from Parquet cannot tell them apart.
+    A key with the value None equals a missing key: rows from Parquet cannot distinguish them.
     """
     if isinstance(expected, list | tuple):
         return (

@@ -1,8 +1,8 @@
-"""The process that confined programs are copies of: `python -sSP worker.py`.
+"""Worker process whose copies run confined programs: `python -sSP worker.py`.
 
-It imports what programs mostly use, goes behind a boundary, and then makes a copy of itself for every program: no
-interpreter starts, no import is repeated. The first line that it reads has the limits, every further one a task; each
-gets one line of answer. What a copy does to itself ends with it, and it is killed when its time is over.
+It imports modules that programs often use, moves behind a boundary, and forks a copy of itself for every program, so
+that no interpreter starts and no import is repeated. The first line of its input has the limits, every further line a
+task, and each task gets one line of answer. A copy's changes end with it, and it is killed when its time is over.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PRELOADED = "array bisect cmath collections copy dataclasses datetime decimal en
 PRELOADED += (
     "itertools json math operator queue random re statistics string sys textwrap time traceback types typing unittest"
 )
-FIRST_FREE = 100  # numbers of files above those that a program gets
+FIRST_FREE = 100  # file descriptors from here on are above those that a program gets
 
 
 def serve() -> None:
-    """Answer on the standard output until the standard input ends."""
+    """Answer on standard output until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     requests = os.dup(0)
     os.dup2(2, 1)
@@ -54,7 +54,8 @@ def serve() -> None:
         answer({"error": f"{error}"})
         return
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_DFL)  # which process 1 of a namespace never gets from inside
+        # With default handlers, process 1 of a namespace ignores these signals from inside.
+        signal.signal(name, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
     limits = {name: setting[name] for name in ("memory_mb", "threads")}
     gc.collect()
@@ -66,7 +67,7 @@ def serve() -> None:
 
 
 def _line(file: int) -> Any:
-    """The next line, and nothing after it; None at the end."""
+    """Read the next line and nothing after it; None at the end."""
     text = b""
     while not text.endswith(b"\n"):
         if not (byte := os.read(file, 1)):
@@ -82,16 +83,19 @@ def run(
     limits: Mapping[str, Any],
     max_output: int,
 ) -> dict[str, Any]:
-    """Run one task, and leave nothing of it.
+    """Run one task and leave nothing behind.
 
-    What is run is read by the copies themselves, out of `requests`: this process never holds a program or a test, so
-    none finds another one's in its memory.
+    The copies read their programs from `requests` themselves. So this process never holds a program or a test, and no
+    copy
+    can find another one's in its memory.
 
     Args:
-        sizes: bytes of the program's line, and of the test's where there is one.
+        sizes: bytes of the program's line, and of the test's line if there is one.
 
-    Returns: `code` (negative for a signal), `output`, `errors`, `verdict`, `timed_out`, `too_much`, and what it took:
-        `seconds`, `memory_mb`.
+    Returns:
+        `code` (negative for a signal), `output`, `errors`, `verdict`, `timed_out`, `too_much`, and the costs `seconds`
+        and
+        `memory_mb`.
     """
     out, err, verdict = os.pipe(), os.pipe(), os.pipe()
     pipes = [out, err, verdict]
@@ -137,9 +141,10 @@ def run(
 def _start(
     requests: int, size: int, program: Callable[[Any], None], files: list[int], confine: Callable[[], None]
 ) -> int:
-    """A copy of this process that runs `program` on its line of `requests`, with these files as 1, 2, 3, ... alone.
+    """Fork a copy that runs `program` on its line of `requests`, with only these files as descriptors 1, 2, 3, ...
 
-    Returns: its number, when it has read its line.
+    Returns:
+        The copy's process number, once it has read its line.
     """
     ready = os.pipe()
     child = os.fork()
@@ -148,7 +153,8 @@ def _start(
         has_read = os.read(ready[0], 1)
         os.close(ready[0])
         if not has_read:
-            os._exit(1)  # what is left of its line would be taken for the next request
+            # The rest of its line would be read as the next request.
+            os._exit(1)
         return child
     try:
         given = json.loads(_exactly(requests, size))
@@ -163,7 +169,8 @@ def _start(
         os.closerange(len(moved), FIRST_FREE + 2 * len(moved) + 64)
         sys.stdin, sys.stdout, sys.stderr = _opened(0, "r", "w", "w")
         os.environ.clear()
-        random.seed(0)  # which a fork makes anew: the same program has the same luck in every run
+        # Python reseeds `random` after a fork. A fixed seed gives a program the same result in every run.
+        random.seed(0)
         confine()
         program(given)
     except BaseException as error:
@@ -173,7 +180,7 @@ def _start(
 
 
 def _opened(first: int, *modes: str) -> list[Any]:
-    """The files first, first + 1, ..."""
+    """Open the file descriptors first, first + 1, ... with these modes."""
     return [os.fdopen(first + place, mode) for place, mode in enumerate(modes)]
 
 
@@ -186,7 +193,7 @@ def _exactly(file: int, size: int) -> bytes:
 
 
 def _collect(files: list[int], child: int, deadline: float, max_output: int) -> dict[str, Any]:
-    """What comes out of the pipes until the child ends, its time is over, or it is too much."""
+    """Read the pipes until the child ends, its time is over, or the output is too long."""
     texts = {file: bytearray() for file in files}
     open_files, ended = set(files), os.pidfd_open(child)
     waiting = select.poll()
@@ -198,7 +205,8 @@ def _collect(files: list[int], child: int, deadline: float, max_output: int) -> 
         left = deadline - time.monotonic()
         events = waiting.poll(0 if has_ended else max(left, 0) * 1e3)
         if has_ended and not events:
-            break  # another process of the task holds a pipe open
+            # Another process of the task still holds a pipe open.
+            break
         if left <= 0 and not has_ended:
             timed_out = True
             break
@@ -232,7 +240,7 @@ def _verdict(text: bytes) -> dict[str, Any]:
 
 
 def _sweep() -> None:
-    """Every other process of the namespace: there is none, as none can be made."""
+    """Kill all other processes of the namespace. There should be none, since programs cannot start any."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
