@@ -1,21 +1,22 @@
 """megaverl: reinforcement-learning post-training of language models on Megatron-core and vLLM.
 
-What a program imports from here is looked up when it is used: `import megaverl` itself loads nothing.
+Public names are imported when they are first used, so `import megaverl` itself loads nothing.
 """
 
 import sys
 
-# A checkout has no installer that looks at python_requires.
+# A checkout has no installer that checks python_requires.
 if sys.version_info < (3, 11):  # noqa: UP036
     _major, _minor = sys.version_info[:2]
     _problem = f"megaverl needs Python 3.11 or 3.12; this is Python {_major}.{_minor} ({sys.executable})."
-    if sys.argv[:1] == ["-m"]:  # a command, whose user wants the sentence and no traceback
+    # In a command, show the sentence without a traceback.
+    if sys.argv[:1] == ["-m"]:
         raise SystemExit(_problem)
     raise ImportError(_problem)
 
 from megaverl.version import __version__
 
-TYPE_CHECKING = False  # typing's own would load typing
+TYPE_CHECKING = False  # type checkers assume True; importing typing's constant would load typing
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.dataflow import DataFlow, Operator
@@ -53,7 +54,7 @@ def __getattr__(name: str) -> object:
 
 
 class _Renamed:
-    """Says the new name of a module that has moved, to a program that imports it by its old one."""
+    """Import hook that names the new module to programs that import a module by its old name."""
 
     moved = {
         "megaverl.api": "megaverl.trainer.api",
@@ -91,7 +92,7 @@ class _Renamed:
             raise ModuleNotFoundError(f"{name} is now {cls.moved[name]}", name=name)
 
 
-# Asked first: a folder of an old name that holds nothing but __pycache__ would pass for a package.
+# First in the list, since an old folder that holds nothing but __pycache__ would be found as a namespace package.
 sys.meta_path.insert(0, _Renamed)
 
 

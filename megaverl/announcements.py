@@ -1,4 +1,4 @@
-"""Messages for the person at the terminal, from code that has no console at hand.
+"""Messages for the user at the terminal, from code that has no console object.
 
     announcements.info("rollout server %s joined", url)
 

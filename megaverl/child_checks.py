@@ -1,7 +1,7 @@
-"""Checks that run in a child process with a deadline, because they execute code of the user's own.
+"""Checks in a child process with a deadline, for checks that execute code of the user.
 
-Such code may raise, exit, block or print, and does none of that to the command that checks it. The child answers after
-each check, so that the parent knows which one ended or blocked it, and goes on with the next one in another child.
+Such code may raise, exit, block or print, without affecting the command that checks it. The child answers after each
+check. So the parent knows which check ended or blocked it, and continues with the next one in another child.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megaverl.errors import ConfigError, MegaverlError
 from megaverl.plugins import load_module
 from megaverl.user_code import describe
 
-# A module that imports torch or transformers takes a few seconds; one that takes a minute blocks.
+# A module that imports torch or transformers takes a few seconds. One that takes a minute is regarded as blocked.
 DEADLINE_SECONDS = 60.0
-_TAIL = 600  # bytes of the child's error output that its last words are taken from
+_TAIL = 600  # bytes at the end of the child's error output, of which messages quote the last line
 
-# Set in a child process. Code that starts a run as it is imported would otherwise start a check of itself, and so on.
+# Set in a child process. Code that starts a run when it is imported would otherwise check itself endlessly.
 CHECKING = "_MEGAVERL_CHECKING"
 
 Check = Mapping[str, Any]
@@ -37,9 +37,9 @@ class CheckResult(NamedTuple):
     """Outcome of one check.
 
     Attributes:
-        problem: what is wrong, or "".
-        num_rows: of a source, where a check counts them.
-        left_out: what could not be looked at here, with the reason, or "".
+        problem: the problem, or "".
+        num_rows: number of rows of a data source, for checks that count them.
+        left_out: what could not be checked here, with the reason, or "".
     """
 
     problem: str = ""
@@ -53,14 +53,16 @@ CheckRunner = Callable[[Check], CheckResult]
 def run_in_children(
     runner: str, context: Any, checks: Sequence[Check], deadline: float = DEADLINE_SECONDS
 ) -> Iterator[CheckResult]:
-    """Run checks in a child process, and in another one from where it ends or blocks; yield their results in order.
+    """Run checks in a child process, and after a crash or block in another one; yield their results in order.
 
     Args:
-        runner: `module:function` of megaverl. The child calls it with `context` once; what it returns runs a check.
+        runner: `module:function` of megaverl. The child calls it once with `context`; the returned function runs a
+            check.
         context: a JSON value.
-        checks: JSON mappings. `doing` is what the child does in a check, for messages: "it is loaded" by default. A
-            check with `may_wait` waits for something outside, such as a hub: if its deadline passes, it is left out.
-        deadline: seconds that each check may take.
+        checks: JSON mappings. `doing` describes the check in messages: "it is loaded" by default. A check with
+            `may_wait`
+            waits for something outside, such as a hub; if its deadline passes, it is skipped.
+        deadline: seconds for each check.
     """
     left = list(checks)
     while left:
@@ -72,7 +74,7 @@ def run_in_children(
 
 
 def probe_modules(names: Sequence[str], deadline: float = DEADLINE_SECONDS) -> list[str]:
-    """Import `reward_modules` in a child process; return what is wrong with each, or ""."""
+    """Import `reward_modules` in a child process; return the problem of each, or ""."""
     checks = [{"key": f"reward_modules.{index}", "name": name} for index, name in enumerate(names)]
     results = run_in_children("megaverl.child_checks:make_module_runner", None, checks, deadline)
     return [result.problem for result in results]
@@ -101,7 +103,7 @@ def make_module_runner(context: None) -> CheckRunner:
 
 
 def catch_problem(key: str, name: str, check: Callable[[], object]) -> str:
-    """Run one check; return what is wrong with the key's value, or ""."""
+    """Run one check; return the problem with the key's value, or ""."""
     try:
         check()
     except MegaverlError as error:
@@ -111,13 +113,14 @@ def catch_problem(key: str, name: str, check: Callable[[], object]) -> str:
         return said if name in said else f"found {name!r}. {said}"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit of a user's code too
+    except BaseException as error:
+        # The user's code may raise anything, even SystemExit.
         return f"found {name!r}, which raises {describe(error)[:200]}"
     return ""
 
 
 def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline: float) -> Iterator[CheckResult]:
-    """Yield the results of checks in order, up to and with the first that ends the process or blocks."""
+    """Yield the results of checks in order, up to the first one that ends the process or blocks."""
     request = json.dumps({"runner": runner, "context": context, "checks": list(checks)})
     command = [sys.executable, "-c", "from megaverl.child_checks import main; main()"]
     with tempfile.TemporaryFile() as errors:
@@ -131,7 +134,8 @@ def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline
         )
         assert process.stdin is not None and process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it ended at once, which shows below
+            # If the child has ended already, reading its answer below shows that.
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(request.encode())
                 process.stdin.close()
             for check in checks:
@@ -170,7 +174,7 @@ def _line_of(stream: IO[bytes], deadline: float) -> bytes | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the child and whatever it started."""
+    """End the child and everything that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -179,7 +183,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Run the checks that the parent has sent; what user code prints goes nowhere."""
+    """Run the checks that the parent sends. Output of user code is discarded."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     silent = os.open(os.devnull, os.O_RDWR)
     request = json.loads(sys.stdin.read())
@@ -191,4 +195,5 @@ def main() -> None:
         answers.write(json.dumps(run(check)) + "\n")
         answers.flush()
     answers.close()
-    os._exit(0)  # threads that user code has started do not hold it
+    # End at once, without waiting for threads that user code has started.
+    os._exit(0)

@@ -1,16 +1,16 @@
-"""Errors meant for the person who has to fix them: each names the key, file, row or rank, and what to do."""
+"""Errors for the user who must fix them: each names the key, file, row or rank, and what to do."""
 
-# Exit code of a run that was asked to leave (SIGTERM, SIGUSR1) and has saved what it had: start it again
+# Exit code of a run that was asked to stop (SIGTERM, SIGUSR1) and has saved a checkpoint: it can be started again
 # (EX_TEMPFAIL of sysexits.h).
 SAVED_AND_LEFT = 75
-# Of one that has saved, and goes on at once in new processes: the agent that started its ranks starts them again.
+# Exit code of ranks that have saved a checkpoint and are restarted at once by the agent that started them.
 STARTS_AGAIN = 76
-# The other exit codes of a command besides 0.
+# Other exit codes of commands besides 0.
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 
 class MegaverlError(Exception):
-    """Base of every error caused by input, configuration or environment rather than by a bug.
+    """Base of all errors that are caused by input, configuration or environment rather than by a bug.
 
     Commands print its message without a traceback and exit non-zero on every rank.
     """
@@ -21,7 +21,7 @@ class ConfigError(MegaverlError):
 
 
 class GridError(ConfigError):
-    """A parallel grid that the world or the model does not allow."""
+    """A parallel grid that does not fit the number of ranks or the model."""
 
 
 class DataError(MegaverlError):
@@ -49,12 +49,12 @@ class ReshardError(MegaverlError):
 
 
 class CheckpointError(MegaverlError):
-    """A checkpoint that is missing, torn or does not fit the run."""
+    """A checkpoint that is missing, incomplete or does not fit the run."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose bytes are not those that were written; another one may be whole."""
+    """A checkpoint whose bytes have changed since it was written; another one may be intact."""
 
 
 class TrainingStopped(MegaverlError):
-    """The run cannot go on: a non-finite loss, a wrong first reshard, a lost rank."""
+    """The run cannot continue: a non-finite loss, a wrong first reshard, a lost rank."""

@@ -1,4 +1,4 @@
-"""GPUs of this machine, asked without importing torch."""
+"""Facts about the GPUs of this machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DEVICES = Path("/dev")
-# Their wheels are built for one torch each, and vLLM's dependencies may bring a CUDA build beside a CPU torch.
+# Each of their wheels is built for one torch. vLLM's dependencies may install a CUDA build beside a CPU torch.
 BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 DRIVER = "libcuda.so.1"
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -22,7 +22,7 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def count_gpus() -> int:
-    """GPUs that CUDA would show."""
+    """Return the number of GPUs that CUDA would show."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -50,9 +50,9 @@ class GPU(NamedTuple):
 
 
 def visible_gpus() -> list[GPU]:
-    """Return the GPUs that CUDA would show, in its order; empty where nvidia-smi lists none.
+    """Return the GPUs that CUDA would show, in its order; empty if nvidia-smi lists none.
 
-    GPUs that CUDA_VISIBLE_DEVICES names by UUID are taken to be all GPUs, in nvidia-smi's order.
+    If CUDA_VISIBLE_DEVICES names GPUs by UUID, all GPUs are returned in nvidia-smi's order.
     """
     if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
         return []
@@ -65,13 +65,13 @@ def visible_gpus() -> list[GPU]:
 
 
 def _pci_address(bus: str) -> str:
-    """Return "0000:1b:00.0" of nvidia-smi's "00000000:1B:00.0": Linux writes a domain with four digits."""
+    """Convert nvidia-smi's "00000000:1B:00.0" to "0000:1b:00.0": Linux writes a PCI domain with four digits."""
     domain, _, rest = bus.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def gpu_name() -> str | None:
-    """Of the first GPU that nvidia-smi lists; None: there is none."""
+    """Return the name of the first GPU that nvidia-smi lists, or None."""
     if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -80,7 +80,7 @@ def gpu_name() -> str | None:
 
 
 def gpu_memory() -> list[tuple[int, int]]:
-    """Return (free, total) MiB of each visible GPU, as nvidia-smi reports them; empty where it reports none."""
+    """Return (free, total) MiB of each visible GPU, as nvidia-smi reports them; empty if it reports none."""
     if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
@@ -92,7 +92,7 @@ def gpu_memory() -> list[tuple[int, int]]:
 
 
 def is_processor_meant() -> bool:
-    """Return whether the environment hides all GPUs: `CUDA_VISIBLE_DEVICES=` (empty, or -1)."""
+    """Return whether the environment hides all GPUs on purpose: `CUDA_VISIBLE_DEVICES=` (empty, or -1)."""
     return "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() == 0
 
 
@@ -102,9 +102,9 @@ def has_usable_gpu() -> bool:
 
 
 def cpu_torch_beside_gpus() -> str | None:
-    """What is wrong where GPUs are visible and the torch of this environment is built without CUDA; else None.
+    """Return the problem if GPUs are visible but this environment's torch is built without CUDA; else None.
 
-    `CUDA_VISIBLE_DEVICES=` (empty, or -1) says that the processor is meant.
+    `CUDA_VISIBLE_DEVICES=` (empty, or -1) tells that the user wants the CPU.
     """
     if is_processor_meant():
         return None
@@ -118,7 +118,7 @@ def cpu_torch_beside_gpus() -> str | None:
 
 
 def driver_cuda_version(library: str = DRIVER) -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver serves, such as (13, 0), or None without a driver.
+    """Return the newest CUDA version that the driver supports, such as (13, 0), or None without a driver.
 
     The driver's own library answers, so a `cuda-compat` package on LD_LIBRARY_PATH counts. No GPU is initialised.
     """
@@ -134,10 +134,11 @@ def driver_cuda_version(library: str = DRIVER) -> tuple[int, int] | None:
 
 
 def driver_older_than_torch() -> str | None:
-    """Return what is wrong where the driver is too old for the CUDA that torch is built for; else None.
+    """Return the problem if the driver is too old for the CUDA that torch is built for; else None.
 
-    torch then starts without its GPUs, and `torch.cuda.is_available()` is False: a run would compute on the processor.
-    A driver serves every CUDA version of its own major number.
+    torch would then start without GPUs (`torch.cuda.is_available()` is False), and a run would compute on the CPU. A
+    driver
+    supports every CUDA version with its own major number.
     """
     if is_processor_meant():
         return None
@@ -157,20 +158,21 @@ def driver_older_than_torch() -> str | None:
 
 
 def _driver_number() -> str:
-    """Return " 570.86.15", the kernel module's number, or nothing where it cannot be read."""
+    """Return " 570.86.15", the kernel module's version, or "" if it cannot be read."""
     text = DRIVER_VERSION.read_text(encoding="utf-8") if DRIVER_VERSION.exists() else ""
     number = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
     return f" {number[1]}" if number else ""
 
 
 def unusable_gpus() -> str | None:
-    """Return why the GPUs of this machine cannot be used by the installed torch, with the fix; None where they can."""
+    """Return why the installed torch cannot use this machine's GPUs, with the fix; None if it can."""
     return driver_older_than_torch() or cpu_torch_beside_gpus()
 
 
 def cuda_builds_beside_cpu_torch() -> list[str]:
-    """Packages of this environment, with their versions, with which importing transformers' models fails: they are
-    built for a torch with CUDA, and torch is one for the processor."""
+    """List the CUDA builds of packages beside a CPU torch, with versions. With them, importing transformers' models
+    fails.
+    """
     versions = {name: _installed(name) for name in ("torch", *BUILT_FOR_TORCH)}
     if not versions.pop("torch").endswith("+cpu"):
         return []
@@ -185,7 +187,7 @@ def _installed(name: str) -> str:
 
 
 def _cpu_torch() -> str | None:
-    """Return the version of a torch that knows neither CUDA nor ROCm; None of any other, or of none."""
+    """Return the version of a torch without CUDA and ROCm; None for any other torch, or without torch."""
     facts = _torch_facts()
     if not facts or facts.get("cuda") != "None" or facts.get("hip", "None") != "None":
         return None

@@ -1,7 +1,7 @@
-"""Text, JSON and numbers from outside the run: of models, tools, programs, services and servers.
+"""Text, JSON and numbers from outside: from models, tools, programs, services and servers.
 
-Whatever they write must not end the run. Text is cleaned where it enters, JSON is read with bounds, and a number is a
-finite float; what cannot be read raises ValueError, which is the error of that one answer.
+Their contents must not end the run. Text is cleaned where it enters, JSON is read with bounds, and a number is a finite
+float. What cannot be read raises ValueError, as an error of that single answer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-MAX_DEPTH = 100  # of JSON: templates, encoders and tools recurse into it
-# Of a file of a model, after decompression: its index or its tokenizer. The largest ones known have some 40 MB.
+MAX_DEPTH = 100  # nesting of JSON: templates, encoders and tools recurse into it
+# Limit of a model's file (index or tokenizer) after decompression. The largest known ones have some 40 MB.
 MAX_FILE_BYTES = 256 * 2**20
-MAX_TRACE_BYTES = (
-    2 * 2**30
-)  # of a profiler's trace, after decompression: long steps of large models have hundreds of MB
+# Limit of a profiler's trace after decompression. Long steps of large models have hundreds of MB.
+MAX_TRACE_BYTES = 2 * 2**30
 # Lone surrogates cannot be encoded, and NUL ends a text for C libraries, command lines and SQLite.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
-    """Return `text` as Unicode that every tokenizer, file and command line takes.
+    """Return `text` as Unicode that every tokenizer, file and command line accepts.
 
-    Halves of a surrogate pair that stand side by side are joined; each lone one, and each NUL, becomes U+FFFD.
+    Adjacent halves of a surrogate pair are joined. Each lone surrogate, and each NUL, becomes U+FFFD.
     """
     if _UNUSABLE.search(text) is None:
         return text
@@ -37,14 +36,14 @@ def clean(text: str) -> str:
 
 
 def read_json(text: str | bytes, *, not_finite: bool = False, keeps_texts: bool = False) -> Any:
-    """Parse JSON from outside; its texts are `clean`.
+    """Parse JSON from outside; its texts are cleaned.
 
     Args:
-        not_finite: accept NaN and Infinity, which Python writes where a metric has that value.
-        keeps_texts: leave texts as they are, for files whose keys this project has marked with control characters.
+        not_finite: accept NaN and Infinity, which Python writes for metrics with these values.
+        keeps_texts: do not clean texts, for files whose keys this project has marked with control characters.
 
     Raises:
-        ValueError: not JSON, nested more than `MAX_DEPTH` deep, or a number that no float can hold.
+        ValueError: the text is not JSON, is nested more than `MAX_DEPTH` deep, or has a number that no float can hold.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
@@ -57,14 +56,14 @@ def read_json(text: str | bytes, *, not_finite: bool = False, keeps_texts: bool 
 
 
 def read_file(path: str | Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read a file that came with a model or from another program; one whose name ends in .gz is decompressed.
+    """Read a file that came with a model or from another program. A name that ends in .gz is decompressed.
 
     Args:
-        limit: bytes that it may have, decompressed.
+        limit: largest number of bytes, decompressed.
 
     Raises:
-        OSError: it cannot be read, or is no gzip file though its name says so.
-        ValueError: too large.
+        OSError: the file cannot be read, or is not gzip though its name says so.
+        ValueError: the file is too large.
     """
     path = Path(path)
     try:
@@ -84,18 +83,18 @@ def read_json_file(path: str | Path, limit: int = MAX_FILE_BYTES, *, not_finite:
         limit, not_finite: see `read_file` and `read_json`.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: too large, or see `read_json`.
+        OSError: the file cannot be read.
+        ValueError: the file is too large; or see `read_json`.
     """
     return read_json(read_file(path, limit).decode("utf-8"), not_finite=not_finite)
 
 
 def check_sizes(files: Iterable[Path], limit: int = MAX_FILE_BYTES) -> None:
-    """See that files which a library will read whole are no larger than `limit` bytes.
+    """Check that files which a library will read whole have at most `limit` bytes.
 
     Raises:
-        OSError: a file cannot be looked at.
-        ValueError: names the first that is larger.
+        OSError: a file cannot be inspected.
+        ValueError: names the first file that is larger.
     """
     for file in files:
         if (size := file.stat().st_size) > limit:
@@ -106,7 +105,7 @@ def read_number(value: Any) -> float:
     """Return a number from outside as a float.
 
     Raises:
-        ValueError: no number, too large for a float, or not finite.
+        ValueError: the value is not a number, is too large for a float, or is not finite.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"expected a number, found {type(value).__name__}")

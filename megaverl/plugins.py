@@ -1,6 +1,6 @@
-"""The one loader of plug-ins: parts of the user's own, named as `module:object` or `path/to/file.py:object`.
+"""Loader of plug-ins: objects of the user, named as `module:object` or `path/to/file.py:object`.
 
-A module is found where Python finds it, and in the working folder: a console script does not look there by itself.
+A module is searched on Python's path and in the working folder, which console scripts do not search by default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from megaverl.errors import ConfigError, MegaverlError
 from megaverl.user_code import describe, user_code, where_raised
 
-_importing = threading.RLock()  # a module stands in sys.modules before it is whole: no other thread may look then
+# A module is in sys.modules before it is complete, so other threads must not look meanwhile.
+_importing = threading.RLock()
 
 
 def load_object(name: str, key: str) -> Any:
@@ -28,17 +29,19 @@ def load_object(name: str, key: str) -> Any:
 
     Args:
         name: `module:object` (importable, also from the working folder), or `path/to/file.py:object`.
-        key: the configuration's key that holds it, for messages.
+        key: configuration key of the name, for messages.
 
     Raises:
-        ConfigError: badly written; no such module or file; one that raises as it is imported; no such object in it.
+        ConfigError: the name is malformed, the module or file does not exist or raises when imported, or it lacks the
+            object.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute.isidentifier():
         raise ConfigError(f"{key}: found {name!r}; expected module:object or path/to/file.py:object.")
     module = load_module(place, key)
     with user_code(lambda error: ConfigError(f"{key}: {place}: asked for {attribute!r}, it raised {describe(error)}.")):
-        is_there = hasattr(module, attribute)  # a module may have a __getattr__ of its own
+        # A module may define __getattr__, which may raise.
+        is_there = hasattr(module, attribute)
     if not is_there:
         there = sorted(one for one in vars(module) if one.isidentifier() and not one.startswith("_"))
         near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
@@ -51,7 +54,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     """Import a plug-in that must be callable.
 
     Raises:
-        ConfigError: as `load_object`; or it is no function.
+        ConfigError: as `load_object`; or the object is not callable.
     """
     function = load_object(name, key)
     if not callable(function):
@@ -64,7 +67,7 @@ def call_object(name: str, key: str, *arguments: Any) -> Any:
 
     Raises:
         ConfigError: as `load_function`.
-        MegaverlError: the function raises; says what and where.
+        MegaverlError: the function raises; gives the error and its place.
     """
     function = load_function(name, key)
     with calling(name, key):
@@ -72,7 +75,7 @@ def call_object(name: str, key: str, *arguments: Any) -> Any:
 
 
 def calling(name: str, key: str) -> AbstractContextManager[None]:
-    """Return the context in which a plug-in is called: whatever it raises names it, its key, and the line."""
+    """Return a context for a call of a plug-in. Its errors name the plug-in, its key, and the line."""
 
     def failed(error: BaseException) -> MegaverlError:
         return MegaverlError(f"{key}: {name} raised {describe(error)}{where_raised(error)}.")
@@ -84,7 +87,7 @@ def load_module(place: str, key: str) -> ModuleType:
     """Import the module of this dotted name, or of this file.
 
     Raises:
-        ConfigError: there is none, or it raises as it is imported, SystemExit too.
+        ConfigError: it does not exist, or raises when imported, even SystemExit.
     """
 
     def failed(error: BaseException) -> ConfigError:
@@ -98,7 +101,7 @@ def load_module(place: str, key: str) -> ModuleType:
 
 
 def absolute_name(name: str) -> str:
-    """Return a plug-in's name with the path of its file made absolute; a dotted name stays as it is."""
+    """Return a plug-in's name with an absolute path of its file; a dotted name is unchanged."""
     place, colon, attribute = name.rpartition(":")
     return f"{Path(place).absolute()}:{attribute}" if colon and place.endswith(".py") else name
 
@@ -106,7 +109,8 @@ def absolute_name(name: str) -> str:
 def search_working_folder() -> None:
     """Let Python find modules in the working folder, after all other places.
 
-    The folder is added by its absolute path, also beside the empty entry that `python -m` makes: user code may change
+    The folder is added by its absolute path, even beside the empty entry that `python -m` makes, since user code may
+    change
     the working folder later.
     """
     folder = str(Path.cwd())

@@ -1,14 +1,15 @@
-"""Environment variables and processor binding of the processes of a job, in one place.
+"""Environment variables and CPU binding of a job's processes, in one place.
 
-The agent of a node (`megaverl.trainer.elastic_agent`) calls `prepare_agent`, every rank calls `prepare_rank` before it
-imports torch: CUDA, NCCL, OpenMP and the name service read these variables once. Whatever is set already stays, so a
-value of the user's wins. Launch scripts, SLURM, Kubernetes and a torchrun of the user's own come to the same.
+A node's agent (`megaverl.trainer.elastic_agent`) calls `prepare_agent`, and every rank calls `prepare_rank` before it
+imports torch, because CUDA, NCCL, OpenMP and the name service read these variables only once. Variables that are set
+already are kept, so the user's values win. So launch scripts, SLURM, Kubernetes and the user's own torchrun give equal
+environments.
 
-Left alone on purpose:
+These variables are left alone on purpose:
 
-- NCCL_CUMEM_ENABLE (-2, chosen by driver: NCCL's src/misc/cudawrap.cc). vLLM 0.32 asks for no value. Set it on all
-  ranks or on none.
-- NCCL_NVLS_ENABLE (2, where NVSwitch has it: src/transport/nvls.cc). It sums in the switch, in another order than
+- NCCL_CUMEM_ENABLE (-2, chosen by driver: NCCL's src/misc/cudawrap.cc). vLLM 0.32 needs no value. Set it on all ranks
+  or on none.
+- NCCL_NVLS_ENABLE (2, on if there is NVSwitch: src/transport/nvls.cc). It sums in the switch, in another order than
   rings do. torch's deterministic mode and vLLM's batch invariance turn it off themselves.
 - NCCL_ALGO, NCCL_PROTO, NCCL_NTHREADS and buffer sizes. NCCL chooses by message and topology.
 - PYTORCH_CUDA_ALLOC_CONF. See docs/tuning.md.
@@ -34,14 +35,14 @@ CACHES = "MEGAVERL_CACHE"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NUMA_NODES = Path("/sys/devices/system/node")
 BLACKWELL = 10  # major compute capability
-MOST_THREADS = 8  # of a rank with a GPU: packing and checkpoints gain nothing from more
+MOST_THREADS = 8  # threads of a rank with a GPU; packing and checkpoints gain nothing from more
 
 
 class Variable(NamedTuple):
     """A variable that a process gets unless it is set.
 
     Attributes:
-        why: the reason, with the source where there is one.
+        why: the reason, with its source if there is one.
     """
 
     name: str
@@ -51,12 +52,12 @@ class Variable(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does, as far as its environment depends on it.
+    """The work of a rank, as far as its environment depends on it.
 
     Attributes:
-        engines: that train on its node, of "megatron" and "fsdp".
-        generates: a vLLM engine runs in the ranks' processes.
-        steps_on_cpu: an optimizer steps on the processor (`optimizer_cpu_offload`).
+        engines: training engines on its node: "megatron", "fsdp".
+        generates: whether a vLLM engine runs in the ranks' processes.
+        steps_on_cpu: whether an optimizer steps on the CPU (`optimizer_cpu_offload`).
     """
 
     engines: frozenset[str] = frozenset()
@@ -68,7 +69,7 @@ def prepare_agent(environment: MutableMapping[str, str], nproc: int) -> None:
     """Set the variables of a node's agent, which its ranks inherit.
 
     Args:
-        environment: is changed; `os.environ`.
+        environment: changed in place; `os.environ`.
         nproc: ranks of this node.
     """
     if "OMP_NUM_THREADS" not in environment:
@@ -79,10 +80,10 @@ def prepare_agent(environment: MutableMapping[str, str], nproc: int) -> None:
 
 
 def prepare_rank(environment: MutableMapping[str, str], work: Work) -> None:
-    """Set the variables of a rank, and bind it to the processor that its GPU hangs on. Call before torch is imported.
+    """Set the variables of a rank, and bind it to the CPU cores near its GPU. To be called before torch is imported.
 
     Args:
-        environment: is changed; `os.environ`.
+        environment: changed in place; `os.environ`.
     """
     gpus = visible_gpus()
     _set_missing(environment, job_variables(environment, on_gpus=bool(gpus)))
@@ -90,7 +91,7 @@ def prepare_rank(environment: MutableMapping[str, str], work: Work) -> None:
         return
     _set_missing(environment, gpu_variables(environment, work, gpus))
     if work.generates and not work.steps_on_cpu and environment.pop(CHOSEN_THREADS, ""):
-        # More threads wait in a loop beside vLLM's, which launches a few thousand kernels a second.
+        # Further OpenMP threads would spin beside vLLM's thread, which launches a few thousand kernels a second.
         environment["OMP_NUM_THREADS"] = "1"
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if local_rank < len(gpus) and environment.get(NUMA, "on") != "off":
@@ -149,9 +150,9 @@ def gpu_variables(environment: Mapping[str, str], work: Work, gpus: Collection[G
 
 
 def cache_variables(environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Yield folders of this node for what vLLM, Triton and FlashInfer compile, of a job on several nodes.
+    """Yield cache folders on this node for code that vLLM, Triton and FlashInfer compile, for a job on several nodes.
 
-    Their defaults lie under $HOME, which nodes of a cluster share: a thousand ranks would write there at once.
+    Their defaults are under $HOME, which the nodes of a cluster share: a thousand ranks would write there at once.
     """
     folder = Path(environment.get(CACHES) or f"/tmp/megaverl_cache_{os.getuid()}")
     if not _is_own_folder(folder):
@@ -163,7 +164,9 @@ def cache_variables(environment: Mapping[str, str]) -> Iterator[Variable]:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Return whether a folder is this user's alone; it is made if need be. Others could put code into any other."""
+    """Return whether a folder belongs to this user alone, creating it if needed. Others could put code into any other
+    folder.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
@@ -173,19 +176,19 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def threads_per_rank(nproc: int, cores: int, gpus: int) -> int:
-    """Return OMP_NUM_THREADS where nobody has set it: a rank's share of the cores, bounded where GPUs do the work.
+    """Return the default of OMP_NUM_THREADS: a rank's share of the cores, with an upper bound if GPUs do the work.
 
-    torchrun would give each of several ranks 1.
+    torchrun would give each of several ranks one thread.
     """
     share = max(1, cores // nproc)
     return min(share, MOST_THREADS) if gpus else share
 
 
 def bind_to_node_of(gpu: GPU) -> set[int] | None:
-    """Bind this process to the cores of the NUMA node that a GPU hangs on; return them, or None if nothing was done.
+    """Bind this process to the cores of a GPU's NUMA node; return them, or None if nothing was done.
 
-    Memory then comes from that node too, as Linux allocates where a page is first touched. Nothing is done where the
-    kernel does not know the node, or where the process may use the cores of one node alone already.
+    Memory then comes from that node too, since Linux allocates a page where it is first touched. Nothing is done if the
+    kernel does not know the node, or if the process may only use cores of one node already.
     """
     cores = cores_of(gpu)
     allowed = os.sched_getaffinity(0)
@@ -197,7 +200,7 @@ def bind_to_node_of(gpu: GPU) -> set[int] | None:
 
 
 def cores_of(gpu: GPU) -> set[int]:
-    """Return the cores of a GPU's NUMA node as the kernel lists them; empty where it does not know the node."""
+    """Return the cores of a GPU's NUMA node as the kernel lists them; empty if it does not know the node."""
     try:
         node = int((PCI_DEVICES / gpu.bus / "numa_node").read_text(encoding="utf-8"))
         listed = (NUMA_NODES / f"node{node}" / "cpulist").read_text(encoding="utf-8") if node >= 0 else ""

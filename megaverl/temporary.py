@@ -1,15 +1,17 @@
 """One temporary folder for a command and all processes that it starts.
 
-Libraries create files in the system's temporary folder that stay when a process is killed: torch's agent its folders of
-logs, vLLM its sockets, Weights & Biases its folders of media. A command therefore creates a folder of its own and
-passes it on to its processes as `TMPDIR`.
+Some libraries leave files in the system's temporary folder when a process is killed: torch's agent its log folders,
+vLLM
+its sockets, Weights & Biases its media folders. So a command creates a folder of its own and passes it to its processes
+as `TMPDIR`.
 
     with temporary_folder():
         ...                      # tempfile.gettempdir() is the folder, also in processes started here
 
-Who removes the folder: the process that created it, when it ends. Where that process was killed, the next command that
-starts on this machine does. A lock (flock) on the folder tells whether a process still uses it. The kernel releases the
-lock when the last of these processes has ended, whatever ended it.
+The process that created the folder removes it when it ends. If that process was killed, the next command on this
+machine
+removes it. A lock (flock) on the folder shows whether a process still uses it. The kernel releases the lock when the
+last of these processes has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ SHARED_MEMORY = Path("/dev/shm")
 # A socket's path has at most 107 bytes on Linux. vLLM appends "/" and a UUID of 36 characters.
 MAX_SOCKET_FOLDER = 107 - 37
 SHORT_FOLDER = Path("/tmp")
-MARK = ".used-by-"  # in the names of files in /dev/shm that stand for a process
+MARK = ".used-by-"  # part of the names of marker files in /dev/shm, one for each process
 
 
 @dataclass
 class ClaimedFolder:
-    """A folder that stays for as long as a process holds its lock, and the variables that were set for it.
+    """A folder that stays as long as a process holds its lock.
 
     Attributes:
         path: the folder.
-        lock: the file descriptor that holds the lock, or None where the file system has no locks.
-        is_owner: this process created the folder, and removes it.
+        lock: file descriptor that holds the lock, or None if the file system has no locks.
+        is_owner: whether this process created the folder, and removes it.
     """
 
     path: Path
@@ -54,15 +56,16 @@ class ClaimedFolder:
         """Remove the folder if this process created it, then release the lock."""
         if self.is_owner:
             shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # torch creates its cache, and often leaves it empty
+            # torch creates its kernel cache, and often leaves it empty.
+            with contextlib.suppress(OSError):
                 _kernel_cache(self.path.parent).rmdir()
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
 
 
-_claimed: list[ClaimedFolder] = []  # by this process
-_owner_pid = 0  # a forked copy of this process inherits `_claimed`, and must not remove anything
+_claimed: list[ClaimedFolder] = []  # folders that this process uses
+_owner_pid = 0  # process that may remove them; a forked copy inherits `_claimed` and must not
 
 
 @contextlib.contextmanager
@@ -87,8 +90,9 @@ def temporary_folder() -> Iterator[Path]:
 def use_temporary_folder() -> Path:
     """Use one temporary folder from here on: the one that the parent process names, or a new one.
 
-    Called again in the same process, it returns the folder that is used already. Where no folder can be created, the
-    system's temporary folder is used as it is.
+    A second call in the same process returns the folder in use. If no folder can be created, the system's temporary
+    folder
+    is used unchanged.
     """
     global _owner_pid
     if _claimed:
@@ -101,13 +105,15 @@ def use_temporary_folder() -> Path:
         _claimed.append(folder)
         tempfile.tempdir = inherited
         return folder.path
-    tempfile.tempdir = None  # tempfile checks again that TMPDIR can be written
+    # Let tempfile check again that TMPDIR can be written.
+    tempfile.tempdir = None
     base = Path(tempfile.gettempdir())
     remove_abandoned(base)
     remove_abandoned(SHARED_MEMORY)
     try:
         folder = _create(base)
-    except OSError:  # a full disk, for example: `megaverl doctor` must still start to tell about it
+    except OSError:
+        # The disk may be full, and `megaverl doctor` must still start to report it.
         return base
     _claimed.append(folder)
     # torch keeps compiled kernels in the temporary folder by default. Later runs reuse them, so they stay outside.
@@ -123,7 +129,7 @@ def use_temporary_folder() -> Path:
 
 
 def remove_temporary_folder() -> None:
-    """Remove the folder of this process. A process that ends by `os._exit` calls this first."""
+    """Remove the folder of this process. A process that ends by `os._exit` must call this first."""
     if _owner_pid != os.getpid():
         return
     while _claimed:
@@ -131,12 +137,12 @@ def remove_temporary_folder() -> None:
 
 
 def base_folder() -> Path:
-    """Return the folder that the temporary folder was created in: the user's TMPDIR, or /tmp."""
+    """Return the folder that contains the temporary folder: the user's TMPDIR, or /tmp."""
     return _claimed[0].path.parent if _claimed else Path(tempfile.gettempdir())
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove what commands left in `base` whose processes have all ended."""
+    """Remove folders and files that commands left in `base` and whose processes have all ended."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(base):
             if entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
@@ -146,7 +152,7 @@ def remove_abandoned(base: Path) -> None:
 def claim_shared_memory(name: str) -> int | None:
     """Mark `name` as a prefix of files in /dev/shm that this process uses; return the descriptor that holds the mark.
 
-    When every process that holds such a mark has ended, the next command removes the mark and the files.
+    When every process with such a mark has ended, the next command removes the mark and the files.
     """
     try:
         handle, hidden = tempfile.mkstemp(prefix=".megaverl-", dir=SHARED_MEMORY)
@@ -185,7 +191,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _remove_marked(mark: Path) -> None:
-    """Remove a mark without a process, and the files it stood for if it was the last."""
+    """Remove a mark without a process, and its files if it was the last mark."""
     name = mark.name.partition(MARK)[0]
     mark.unlink(missing_ok=True)
     files = [file for file in mark.parent.glob(f"{name}*") if not file.name.startswith(".")]
@@ -195,7 +201,7 @@ def _remove_marked(mark: Path) -> None:
 
 
 def _create(base: Path) -> ClaimedFolder:
-    """Create a folder that is locked before it has the name by which other commands look for it."""
+    """Create a folder and lock it before it gets the name that other commands look for."""
     hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
     lock = _lock(hidden)
     path = base / hidden.name.removeprefix(".")
@@ -204,11 +210,12 @@ def _create(base: Path) -> ClaimedFolder:
 
 
 def _join(path: Path) -> ClaimedFolder | None:
-    """Use a folder that another process created; None if it is gone."""
+    """Use a folder that another process created; return None if it is gone."""
     if not path.is_dir() or not os.access(path, os.W_OK):
         return None
     folder = ClaimedFolder(path, _lock(path), is_owner=False)
-    if not path.is_dir():  # removed before it was locked
+    # The folder may have been removed before it was locked.
+    if not path.is_dir():
         folder.release()
         return None
     return folder

@@ -1,8 +1,8 @@
-"""Boundary around code that the user wrote: whatever it raises becomes one error of megaverl's.
+"""Boundary around the user's code: whatever it raises becomes one error of megaverl.
 
 Rewards, environments, data functions, losses, trackers and other plug-ins may raise anything, including exceptions that
-are no `Exception`: `exit()` raises SystemExit, a script may raise KeyboardInterrupt. Such an exception must not end the
-run by itself, and above all not with exit code 0. Every call of user code stands in `user_code`.
+are not an `Exception`: `exit()` raises SystemExit, and a script may raise KeyboardInterrupt. Such an exception must not
+end the run by itself, and never with exit code 0. So every call of user code is inside `user_code`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _calls = _Calls()
 
 
 def describe(error: BaseException) -> str:
-    """Return "Type: message" of an exception, also of one whose `__str__` raises, as text that can be printed."""
+    """Return "Type: message" of an exception as printable text, even if its `__str__` raises."""
     name = type(error).__name__
     try:
         message = str(error)
@@ -51,7 +51,7 @@ def describe(error: BaseException) -> str:
 
 
 def show(value: Any, limit: int = SHOWN_VALUE) -> str:
-    """Return the type and the beginning of the repr of a value that user code gave, even if its `__repr__` raises."""
+    """Return the type and the beginning of the repr of a user's value, even if its `__repr__` raises."""
     try:
         text = repr(value)
     except BaseException as error:  # the value's own code
@@ -63,7 +63,7 @@ def where_raised(error: BaseException, file: str | None = None) -> str:
     """Return " (FILE, line N)" of the innermost frame in which an exception, or its cause, was raised, or "".
 
     Args:
-        file: only frames of this file count.
+        file: consider only frames of this file.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -76,11 +76,11 @@ def where_raised(error: BaseException, file: str | None = None) -> str:
 def user_code(
     problem: Callable[[BaseException], Exception], *, keep: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Run a call of user code, and raise `problem` of what it raises. A real Ctrl-C stays a KeyboardInterrupt.
+    """Run a call of user code, and raise `problem` of anything that it raises. A real Ctrl-C stays a KeyboardInterrupt.
 
     Args:
-        problem: makes the error from what was raised; `describe` gives its text.
-        keep: errors that are passed on as they are.
+        problem: makes the error from the exception; `describe` gives its text.
+        keep: exceptions that are passed on unchanged.
 
     Example:
         with user_code(lambda error: RewardError(f"reward 'mine' raised {describe(error)}")):
@@ -101,7 +101,8 @@ def user_code(
         raise problem(error) from error
     finally:
         _calls.depth -= 1
-    if _was_interrupted(before):  # user code has swallowed it, as a bare `except:` does
+    # User code may have caught the interrupt, as a bare `except:` does.
+    if _was_interrupted(before):
         raise KeyboardInterrupt
 
 
@@ -120,9 +121,10 @@ def exits_raise() -> Iterator[None]:
 def exits_fail() -> Iterator[None]:
     """Keep `os._exit` from ending a run as if it had succeeded, in this process.
 
-    Whoever started a rank sees its exit code alone, and takes 0 for success. Inside `user_code` a call of `os._exit`
-    raises SystemExit, so the error names the function. Elsewhere a call with status 0 is reported and ends the process
-    with `FAILED`. Child processes still exit. Code in C that calls `_exit` is not seen.
+    A rank's parent sees only its exit code, and takes 0 for success. Inside `user_code`, `os._exit` raises SystemExit,
+    so
+    the error names the function. Elsewhere a call with status 0 is reported and ends the process with `FAILED`. Child
+    processes still exit. Code in C that calls `_exit` is not caught.
     """
     exit_process = os._exit
 
@@ -140,7 +142,7 @@ def exits_fail() -> Iterator[None]:
 
 @contextmanager
 def _exits_call(leave: Callable[[int], NoReturn]) -> Iterator[None]:
-    """Have `os._exit` call another function in this process, but not in its forked copies."""
+    """Make `os._exit` call another function in this process, but not in its forked copies."""
     process, exit_process = os.getpid(), os._exit
 
     def in_this_process(status: int) -> NoReturn:
@@ -160,10 +162,10 @@ def _was_interrupted(before: int) -> bool:
 
 
 def _is_real(error: KeyboardInterrupt, before: int) -> bool:
-    """Return whether a signal is behind a KeyboardInterrupt.
+    """Return whether a KeyboardInterrupt comes from a signal.
 
-    Signals reach the main thread alone. Where a program has a handler of its own, nothing is counted: then each
-    KeyboardInterrupt of the main thread is taken for a real one.
+    Signals only reach the main thread. If a program has its own handler, interrupts are not counted, and every
+    KeyboardInterrupt in the main thread is regarded as real.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -1,4 +1,4 @@
-"""Public names that users of such systems look for here, and in `megaverl.utils.config`; no code is here."""
+"""Public names that users of similar systems look for here and in `megaverl.utils.config`. The code is elsewhere."""
 
 import sys
 from typing import TYPE_CHECKING

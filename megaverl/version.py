@@ -1,4 +1,4 @@
-"""The version: of a release RELEASE; of what runs from a checkout, or from a wheel of one, 0.2.0+dev."""
+"""The version: RELEASE for a release, 0.2.0+dev for a checkout or a wheel built from one."""
 
 from __future__ import annotations
 

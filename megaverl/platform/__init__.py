@@ -1,5 +1,4 @@
-"""CUDA or CPU: the one place that knows which device this process computes on, chosen by what is there, and the one
-place where libraries are adapted to a CPU."""
+"""Device of this process: CUDA or CPU, chosen by what exists. Libraries are adapted to a CPU here and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from megaverl.temporary import use_temporary_folder
 
 @dataclass(frozen=True)
 class Platform:
-    """CUDA or CPU, and what follows from it.
+    """The kind of device, with everything that depends on it.
 
     Attributes:
-        is_cuda: a CUDA device is there and usable.
-        backend: the torch.distributed backend, `nccl` or `gloo`.
+        is_cuda: whether a usable CUDA device exists.
     """
 
     is_cuda: bool
 
     @property
     def backend(self) -> str:
+        """The torch.distributed backend: `nccl` or `gloo`."""
         return "nccl" if self.is_cuda else "gloo"
 
     @property
@@ -37,7 +36,7 @@ class Platform:
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """What `dtype: auto` means: bfloat16 where CUDA supports it, float32 (the reference) elsewhere."""
+        """Meaning of `dtype: auto`: bfloat16 if CUDA supports it, otherwise float32 (the reference)."""
         return torch.bfloat16 if self.is_cuda and torch.cuda.is_bf16_supported() else torch.float32
 
     def start(self) -> None:
@@ -48,19 +47,21 @@ class Platform:
             torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
-        """Wait for the device's outstanding work, so that a clock reads true."""
+        """Wait for the device's outstanding work, so that timings are right."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def free_memory(self) -> int:
-        """Bytes that this process may still allocate on its device; of a CPU's, an equal share for each rank there."""
+        """Return the bytes that this process may still allocate on its device; on a CPU, an equal share for each of its
+        ranks.
+        """
         if self.is_cuda:
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             return int(torch.cuda.mem_get_info(self.device)[0]) + held
         return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def adapt_megatron(self) -> None:
-        """Adapt megatron-core to this machine. Call before importing `megatron.core`."""
+        """Adapt megatron-core to this machine. To be called before importing `megatron.core`."""
         hide_from_megatron()
         leave_out_expected_warnings()
         if self.is_cuda and importlib.util.find_spec("transformer_engine") is not None:
@@ -72,7 +73,7 @@ class Platform:
                 adaptation.apply()
 
     def adapt_vllm(self) -> None:
-        """Adapt vLLM to this machine. Call before importing `vllm`."""
+        """Adapt vLLM to this machine. To be called before importing `vllm`."""
         leave_out_expected_warnings()
         if not self.is_cuda:
             from megaverl.platform.vllm_cpu import ADAPTATIONS
@@ -82,12 +83,14 @@ class Platform:
 
 
 def page_locked(values: torch.Tensor) -> torch.Tensor:
-    """What lies on the host, where a GPU copies from by itself; torch keeps that memory. Without a GPU, as it is."""
+    """Return a host tensor in page-locked memory, from which a GPU copies asynchronously. Without a GPU, return it
+    unchanged.
+    """
     return values.pin_memory() if platform.is_cuda and values.device.type == "cpu" else values
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` there; on their way from the host to a GPU nobody waits for what runs there."""
+    """Copy `values` to a device. A copy from the host to a GPU does not wait for work on the GPU."""
     return page_locked(values).to(device, non_blocking=device.type == "cuda")
 
 

@@ -1,11 +1,11 @@
-"""What megatron-core's modules see as `torch.cuda` on a machine without a GPU.
+"""Substitute for `torch.cuda` in megatron-core's modules on a machine without a GPU.
 
-`megatron_cpu.py` points their uses of `torch.cuda` here; `torch.cuda` itself is left alone, so other
-libraries (vLLM among them) notice nothing. A CPU executes in program order, so streams and events are
-empty; the only device is `cpu`, and its random generator is torch's default one. Whatever is not
-redefined here is `torch.cuda`'s own.
+`megatron_cpu.py` redirects their uses of `torch.cuda` here. `torch.cuda` itself is unchanged, so other libraries such
+as
+vLLM notice nothing. A CPU executes in program order, so streams and events are empty; the only device is `cpu`, and its
+random generator is torch's default one. Names that are not defined here are `torch.cuda`'s own.
 
-At the end: how changes that megatron-core and vLLM need on such a machine are named and made.
+The end of the module defines how adaptations of megatron-core and vLLM are named and applied.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ def __getattr__(name: str) -> Any:
 
 
 def current_device() -> torch.device:
-    """The compute device; callers pass it on as `device=`."""
+    """Return the compute device, which callers pass as `device=`."""
     return torch.device("cpu")
 
 
 def device_count() -> int:
-    """One CPU process is one device."""
+    """Return 1: a CPU process is one device."""
     return 1
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """There is one device, whose work is complete when its call returns, in program order; its allocator keeps no
-    cache, and no memory is reused early; no NVIDIA profiler is attached."""
+    """Do nothing.
+
+    There is one device, whose work is complete when a call returns. Its allocator keeps no cache and reuses no memory
+    early, and no NVIDIA profiler is attached.
+    """
 
 
 set_device = synchronize = empty_cache = record_stream = nothing
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes held by the device allocator: none here."""
+    """Return the bytes held by the device allocator: none here."""
     return 0
 
 
@@ -51,7 +54,7 @@ max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
 class Event:
-    """A point in a stream: on a CPU, a moment in time, which has passed."""
+    """Point in a stream: on a CPU, a moment in time that has passed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time = 0.0
@@ -59,18 +62,20 @@ class Event:
     wait = synchronize = nothing
 
     def record(self, stream: Any = None) -> None:
+        """Store the time."""
         self.time = time.perf_counter()
 
     def query(self) -> bool:
+        """Return True: all earlier work is complete."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds between two recorded events."""
+        """Return the milliseconds between two recorded events."""
         return (end.time - self.time) * 1e3
 
 
 class Stream:
-    """A queue of device work: on a CPU, the program itself."""
+    """Queue of device work: on a CPU, the program itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = current_device()
@@ -78,6 +83,7 @@ class Stream:
     wait_stream = wait_event = synchronize = nothing
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Return an event recorded now."""
         event = event or Event()
         event.record(self)
         return event
@@ -87,7 +93,7 @@ _stream = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The one stream there is."""
+    """Return the only stream."""
     return _stream
 
 
@@ -96,7 +102,7 @@ stream = device = nullcontext  # the body runs where everything runs
 
 
 class _Generators:
-    """Stands for `torch.cuda.default_generators`: every index is the CPU's generator."""
+    """Substitute for `torch.cuda.default_generators`: every index is the CPU's generator."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -111,7 +117,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    """State of the compute device's generator."""
+    """Return the state of the compute device's generator."""
     return torch.get_rng_state()
 
 
@@ -121,33 +127,33 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 class random:
-    """`torch.cuda.random` over the CPU's generator."""
+    """Substitute for `torch.cuda.random` with the CPU's generator."""
 
     get_rng_state = staticmethod(get_rng_state)
     set_rng_state = staticmethod(set_rng_state)
 
 
 class nvtx:
-    """`torch.cuda.nvtx`."""
+    """Substitute for `torch.cuda.nvtx`."""
 
     range_push = range_pop = staticmethod(nothing)
     range = nullcontext
 
 
 def _lazy_call(function: Callable[[], None], **kwargs: Any) -> None:
-    """torch.cuda queues these until CUDA starts, which here it never does."""
+    """Call the function now. torch.cuda queues such calls until CUDA starts, which never happens here."""
     function()
 
 
 def uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Stands for `torch.compile`: the function as it is; given options alone, what decorates one so."""
+    """Return the function unchanged, as a substitute for `torch.compile`; with options only, return a decorator."""
     return uncompiled if function is None else function
 
 
 class Adaptation(NamedTuple):
-    """A named change to megatron-core or vLLM, made once and only where no CUDA device is.
+    """Named change to megatron-core or vLLM, applied once and only without a CUDA device.
 
-    `apply` is safe to call before the library is imported and touches nothing but that library.
+    `apply` may be called before the library is imported, and changes nothing but that library.
     """
 
     name: str
@@ -156,7 +162,7 @@ class Adaptation(NamedTuple):
 
 
 def adaptation(every: list[Adaptation], name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What decorates a function that makes such a change, its docstring being the reason, and adds it to `every`."""
+    """Return a decorator that adds a function with such a change to `every`. Its docstring is the reason."""
 
     def add(change: Callable[[], None]) -> Callable[[], None]:
         once = functools.cache(change)
@@ -167,7 +173,7 @@ def adaptation(every: list[Adaptation], name: str) -> Callable[[Callable[[], Non
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """What decorates a function that takes the place of `owner.name`, which it gets as its first argument."""
+    """Return a decorator that replaces `owner.name` by a function, which gets the original as its first argument."""
     original = getattr(owner, name)
 
     def put(function: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Whether FlashAttention's package can be used in this process; its use by our attention and transformers' models."""
+"""Availability of FlashAttention's package in this process, and its use by our attention and transformers' models."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ logger = logging.getLogger(__name__)
 
 
 def is_flash_attn_available() -> bool:
-    """Whether FlashAttention can compute here.
+    """Return whether FlashAttention can compute here.
 
-    `flash_attn` imports and is of version 2.5 or later, and this process's device is a CUDA GPU of compute capability
-    8.0 or more.
+    It can if `flash_attn` 2.5 or later imports, and this process's device is a CUDA GPU of compute capability 8.0 or
+    more.
     """
     return not why_not()
 
 
 @functools.cache
 def why_not() -> str:
-    """Why `is_flash_attn_available` is False; empty: it is not."""
+    """Return why `is_flash_attn_available` is False; empty if it is True."""
     return reason(torch.cuda.get_device_capability(platform.device) if platform.is_cuda else None)
 
 
 def reason(capability: tuple[int, int] | None) -> str:
-    """`why_not` on a device of this compute capability; None: no CUDA device."""
+    """Return `why_not` for a device of this compute capability; None: no CUDA device."""
     if capability is None:
         return "there is no CUDA device"
     if capability < LOWEST_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or more, and this one has {capability[0]}.{capability[1]}"
     try:
         found = str(getattr(importlib.import_module("flash_attn"), "__version__", "unknown"))
-    except Exception as error:  # absent, or built for another torch, CUDA or C library: its loader raises as it likes
+    except Exception as error:
+        # Missing, or built for another torch, CUDA or C library, for which the loader may raise anything.
         return f"flash_attn cannot be imported: {type(error).__name__}: {error}"
     numbers = [int(part) for part in found.split(".")[:2] if part.isdigit()]
     if len(numbers) < 2 or tuple(numbers) < LOWEST_VERSION:
@@ -53,7 +54,7 @@ def reason(capability: tuple[int, int] | None) -> str:
 
 
 def why_not_for(dtype: torch.dtype, head_dim: int) -> str:
-    """Why it cannot compute attention of this dtype and head size here; empty: it can."""
+    """Return why FlashAttention cannot compute attention of this dtype and head size here; empty if it can."""
     if dtype.itemsize != 2:
         return f"FlashAttention computes in 16 bits, and the model is in {dtype}"
     if head_dim > LARGEST_HEAD or head_dim % 8:
@@ -75,17 +76,18 @@ def attend_varlen(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention within sequences that lie end to end, the last query of each seeing its last key.
+    """Compute causal attention within sequences that are concatenated; the last query of each sees its last key.
 
-    The package aligns the causal mask and the window at that end since 2.1 (`flash_attn_varlen_func` in
+    Since 2.1 the package aligns the causal mask and the window at that end (`flash_attn_varlen_func` in
     flash_attn/flash_attn_interface.py, 2.8.3, and its README, "Change behavior of causal flag").
 
     Args:
-        query: [queries, heads, d]. key, value: [keys, kv_heads, d].
+        query: [queries, heads, d].
+        key, value: [keys, kv_heads, d].
         cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32: where each sequence's queries and keys begin.
-        max_seqlen_q, max_seqlen_kv: of the longest.
-        scale: of the scores. None: 1 / sqrt(d).
-        window: how many keys a query sees, its own among them. None: all before it.
+        max_seqlen_q, max_seqlen_kv: lengths of the longest sequence.
+        scale: scale of the scores; None: 1 / sqrt(d).
+        window: number of keys that a query sees, its own included; None: all before it.
 
     Returns:
         [queries, heads, d].
@@ -106,7 +108,7 @@ def attend_varlen(
 
 
 def use_in(model: PreTrainedModel) -> None:
-    """Let a transformers model, on its device, attend by FlashAttention where that is available and the model can."""
+    """Let a transformers model use FlashAttention if it is available and the model supports it."""
     if model.dtype.itemsize == 2 and is_flash_attn_available():
         try:
             model.set_attn_implementation("flash_attention_2")

@@ -1,8 +1,9 @@
-"""Everything that megatron-core needs changed to run on a CPU, and what of it a GPU without Transformer Engine needs.
+"""Changes that megatron-core needs to run on a CPU, and those that a GPU without Transformer Engine needs too.
 
-megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`,
-`'torch.cuda.FloatTensor'`, `.cuda()`. An import hook rewrites those few expressions, in `megatron.core`
-only, as each module is loaded; `torch` itself is never patched. `REWRITES` lists the rules.
+megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`, `'torch.cuda.FloatTensor'`,
+`.cuda()`. An import hook rewrites these few expressions, only in `megatron.core`, when a module is loaded; `torch`
+itself
+is never patched. `REWRITES` lists the rules.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ REWRITES = {
 
 
 class CudaToCpu(ast.NodeTransformer):
-    """Applies `REWRITES` to one module's syntax tree; `count` says how many places it changed."""
+    """Applies `REWRITES` to one module's syntax tree. `count` is the number of changes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,12 +101,12 @@ class CudaToCpu(ast.NodeTransformer):
 
 
 def rewrite(source: str, filename: str = "<string>") -> tuple[ast.Module, int]:
-    """Parse a megatron-core module and apply `REWRITES`; returns the tree and the number of changes."""
+    """Parse a megatron-core module and apply `REWRITES`; return the tree and the number of changes."""
     transformer = CudaToCpu()
     tree = transformer.visit(ast.parse(source, filename))
     if transformer.count:
         shim = ast.ImportFrom("megaverl.platform", [ast.alias("cuda_on_cpu", "_cuda_on_cpu")], 0)
-        # after the docstring and any `from __future__`, which must come first
+        # Insert the import after the docstring and any `from __future__`, which must come first.
         place = 0
         for index, statement in enumerate(tree.body):
             is_docstring = index == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
@@ -117,12 +118,12 @@ def rewrite(source: str, filename: str = "<string>") -> tuple[ast.Module, int]:
 
 @functools.cache
 def _cache_tag() -> str:
-    """Names the bytecode cache after the rules, so that a changed rule never meets old bytecode."""
+    """Return a name of the bytecode cache that depends on the rules, so that changed rules never use old bytecode."""
     return "megaverl" + hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:12]
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module through `rewrite`, keeping its bytecode beside Python's own under another name."""
+    """Loads a module through `rewrite`, and keeps its bytecode beside Python's own under another name."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = Path(self.get_filename(fullname))
@@ -133,7 +134,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
             if data[:8] == stamp:
                 return marshal.loads(data[8:])
         except (OSError, EOFError, ValueError, TypeError):
-            data = b""  # no cache yet, or a torn one: compile
+            data = b""  # no cache yet, or a damaged one: compile
         tree, _ = rewrite(path.read_text(encoding="utf-8"), str(path))
         code: CodeType = compile(tree, str(path), "exec", dont_inherit=True)
         temporary = cached.with_suffix(f".{os.getpid()}.tmp")
@@ -148,7 +149,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `megatron.core` modules as Python does, and hands them to `_Loader`."""
+    """Finds `megatron.core` modules as Python does, and gives them to `_Loader`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -162,7 +163,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 ADAPTATIONS: list[Adaptation] = []
-# What megatron-core 0.16 lacks on a GPU too where Transformer Engine is absent.
+# Adaptations that megatron-core 0.16 also needs on a GPU without Transformer Engine.
 WITHOUT_TRANSFORMER_ENGINE = ("moe te_general_gemm", "latent attention without Transformer Engine")
 _adapts = functools.partial(adaptation, ADAPTATIONS)
 
@@ -180,13 +181,13 @@ def _install_import_hook() -> None:
 
 @_adapts("quiet fallback warnings")
 def _quiet_fallback_warnings() -> None:
-    """Every module says that Transformer Engine and Apex are absent, on a CPU as expected."""
+    """Every module warns that Transformer Engine and Apex are missing, which is expected on a CPU."""
     warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed.*")
 
 
 @_adapts("moe te_general_gemm")
 def _define_te_general_gemm() -> None:
-    """megatron-core 0.16 reads this name without defining it where Transformer Engine is absent."""
+    """megatron-core 0.16 reads this name, but does not define it without Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -195,8 +196,10 @@ def _define_te_general_gemm() -> None:
 
 @_adapts("moe split sizes")
 def _give_splits_as_numbers() -> None:
-    """The alltoall dispatcher makes numbers of its split sizes only when it copies them from a GPU; tensors, which it
-    keeps else, torch.distributed refuses."""
+    """The alltoall dispatcher converts its split sizes to numbers only when it copies them from a GPU. Otherwise they
+    stay
+    tensors, which torch.distributed refuses.
+    """
     from megatron.core.transformer.moe import token_dispatcher
 
     @replaces(token_dispatcher, "maybe_move_tensor_to_cpu")
@@ -207,7 +210,9 @@ def _give_splits_as_numbers() -> None:
 
 @_adapts("uneven rows over gloo")
 def _gather_uneven_rows() -> None:
-    """Experts cut by tensor parallelism exchange as many rows as tokens came, and gloo moves equal parts only."""
+    """Experts split by tensor parallelism exchange as many rows as they have tokens, but gloo supports only equal
+    parts.
+    """
     from megatron.core.tensor_parallel import mappings
 
     @replaces(mappings, "_gather_along_first_dim")
@@ -235,7 +240,7 @@ def _gather_uneven_rows() -> None:
 
 @_adapts("latent attention without Transformer Engine")
 def _without_transformer_engine() -> None:
-    """megatron-core 0.16 takes what stands for the layers of an absent Transformer Engine for the layers."""
+    """megatron-core 0.16 mistakes the placeholders for Transformer Engine's layers for the layers themselves."""
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
@@ -244,7 +249,7 @@ def _without_transformer_engine() -> None:
 
 @_adapts("buffers exchanged directly")
 def _exchange_buffers_directly() -> None:
-    """gloo copies all gradients and parameters, twice as long as it takes to send them; on one rank for nothing."""
+    """gloo copies all gradients and parameters, which takes twice as long as sending them, even on a single rank."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     def directly(name: str, exchange: Callable[..., None]) -> None:
@@ -271,8 +276,10 @@ def _exchange_buffers_directly() -> None:
 
 @_adapts("gates in place")
 def _gate_in_place() -> None:
-    """Without a compiler, gated MLPs read and write their widest tensors four times more than they must: an offset of 0
-    is added to one half, and the gradients of the halves are joined by copying them."""
+    """Without a compiler, gated MLPs read and write their widest tensors four times more than necessary: they add an
+    offset of
+    0 to one half, and copy the gradients of both halves to join them.
+    """
     from megatron.core.transformer.mlp import MLP
 
     @replaces(MLP, "forward")
@@ -311,7 +318,7 @@ class GatedSilu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Writes both halves of the gradient in their places."""
+        """Write both halves of the gradient in place."""
         joined, active = ctx.saved_tensors
         gate, up = joined.chunk(2, dim=-1)
         result = torch.empty_like(joined, memory_format=torch.contiguous_format)
@@ -323,7 +330,7 @@ class GatedSilu(torch.autograd.Function):
 
 @_adapts("Adam in one kernel")
 def _adam_in_one_kernel() -> None:
-    """PyTorch's Adam takes eight operators per tensor where its one kernel for CPUs is not asked for."""
+    """PyTorch's Adam runs eight operators per tensor, unless its single kernel for CPUs is requested."""
     from megatron.core import optimizer as optimizers
 
     @replaces(optimizers, "_get_megatron_optimizer_based_on_param_groups")
@@ -336,17 +343,21 @@ def _adam_in_one_kernel() -> None:
 
 
 def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before every step, as groups that come from a checkpoint may say otherwise."""
+    """Request the fused kernel before every step, since groups from a checkpoint may say otherwise."""
     for group in optimizer.param_groups:
         group["fused"] = True
 
 
-# Gathering and scattering of buffers as sends between pairs of ranks; gloo's own copy the whole buffer, some twice.
-TAG = 1 << 20  # of these messages, whatever else their group is used for
+# The functions below gather and scatter buffers by sends between pairs of ranks. gloo's own collectives copy the whole
+# buffer, some of them twice.
+TAG = 1 << 20  # separates these messages from others in the group
 
 
 def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `whole` with what each rank gives, all as long as `mine`, which may be this rank's part of it."""
+    """Fill `whole` with the tensors of all ranks.
+
+    They are as long as `mine`, which may be this rank's part of `whole`.
+    """
     rank, size = group.rank(), group.size()
     parts = whole.view(size, -1)
     if mine.data_ptr() != parts[rank].data_ptr():
@@ -357,9 +368,10 @@ def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
 
 
 def reduce_scatter(mine: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The sum over the ranks of this rank's part of `whole`, in `mine`, which may be that part.
+    """Sum this rank's part of `whole` over the ranks into `mine`, which may be that part.
 
-    Added up in the order in which the ranks precede this one: the same bits each time, over as many ranks.
+    Parts are added in the order in which ranks precede this one, so the same number of ranks gives the same bits each
+    time.
     """
     rank, size = group.rank(), group.size()
     parts = whole.view(size, -1)

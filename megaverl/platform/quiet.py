@@ -1,6 +1,7 @@
-"""Keep libraries from importing and reporting what does not matter to a run.
+"""Keep libraries from importing and reporting things that do not matter to a run.
 
-A program that uses the Python API has no log of its own for what libraries print: these lines would be in its output.
+A program that uses the Python API has no separate log for the output of libraries, so their lines would appear in its
+own output.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 # works without it. The import takes 0.7 s in every rank and creates two folders in the temporary folder.
 HIDDEN = ("wandb",)
 IMPORTER = "megatron"
-# Messages of Python's warnings. Shards of a parameter are views, whose `.grad` the optimizer sets by itself.
+# Python warnings. Shards of a parameter are views, whose `.grad` the optimizer sets itself.
 EXPECTED = (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",)
-# Loggers of what a CPU cannot have.
+# Loggers that report features which a CPU cannot have.
 EXPECTED_LOGGERS = ("torch._library.triton",)
 
 
 class _Hidden(MetaPathFinder):
-    """Import hook that lets `import wandb` fail in megatron-core's modules, and nowhere else."""
+    """Import hook that makes `import wandb` fail in megatron-core's modules, and nowhere else."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name in HIDDEN and _importing_module().partition(".")[0] == IMPORTER:
@@ -48,7 +49,7 @@ def _importing_module() -> str:
 
 
 def leave_out_expected_warnings() -> None:
-    """Leave out warnings about what is meant to be so, from megatron-core and torch."""
+    """Suppress warnings of megatron-core and torch about intended behaviour."""
     for message in EXPECTED:
         warnings.filterwarnings("ignore", message=message)
     for name in EXPECTED_LOGGERS:
@@ -57,7 +58,7 @@ def leave_out_expected_warnings() -> None:
 
 @contextmanager
 def native_stderr_without(text: str) -> Iterator[None]:
-    """Leave out lines with `text` from what native code writes to stderr inside this block."""
+    """Drop lines with `text` from what native code writes to stderr inside this block."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as captured:
         saved = os.dup(2)

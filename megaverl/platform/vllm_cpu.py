@@ -1,11 +1,12 @@
-"""Everything that vLLM needs changed to serve training on a CPU. Not imported where CUDA is.
+"""Changes that vLLM needs for training on a CPU. Not imported on CUDA.
 
-vLLM's CPU build is made for serving fixed weights in processes that it starts itself. Here it lives in a
-training process, and its weights are updated in place.
+vLLM's CPU build is made for serving fixed weights in processes that it starts itself. Here it runs in a training
+process
+whose weights are updated in place.
 
-Images go without torchvision, whose CPU wheel is not on PyPI. vLLM takes two things from transformers' processors that
-need it: a function beside an image processor that has a PIL variant with the same function, and a processor of videos,
-which are never given to it here.
+Images work without torchvision, whose CPU wheel is not on PyPI. vLLM uses two parts of transformers' processors that
+need it: a function beside an image processor, which also has a PIL variant with the same function, and a processor of
+videos, which is never used here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WITH_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
 
 class _WithPil(MetaPathFinder, Loader):
-    """Gives the PIL variant's module in the place of torchvision's, when that is imported."""
+    """Import hook that returns the PIL variant's module in place of torchvision's."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return importlib.util.spec_from_loader(fullname, self) if fullname == FROM_TORCHVISION else None
@@ -44,11 +45,11 @@ class _WithPil(MetaPathFinder, Loader):
         return importlib.import_module(WITH_PIL)
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is there already."""
+        """Do nothing: the module is complete."""
 
 
 def adapt_images() -> None:
-    """Where torchvision is missing, let vLLM do without."""
+    """Let vLLM work without torchvision, if it is missing."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.transformers_utils import processor as processors
@@ -60,7 +61,7 @@ def adapt_images() -> None:
 
         class WithoutVideos(processor_cls):  # type: ignore[misc]
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-                """The processor of videos is that of images: only its sizes are read."""
+                """Accept the image processor as the processor of videos: only its sizes are read."""
 
         own = {key: value for key, value in options.items() if key in ("size", "min_pixels", "max_pixels")}
         images = AutoImageProcessor.from_pretrained(name, backend="pil", **own)
@@ -69,7 +70,7 @@ def adapt_images() -> None:
     processors.cached_get_processor = functools.lru_cache(get_processor)
 
 
-# The key-value cache when the user sets none: for this many full-length responses, up to a limit.
+# Default size of the key-value cache: this many full-length responses, up to a limit.
 DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
@@ -84,8 +85,10 @@ _adapts = functools.partial(adaptation, ADAPTATIONS)
 
 @_adapts("kernels in vLLM's modules alone")
 def _look_for_kernels_in_vllm() -> None:
-    """To replace its Triton kernels vLLM looks at every attribute of every module: at deprecated ones of torch, which
-    warn, and at llvmlite's (numba), on which it fails."""
+    """To replace its Triton kernels, vLLM reads every attribute of every module. Deprecated ones of torch then warn,
+    and
+    llvmlite's (numba) raise an error.
+    """
     from vllm.triton_utils import dispatcher
 
     @replaces(dispatcher, "_rebind_kernels")
@@ -100,7 +103,7 @@ def _look_for_kernels_in_vllm() -> None:
 
 @_adapts("weights beside packed copies")
 def _keep_weights_beside_packed() -> None:
-    """Packing linear weights for oneDNN replaces them by empty tensors, which nothing can be written to."""
+    """Packing linear weights for oneDNN replaces them by empty tensors, to which nothing can be written."""
     from vllm.model_executor.layers import utils
 
     @replaces(utils, "dispatch_cpu_unquantized_gemm")
@@ -110,25 +113,28 @@ def _keep_weights_beside_packed() -> None:
 
 @_adapts("experts beside packed copies")
 def _keep_experts_beside_packed() -> None:
-    """Packing fused expert weights puts tensors of another order, and of padded sizes, in their places; and with
-    enable_expert_parallel the kernel reads beyond a rank's experts."""
+    """Packing fused expert weights replaces them by tensors with another order and padded sizes. And with
+    enable_expert_parallel the kernel reads beyond a rank's experts.
+    """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     @replaces(CPUUnquantizedExperts, "process_weights_after_loading")
     def pack_and_keep(pack: Any, self: Any, layer: torch.nn.Module) -> None:
         kept = {name: getattr(layer, name) for name in EXPERT_WEIGHTS}
-        pack(self, layer)  # replaces the parameters
+        # Packing replaces the parameters, so restore them below and keep the packed copies aside.
+        pack(self, layer)
         self.packed = [getattr(layer, name).data for name in EXPERT_WEIGHTS]
         for name, weight in kept.items():
             layer.register_parameter(name, weight)
-        # for `repack_weights`, which finds layers and not their experts
+        # `repack_weights` finds layers, not their experts, so give it this function.
         setattr(layer, REPACK, functools.partial(self.process_weights_after_loading, layer))
 
     @replaces(CPUUnquantizedExperts, "apply")
     def run_packed(run: Any, self: Any, **arguments: Any) -> None:
         arguments |= dict(zip(("w1", "w2"), self.packed, strict=True))
         if arguments["expert_map"] is not None:
-            # the kernel takes expert numbers for places in its weights: give it this rank's, and others no weight
+            # The kernel uses expert numbers as indices into its weights. Give it this rank's numbers, and weight zero
+            # to other ranks' experts.
             here = arguments["expert_map"][arguments["topk_ids"].long()]
             arguments["topk_weights"] = arguments["topk_weights"].masked_fill(here < 0, 0.0)
             arguments["topk_ids"] = here.clamp(min=0).to(arguments["topk_ids"].dtype)
@@ -137,9 +143,9 @@ def _keep_experts_beside_packed() -> None:
 
 @contextmanager
 def weights_to_come() -> Iterator[None]:
-    """An engine made inside gets its weights from a reshard: spare it noise in their place, and packing that.
+    """Skip noise and packing in an engine made inside, as a reshard will bring its weights.
 
-    What it quantises as it loads has no place before: it is loaded with noise.
+    Weights that are quantised on loading have no storage before, so these are loaded with noise.
     """
     from vllm.model_executor.layers import utils
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader, get_layerwise_info
@@ -147,7 +153,8 @@ def weights_to_come() -> Iterator[None]:
     noise, pack = DummyModelLoader.load_weights, utils.dispatch_cpu_unquantized_gemm
 
     def pack_later(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if layer.weight.is_meta or layer.weight.ndim != 2:  # not what a matrix product is packed for
+        # Only the weight of a matrix product is packed later.
+        if layer.weight.is_meta or layer.weight.ndim != 2:
             pack(layer, remove_weight)
         else:
             layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
@@ -166,7 +173,7 @@ def weights_to_come() -> Iterator[None]:
 
 
 def repack_weights(model: torch.nn.Module) -> None:
-    """Make the packed copies anew, from weights that were written in place."""
+    """Make the packed copies again, from weights that were written in place."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for layer in model.modules():
@@ -178,15 +185,17 @@ def repack_weights(model: torch.nn.Module) -> None:
 
 @_adapts("quantised products by definition")
 def _multiply_quantised_by_definition() -> None:
-    """vLLM's CPU build multiplies 8-bit weights with AMX alone, from packed copies in their places, and lacks the
-    operator that quantises a matrix."""
+    """vLLM's CPU build multiplies 8-bit weights only with AMX, from packed copies that replace them. It also lacks the
+    operator
+    that quantises a matrix.
+    """
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.platforms import PlatformEnum
 
     class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-        """Both factors are quantised as on a GPU, and multiplied in float32."""
+        """Kernel that quantises both factors as a GPU does, and multiplies them in float32."""
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, None]:
@@ -211,7 +220,7 @@ def _multiply_quantised_by_definition() -> None:
 
 @_adapts("no sgl kernels")
 def _keep_biases_as_they_are() -> None:
-    """Packing small 16-bit weights for AMX replaces their biases by float32 copies, out of an update's reach."""
+    """Packing small 16-bit weights for AMX replaces their biases by float32 copies, which an update cannot reach."""
     from vllm.model_executor.layers import utils
 
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
@@ -219,8 +228,11 @@ def _keep_biases_as_they_are() -> None:
 
 @_adapts("norms in one kernel")
 def _norm_in_one_kernel() -> None:
-    """vLLM's CPU build has the kernels of its norms and takes eight operators of PyTorch instead, a tenth of decoding a
-    small model."""
+    """vLLM's CPU build has kernels for its norms, but uses eight operators of PyTorch instead. That is a tenth of the
+    time
+    of
+    decoding a small model.
+    """
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     native = RMSNorm.forward_native
@@ -246,8 +258,10 @@ def _norm_in_one_kernel() -> None:
 
 @_adapts("rotary embeddings of all heads")
 def _turn_all_heads() -> None:
-    """The kernel takes the last axis for all heads of a token: of [tokens, heads, size], as LFM2's code gives queries
-    and keys, it turns the first rows, as many as there are tokens, by wrong positions (vLLM 0.32)."""
+    """The kernel assumes that the last axis holds all heads of a token. Given [tokens, heads, size], as LFM2's code
+    passes
+    queries and keys, it rotates only as many rows as there are tokens, by wrong positions (vLLM 0.32).
+    """
     from vllm import _custom_ops
 
     @replaces(_custom_ops, "rotary_embedding")
@@ -261,8 +275,11 @@ def _turn_all_heads() -> None:
 
 @_adapts("attention without a wrapper")
 def _attend_without_a_wrapper() -> None:
-    """Two custom operators per layer hide attention from a compiler that is not used, a fiftieth of a small model's
-    decoding."""
+    """Two custom operators per layer hide attention from a compiler that is not used here. That is a fiftieth of the
+    time
+    of
+    decoding a small model.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
@@ -270,13 +287,13 @@ def _attend_without_a_wrapper() -> None:
 
 @_adapts("images without torchvision")
 def _images_without_torchvision() -> None:
-    """vLLM imports modules and a processor of videos that need torchvision, whose CPU build PyPI does not have."""
+    """vLLM imports modules and a processor of videos that need torchvision, whose CPU build is not on PyPI."""
     adapt_images()
 
 
 @_adapts("no ranks of drawn tokens")
 def _leave_ranks_out() -> None:
-    """Every drawn token is compared with the whole vocabulary for its rank among log-probs, which nobody reads."""
+    """vLLM compares every drawn token with the whole vocabulary for its rank among log-probs, which nobody reads."""
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = lambda log_probs, drawn: torch.zeros(len(log_probs), dtype=torch.int64)
@@ -284,8 +301,11 @@ def _leave_ranks_out() -> None:
 
 @_adapts("sampling of drafts by definition")
 def _expand_to_drafts() -> None:
-    """What stands in for a Triton kernel gives each drafted token its request's temperature, top-k and top-p: it casts
-    them to integers, and writes them into a copy that nobody reads (0.32: `_expand_kernel_impl`)."""
+    """The substitute for a Triton kernel that gives each draft token its request's temperature, top-k and top-p casts
+    them
+    to
+    integers, and writes them to a copy that nobody reads (0.32: `_expand_kernel_impl`).
+    """
     from vllm.v1.sample import rejection_sampler
 
     @replaces(rejection_sampler, "expand_batch_to_tokens")
@@ -299,7 +319,7 @@ def _expand_to_drafts() -> None:
 
 @_adapts("memory bound without a warning")
 def _bind_memory_quietly() -> None:
-    """vLLM's worker binds memory to a NUMA node, and warns about it from C++, past logging and Python's warnings."""
+    """vLLM's worker binds memory to a NUMA node, and warns about it from C++, outside logging and Python's warnings."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     @replaces(CPUWorker, "__init__")
@@ -310,8 +330,11 @@ def _bind_memory_quietly() -> None:
 
 @_adapts("shared memory by job")
 def _own_shared_memory_by_job() -> None:
-    """vLLM names it after its init method, under torchrun the same in every job on a machine: they would share one
-    tensor-parallel buffer, several machines would seem to be one, and buffers of killed ranks would stay."""
+    """vLLM names shared memory after its init method, which under torchrun is equal in every job on a machine. Jobs
+    would
+    share
+    one tensor-parallel buffer, several machines would seem to be one, and buffers of killed ranks would stay.
+    """
     from vllm.v1.worker import cpu_worker
 
     @replaces(cpu_worker, "init_worker_distributed_environment")
@@ -322,7 +345,7 @@ def _own_shared_memory_by_job() -> None:
 
 @contextmanager
 def unique_shared_memory() -> Iterator[None]:
-    """Give vLLM groups created inside this block shared memory under a name that no other job uses.
+    """Give vLLM groups created inside this block shared memory with a name that no other job uses.
 
     Collective over the default process group.
     """
@@ -338,9 +361,9 @@ def unique_shared_memory() -> Iterator[None]:
 
 
 def shared_memory_name() -> str:
-    """A name that all ranks on one machine share, and no other engine, job or machine.
+    """Return a name that is shared by all ranks on one machine, and by no other engine, job or machine.
 
-    Every rank of the default process group takes part: the first one draws the engine's part of the name.
+    Collective over the default process group: its first rank draws the engine's part of the name.
     """
     drawn = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
     dist.broadcast(drawn, src=0)
@@ -358,16 +381,18 @@ def engine_defaults(
     num_sequences: int | None,
     latent_attention: str | None,
 ) -> dict[str, Any]:
-    """EngineArgs that suit a CPU where the user has set none.
+    """Return EngineArgs that suit a CPU, as defaults for the user's.
 
-    Eager, as compiling takes longer than it saves and needs a C++ compiler; a cache for
-    `num_sequences` full-length responses (by default vLLM would take 92 % of the machine's memory); blocks small
-    enough that short prompts share a prefix; and for latent attention not the backend that vLLM takes where there is
-    AMX (see `check_runs_here`).
+    These are eager mode, since compiling takes longer than it saves and needs a C++ compiler; a cache for
+    `num_sequences`
+    full-length responses (vLLM's default takes 92 % of the machine's memory); blocks small enough that short prompts
+    can
+    share a prefix; and for latent attention another backend than the one that vLLM chooses with AMX (see
+    `check_runs_here`).
 
     Args:
-        num_kv_heads: on one rank.
-        latent_attention: the backend of a model with latent attention; None: its attention is another.
+        num_kv_heads: KV heads on one rank.
+        latent_attention: attention backend of a model with latent attention; None for other models.
     """
     token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
     blocks_each = -(-max_model_len // BLOCK_TOKENS)
