@@ -435,7 +435,7 @@ class Machine:
     """
 
     gpus_per_node: int = 8
-    memory: float = 80 * GB
+    memory: float = 85 * GB
     reserve: float | None = None
     nvlink: float = 450 * GB
     network: float = 50 * GB

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -471,11 +472,12 @@ def hardware_of(config: Config, world: int) -> Hardware:
     gpu = gpu_name()
     if gpu is None:
         return replace(Hardware.read("cpu"), ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    words = gpu.lower().split()
-    names = [name for name in known() if name in words]
+    # "NVIDIA A100-SXM4-40GB" has both words of a100_40gb, and "NVIDIA A100 80GB PCIe" only that of a100
+    words = set(re.split(r"[\s-]+", gpu.lower()))
+    names = [name for name in known() if words.issuperset(name.split("_"))]
     if not names:
         raise ConfigError(f"run.hardware: nothing is known of {gpu}. Name one of {', '.join(known())}, or a file.")
-    return Hardware.read(names[0])
+    return Hardware.read(max(names, key=len))
 
 
 def _said(settings: Settings) -> str:

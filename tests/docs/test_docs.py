@@ -2,7 +2,7 @@
 
 What a block is decides what is done with it:
 - python: run, page by page, in one namespace. One with a title is also that file.
-- yaml: loaded and checked as a configuration (missing parts are filled in), and planned: it fits GPUs of 80 GB. A
+- yaml: loaded and checked as a configuration (missing parts are filled in), and planned: it fits H100s. A
   comment before it names the model and the nodes (<!-- planned: --nodes 1 --model-config FILE -->); without one it is a
   small model on as few ranks as the grids need. One with a title is also that file.
 - json: parsed, line by line.

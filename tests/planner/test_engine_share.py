@@ -58,7 +58,7 @@ def test_a_processor_has_no_share() -> None:
 
 
 def test_where_nothing_fits_the_least_is_taken_and_what_is_missing_is_told() -> None:
-    job = make(QWEN, 8, *LAYOUT, "algorithm.name=ppo", "rollout.sleep=true")
+    job = make(QWEN, 8, *LAYOUT, "algorithm.name=ppo", "rollout.sleep=true", machine=Machine(memory=80e9))
     assert derive_share(job) == LEAST and not fits(with_share(job, LEAST))
 
 
@@ -77,7 +77,7 @@ def test_a_run_takes_the_same_on_the_gpus_that_it_meets(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / "qwen2_5_7b" / "config.json").read_text())
     given = [*NEEDED, *ON_8, f"model.path={tmp_path}", "rollout.sleep=true"]
     config = load_config(None, given, check_paths=False, world_size=8)
-    for memory in (80e9, 141e9):
+    for memory in (85e9, 150e9):
         met = with_engine_share(config, place(config, "train", 8, (Node("a", 8, memory=memory),)))
         share = met.rollout.vllm["gpu_memory_utilization"]
         assert share == derive_share(make(QWEN, 8, *ON_8, "rollout.sleep=true", machine=Machine(memory=memory)))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megaverl.planner.advice import Shortage, shortages
+from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, Machine, PlannedJob
 from megaverl.planner.memory import MemoryModel
 from megaverl.sharding.model_spec import ModelSpec
@@ -60,8 +61,8 @@ MODELS = {  # sizes of the Hugging Face folders' config.json
 }
 
 
-# GB; of the first 80, though CUDA shows 85; of the second what it shows, 95.1 GiB (RightNow-AI/AutoMegaKernel pull 3)
-H100, H20 = 80.0, 102.0
+# GB, as CUDA shows them to programs
+H100, H20 = (Hardware.read(name).memory_gb for name in ("h100", "h20"))
 
 AWAY = "actor.offload={parameters: true, optimizer: true, gradients: true}"
 CPU_ADAM = "actor.optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"

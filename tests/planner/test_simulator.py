@@ -273,7 +273,7 @@ def test_every_description_reads_and_says_where_its_numbers_are_from(name: str, 
     assert Hardware.read(hardware.write(tmp_path / "own.json")) == hardware
     shares = [hardware.matmul_share(10.0**power) for power in range(6, 15)]
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
-    assert {"h100", "h200", "b200", "a100"} <= set(known())
+    assert {"h100", "h200", "b200", "a100", "a100_40gb"} <= set(known())
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_description_that_cannot_be_meant_is_refused_in_words(change: dict, sa
 
 
 def test_a_description_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, b200, cpu, h100, h20, h200"):
+    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, a100_40gb, b200, cpu, h100, h20, h200"):
         Hardware.read("h1000")
     with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
         Hardware.read("absent.json")
@@ -412,7 +412,7 @@ def test_a_prediction_is_printed_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert main([*command, "--hardware", "h1000"]) == 2 and "there is no h1000" in capsys.readouterr().err
     assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
     said = capsys.readouterr().out
-    assert "141 GB each" in said and "responses of 900 (up to" in said
+    assert "150 GB each" in said and "responses of 900 (up to" in said
 
 
 @pytest.mark.parametrize("more", [("actor={tp: 2, pp: 2}",), SPLIT, ASYNC], ids=["together", "split", "ahead"])
