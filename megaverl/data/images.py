@@ -18,7 +18,7 @@ from megaverl.config.run import ImagesConfig
 from megaverl.data.downloads import fetch
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
-from megaverl.outside import read_json_file
+from megaverl.outside import check_sizes, read_json_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,6 +71,7 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         try:
+            check_sizes(Path(folder).glob("*processor_config.json"))
             self._process: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(

@@ -1,7 +1,12 @@
-"""In-memory cache of Parquet row groups, so that shuffled prompts do not decode a group for every row."""
+"""In-memory cache of Parquet row groups, so that shuffled prompts do not decode a group for every row.
+
+A row group is decoded as a whole. A small file can decode to more bytes than there is memory, because pages are
+compressed and repeated values are stored once. `GroupBound` limits the decoded bytes.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
@@ -12,6 +17,53 @@ import psutil
 
 # The cache may use a quarter of this rank's share of the free host memory.
 SHARE = 4  # of the host memory that was free, and is this rank's, one part in so many
+MOST_OF_MEMORY = 2  # one row group may take one part in so many
+# Text compresses to a tenth or a hundredth. What is larger than this and grew more was not made of prompts.
+MAX_UNSUSPICIOUS_BYTES = 2**30
+MAX_EXPANSION = 500
+
+
+class GroupBound:
+    """Limit on the decoded bytes of one row group.
+
+    Args:
+        stored: bytes of the row group in its file.
+        free_bytes: host memory that was free, and is this rank's; None: what is free when the first bound is made.
+
+    Example:
+        bound = GroupBound(stored)
+        bound.check(declared)  # what the file's footer promises
+        for batch in batches:
+            bound.add(batch.nbytes)
+    """
+
+    def __init__(self, stored: int, free_bytes: int | None = None) -> None:
+        self._stored = stored
+        self._num_bytes = 0
+        self._most = (_free_at_first() if free_bytes is None else free_bytes) // MOST_OF_MEMORY
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that were decoded. Raise ValueError, see `check`."""
+        self._num_bytes += num_bytes
+        self.check(self._num_bytes)
+
+    def check(self, num_bytes: int) -> None:
+        """See that a row group may have so many bytes.
+
+        Raises:
+            ValueError: says what is too large, and what to do.
+        """
+        if num_bytes > MAX_UNSUSPICIOUS_BYTES and num_bytes > MAX_EXPANSION * self._stored:
+            raise ValueError(
+                f"its row group decodes to more than {num_bytes:,} bytes from {self._stored:,} in the file; at most "
+                f"{MAX_EXPANSION} times as many are read. Remove the repeating column, or write the file with "
+                "smaller row groups (row_group_size)"
+            )
+        if num_bytes > self._most:
+            raise ValueError(
+                f"its row group decodes to more than {num_bytes:,} bytes, and {self._most:,} is half of the memory "
+                "that is free for a rank. Write the file with smaller row groups (row_group_size)"
+            )
 
 
 class RowGroupCache:
@@ -62,6 +114,12 @@ class RowGroupCache:
     def _drop(self, key: tuple[int, int]) -> None:
         """Evict one group."""
         self._num_bytes -= self._tables.pop(key).nbytes
+
+
+@functools.cache
+def _free_at_first() -> int:
+    """Return the memory that was free when this was first asked: a group that was read once is not refused later."""
+    return _free_memory()
 
 
 def _free_memory() -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaverl.config.run import SourceConfig, is_hub_name
-from megaverl.data.row_groups import SHARED, RowGroupCache
+from megaverl.data.row_groups import SHARED, GroupBound, RowGroupCache
 from megaverl.data.row_values import Conversion, arrow_conversion, parse_row, without_null_fields
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
@@ -324,6 +324,9 @@ class JsonlFile:
         return parse_row(line, self.where(index))
 
 
+DECODED_ROWS = 1024  # that are decoded at a time: between two batches the size is checked
+
+
 class ParquetFile:
     """Parquet file, decoded by row group.
 
@@ -367,10 +370,37 @@ class ParquetFile:
 
         group = bisect_right(self._ends, index)
         try:
-            table = self._cache.get((self._number, group), lambda: self._file.read_row_group(group))
+            table = self._cache.get((self._number, group), lambda: self._decode(group))
         except (pyarrow.ArrowException, OSError) as error:
             raise self._damaged(index, error) from error
+        except ValueError as error:
+            raise DataError(f"{self.where(index)}: {error}.") from error
         return self._row(table, index - self.first_row(group), index)
+
+    def _decode(self, group: int) -> Any:
+        """Return a row group's table.
+
+        Raises:
+            ValueError: see `GroupBound`.
+        """
+        import pyarrow
+
+        return pyarrow.Table.from_batches(list(self._bounded_batches(group, DECODED_ROWS)))
+
+    def _bounded_batches(self, group: int, num_rows: int) -> Iterator[Any]:
+        """Yield a row group in batches of so many rows, as far as its size has bounds.
+
+        Raises:
+            ValueError: see `GroupBound`.
+        """
+        metadata = self._file.metadata.row_group(group)
+        columns = [metadata.column(number) for number in range(metadata.num_columns)]
+        bound = GroupBound(sum(column.total_compressed_size for column in columns))
+        # A page is decompressed whole. The footer says how large pages are; what values repeat only batches show.
+        bound.check(sum(column.total_uncompressed_size for column in columns))
+        for batch in self._file.iter_batches(num_rows, row_groups=[group]):
+            bound.add(batch.nbytes)
+            yield batch
 
     @property
     def num_groups(self) -> int:
@@ -393,9 +423,11 @@ class ParquetFile:
         if group >= self.num_groups:
             return
         try:
-            batch = next(self._file.iter_batches(count, row_groups=[group]), None)
+            batch = next(self._bounded_batches(group, count), None)
         except (pyarrow.ArrowException, OSError) as error:
             raise self._damaged(first, error) from error
+        except ValueError as error:
+            raise DataError(f"{self.where(first)}: {error}.") from error
         for number in range(0 if batch is None else batch.num_rows):
             yield self._row(batch, number, first + number)
 

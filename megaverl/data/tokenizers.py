@@ -11,6 +11,7 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -404,26 +405,58 @@ def load_tokenizer(path: str | Path, *, chat_template: str | None = None, trust_
             chat_template = beside.read_text(encoding="utf-8")
         stops: list[int] = []
     else:
-        backend = _load_hugging_face(source, trust_remote_code)
-        stops = _stop_tokens(Path(path))
+        folder = _tokenizer_folder(source, trust_remote_code)
+        backend = _load_hugging_face(source, folder, trust_remote_code)
+        stops = _stop_tokens(folder)
     if chat_template is not None:
         backend.chat_template = chat_template
     return Tokenizer(backend, source, stop_token_ids=stops)
 
 
-def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or of a model on a hub."""
-    import transformers
+def _tokenizer_folder(source: str, trust_remote_code: bool) -> Path:
+    """Return the folder of a tokenizer's files; those of a hub's model are in the hub's cache, or are fetched.
 
+    Raises:
+        DataError: there is no such folder or model, or a file is larger than any tokenizer.
+    """
     folder = Path(source)
     if not folder.is_dir() and (folder.exists() or source.count("/") > 1 or source[:1] in "./~"):
         raise DataError(
             f"{source}: not a folder (looked in {os.getcwd()}). model.tokenizer must name a Hugging Face "
             "folder, a sentencepiece .model file, or a model on a hub, such as Qwen/Qwen3-0.6B."
         )
-    if folder.is_dir():
-        _check_sizes(file for file in folder.iterdir() if file.suffix in TOKENIZER_SUFFIXES and file.is_file())
-    options: dict[str, Any] = {"local_files_only": folder.is_dir()}
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        suffixes = (*TOKENIZER_SUFFIXES, ".py") if trust_remote_code else TOKENIZER_SUFFIXES
+        patterns = [f"*{suffix}" for suffix in suffixes]
+        endpoint = os.environ.get("HF_ENDPOINT")
+        with user_code(partial(_not_loaded, source)):  # the library raises what it likes of hubs and caches
+            folder = Path(snapshot_download(source, allow_patterns=patterns, endpoint=endpoint))
+    _check_sizes(file for file in folder.iterdir() if file.suffix in TOKENIZER_SUFFIXES and file.is_file())
+    return folder
+
+
+def _not_loaded(source: str, error: BaseException) -> DataError:
+    reason = describe(error).strip().split("\n")[0]
+    return DataError(
+        f"{source}: no tokenizer could be loaded from it ({reason}). A folder needs tokenizer.json and "
+        "tokenizer_config.json; copy them from the model's source, or name another tokenizer with model.tokenizer."
+    )
+
+
+def _load_hugging_face(source: str, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a folder, whose files have bounds.
+
+    Args:
+        source: the name of the folder, or of the model on a hub, for messages.
+
+    Raises:
+        DataError: the folder holds no tokenizer, or a damaged one.
+    """
+    import transformers
+
+    options: dict[str, Any] = {"local_files_only": True}
     named = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if (folder / "tokenizer.json").is_file() and named in GENERIC_CLASSES:
         loader: Any = transformers.PreTrainedTokenizerFast
@@ -431,17 +464,10 @@ def _load_hugging_face(source: str, trust_remote_code: bool) -> PreTrainedTokeni
         loader = transformers.AutoTokenizer  # imports all that models need, for four seconds
         options["trust_remote_code"] = trust_remote_code
 
-    def not_loaded(error: BaseException) -> DataError:
-        reason = describe(error).strip().split("\n")[0]
-        return DataError(
-            f"{source}: no tokenizer could be loaded from it ({reason}). A folder needs tokenizer.json and "
-            "tokenizer_config.json; copy them from the model's source, or name another tokenizer with model.tokenizer."
-        )
-
     # transformers raises OSError, ValueError, KeyError or bare Exception for bad files. Code in a folder may raise
     # anything.
-    with user_code(not_loaded):
-        return loader.from_pretrained(source, **options)
+    with user_code(partial(_not_loaded, source)):
+        return loader.from_pretrained(str(folder), **options)
 
 
 def _check_sizes(files: Iterable[Path]) -> None:

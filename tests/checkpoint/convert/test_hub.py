@@ -15,7 +15,8 @@ import pytest
 
 from megaverl.checkpoint.convert.run import process_group
 from megaverl.config.run import is_hub_name
-from megaverl.errors import ModelError
+from megaverl.data.tokenizers import load_tokenizer
+from megaverl.errors import DataError, ModelError
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.processes import ending_with_parent
 from tests.checkpoint.convert.folders import assert_same_files, make_model, make_tokenizer
@@ -286,3 +287,32 @@ def test_an_error_reaches_every_rank(launch: Launcher, folder: Path, tmp_path: P
                 offload_folder=tmp_path / expected,
             )
         assert all(shard in result["error"] and expected in result["error"] for result in results)
+
+
+def test_a_tokenizer_on_a_hub_is_that_of_its_folder(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are fetched, code only where it is allowed; then they are in the cache, and the hub may be gone."""
+    named = load_tokenizer(NAME)
+    local = load_tokenizer(folder)
+    assert named.encode("What is 12?") == local.encode("What is 12?")
+    assert named.stop_token_ids == local.stop_token_ids
+    fetched = {line.split()[1] for line in hub.log if line.startswith("GET")}
+    assert "tokenizer.json" in fetched
+    assert not any(name.endswith((".py", ".safetensors")) for name in fetched)
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    assert load_tokenizer(NAME).encode("What is 12?") == local.encode("What is 12?")
+
+
+def test_a_tokenizer_in_a_hubs_cache_that_is_too_large_is_not_read(hub: FakeHub, tmp_path: Path) -> None:
+    load_tokenizer(NAME)
+    [cached] = (tmp_path / "cache").rglob("snapshots/*/tokenizer.json")
+    os.truncate(cached.resolve(), 300 * 2**20)  # a hole, which takes no room on the disk
+    with pytest.raises(DataError, match=r"tokenizer.json has 314,572,800 bytes; at most 268,435,456 are read"):
+        load_tokenizer(NAME)
+
+
+def test_a_tokenizer_that_no_hub_has_is_named(hub: FakeHub) -> None:
+    hub.refused["org/none"] = (404, PRIVATE)
+    with pytest.raises(DataError, match="org/none: no tokenizer could be loaded from it"):
+        load_tokenizer("org/none")
