@@ -75,20 +75,11 @@ HIDING_OPENINGS = {
 # Packages whose docstrings still open with such words. Only ever remove names from this list.
 DOCSTRINGS_TO_REWRITE = {
     "algorithms",
-    "checkpoint",
     "cli",
     "coordinator",
     "dataflow",
     "distributed",
-    "gpus",
-    "monitoring",
-    "planner",
-    "platform",
-    "rank_environment",
-    "rewards",
-    "rollout",
     "trainer",
-    "weights",
     "workers",
 }
 LEVEL_OF = {name: number for number, name in enumerate(ORDER)}
