@@ -1,11 +1,12 @@
-"""What share of a training step is the algorithm itself: advantages, token weights, losses and their gradients.
+"""Share of a training step that the algorithm itself takes: advantages, token weights, losses and their gradients.
 
     python tools/bench_algorithms.py --out runs/learning_curves [--algorithms grpo ppo] [--steps 6]
 
-Real steps of every algorithm of `tools/learning_curves.py`, on the same task and model, one process. Of each step is
-timed: the operator `advantages`; weights and token selection of every mini-batch; of every micro-batch the loss from
-log-probs (values) on, and its backward pass down to them. The model here has two layers and a vocabulary of 32, so a
-step is as short as it gets: the share of anything larger is lower. Medians over the steps but the first.
+Takes real steps with every algorithm of `tools/learning_curves.py`, on the same task and model, in one process. Timed
+are the operator `advantages`; token weights and token selection of every mini-batch; and for every micro-batch the loss
+from log-probs (or values) on, with its backward pass down to them. The model has two layers and a vocabulary of 32, so
+its steps are short and the printed share is an upper bound: a larger model's is lower. Prints medians over all steps
+after the first.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ LIMIT = 0.02
 
 
 class Clock:
-    """Seconds of the running step that were the algorithm's."""
+    """Adds up the seconds that the algorithm takes within the running step."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = 0.0  # of a loss, what was the model's
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, counted."""
+        """Wrap a function so that its time counts as the algorithm's."""
 
         def counted(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
@@ -47,7 +48,7 @@ class Clock:
         return counted
 
     def loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A loss: counted but for what `model` takes inside it, and its backward pass down to there."""
+        """Wrap a loss so that its own time and its backward pass count, without the time of `model` calls inside it."""
 
         def counted(*args: Any) -> Any:
             self._inside, start = 0.0, time.perf_counter()
@@ -58,7 +59,9 @@ class Clock:
         return counted
 
     def model(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What makes log-probs or values of the model's output."""
+        """Wrap a function that computes log-probs or values from the model's output, so that a loss around it does not
+        count it.
+        """
 
         def counted(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
@@ -80,7 +83,7 @@ class Clock:
 
 
 class _Mark(torch.autograd.Function):
-    """Nothing but a sign, backward, that the loss's gradient begins here."""
+    """Autograd function that changes nothing and notes when the backward pass of a loss begins."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, clock: Clock) -> torch.Tensor:
@@ -94,7 +97,7 @@ class _Mark(torch.autograd.Function):
 
 
 def watch(trainer: Any, clock: Clock) -> None:
-    """Count what is the algorithm's in a trainer's steps."""
+    """Wrap the methods of a trainer whose time is the algorithm's."""
     from megaverl.workers.micro_batches import Weighting
 
     step, roles = trainer.step, trainer.roles
@@ -112,7 +115,7 @@ def watch(trainer: Any, clock: Clock) -> None:
 
 
 def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
-    """(seconds of a step, of which the algorithm's), medians."""
+    """Return the median seconds of a step, and of the algorithm's part in it."""
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.config import load_config
     from megaverl.monitoring.console import Console

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The layout that `megaverl plan --auto` chooses, beside all others that can run, measured on this machine.
+"""Compare the layout that `megaverl plan --auto` chooses with all others that can run, as measured on this machine.
 
     megaverl plan --calibrate here.json
     python tools/bench_auto.py --hardware here.json --measured layouts.json --starts 3 --seconds 240
 
-Three tiny models, one with experts, on 2 and on 4 ranks, with many and with few samples: twelve settings. All grids of
-the actor that the rules let through run some steps of the real trainer (Megatron-core, gloo), of which the quieter half
-counts. With --starts layouts that come near the best of their setting are started so often, in turns, and the median of
-their starts counts. What is measured is kept in layouts.json: with --seconds a call stops in time, and the next one
-goes on.
+There are twelve settings: three tiny models, one with experts, on 2 and on 4 ranks, with many and with few samples.
+Every grid that the rules allow for the actor runs some steps of the real trainer (Megatron-core, gloo), and the quieter
+half of the steps counts. With --starts N, layouts that come near the best one of their setting are started N times, in
+turns, and the median of their starts counts. Measurements are kept in layouts.json: with --seconds a call stops in
+time, and the next call continues.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOADS = {"many samples": (8, 4, 32), "few samples": (4, 2, 16)}
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on so many ranks, with so much to do."""
+    """A model on a number of ranks, with a number of samples to train on."""
 
     model: str
     ranks: int
@@ -64,7 +64,7 @@ class Setting:
         return f"{self.model}, {self.ranks} ranks, {self.load}"
 
     def keys(self, inputs: Path) -> list[str]:
-        """All but those that are searched for."""
+        """Return the run's settings except those that the search varies."""
         prompts, group, tokens = LOADS[self.load]
         kind = "Qwen3MoeForCausalLM" if "num_experts" in MODELS[self.model] else "Qwen3ForCausalLM"
         return [
@@ -88,7 +88,7 @@ SETTINGS = [Setting(model, ranks, load) for ranks in (2, 4) for load in LOADS fo
 
 
 def layouts(search: LayoutSearch) -> dict[str, Settings]:
-    """By name, all that a run would take."""
+    """Return every layout that a run would accept, as {name: settings}."""
     candidates = Candidates(
         search.config,
         search.spec,
@@ -106,7 +106,7 @@ def layouts(search: LayoutSearch) -> dict[str, Settings]:
 
 
 def name_of(settings: Settings) -> str:
-    """The sizes that are not 1."""
+    """Return a layout's name: its parallel sizes except those that are 1."""
     sizes = {key.removeprefix("actor."): value for key, value in shown(settings).items() if key in SEARCHED}
     return " ".join(f"{key}{value}" for key, value in sizes.items() if value != 1) or "dp alone"
 
@@ -115,7 +115,9 @@ Measured = dict[str, dict[str, list[float]]]  # setting -> layout -> seconds of 
 
 
 def measure(inputs: Path, kept: Path, seconds: float, starts: int, hardware: Hardware) -> Measured:
-    """What steps took, with what `kept` has of calls before."""
+    """Measure the layouts that `kept` does not have yet, and return all times: {setting: {layout: seconds of each
+    start}}.
+    """
     found: Measured = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     end = time.monotonic() + seconds
     for start in range(starts):

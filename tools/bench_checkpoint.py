@@ -1,18 +1,18 @@
-"""What a checkpoint costs: a save in the background beside a blocking one, and a resume to the next training step.
+"""Cost of a checkpoint: a save in the background compared with a blocking one, and a resume to the next training step.
 
     python tools/bench_checkpoint.py                       # 0.49 B parameters, two ranks, bfloat16: 15 GB of memory
     python tools/bench_checkpoint.py --layers 8 --rounds 5 --json bench.json
     python tools/bench_checkpoint.py --only save
     python tools/bench_checkpoint.py --only count          # at 8, 64 and 1,024 ranks, by arithmetic, in seconds
 
-save      one model with its optimizer, in one run: in every round a step without a save, a step with a blocking
-          save, and steps with a save in the background until it is written. What a save costs is what its steps take
-          longer than a step without one. The disk is synced before every round.
+save      one model with its optimizer, in one run: every round takes a step without a save, a step with a blocking
+          save, and steps during a save in the background until it is written. A save costs the time by which its steps
+          are longer than the step without one. The disk is synced before every round.
 resume    `megaverl train` itself: one step of GRPO with vLLM and a checkpoint; then the same command again, timed
           from its start until it has resumed (weights, optimizer, engine resharded) and until its first step is done.
-count     what a save asks of a rank at sizes that run nowhere here, from the planner's buffers to the byte; and what it
-          asked when megatron-core gathered the optimizer's state (0.16, `get_parameter_state_dp_zero`: in host memory,
-          over a GPU's, bucket by bucket) and the first data-parallel rank wrote for all.
+count     bytes that a save makes a rank write and hold at sizes that cannot run here, computed from the planner's
+          buffers; beside them the bytes for megatron-core 0.16 (`get_parameter_state_dp_zero`), which gathers the
+          optimizer's state bucket by bucket on the first data-parallel rank, and that rank writes for all.
 
 The model is a randomly initialised Qwen2 with the layers of Qwen2.5-0.5B (hidden 896, ffn 4864, 14 heads, 2 KV
 heads), more of them, and a vocabulary of a few tokens in its place.
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _count(file: Path | None) -> int:
-    """Print what a rank writes and takes at each size; on the busiest rank."""
+    """Print the bytes that the busiest rank writes and holds at each size."""
     rows = [_counted(*each) for each in _jobs()]
     print(f"{'GB of the busiest rank':54}{'before':>10}{'now':>10}")
     for row in rows:
@@ -129,7 +129,7 @@ def _jobs() -> list[tuple[str, PlannedJob]]:
 
 
 def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
-    """Of the actor: [before, now] of each figure."""
+    """Return each figure of the actor as [with gathering, now]."""
     from megaverl.planner.buffers import BufferOptions, make_buffer, parameters_of
     from megaverl.planner.memory import MemoryModel
 
@@ -161,7 +161,7 @@ def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
 
 
 def measure_saves(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run the ranks of the save benchmark and print what they found."""
+    """Run the ranks of the save benchmark and print their results."""
     from megaverl.trainer.elastic_agent import start_ranks
 
     more = ["--batch", str(given.batch), "--rounds", str(given.rounds), "--folder", str(folder)]
@@ -261,7 +261,7 @@ def _save_rank(given: argparse.Namespace) -> int:
 
 
 def measure_resume(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Train one step, start again for a second one; the seconds of the second start."""
+    """Train one step, start the same run again, and print how long the second start took."""
     tp = given.nproc if given.engine == "vllm" else 1  # as the actor's: the engine then lives in its weights
     arguments = [
         *_arguments(folder, given.nproc),

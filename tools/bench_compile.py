@@ -1,9 +1,9 @@
-"""What `torch.compile` would gain on a CPU: norm, rotary embedding and gate, forward and backward, in one thread.
+"""Gain of `torch.compile` on a CPU for norm, rotary embedding and gate, forward and backward, in one thread.
 
     python tools/bench_compile.py [--tokens 2048] [--hidden 256] [--repeats 40]
 
-Each row has what a step takes today and the compiled form of the textbook's, in turn in one run; medians. Needs a C++
-compiler.
+Each row compares today's implementation with the compiled textbook formula; both take turns in one run, and medians are
+printed. Needs a C++ compiler.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What agreements, heartbeats and groups cost a rank, by the number of ranks: real processes over gloo.
+"""Cost of agreements, heartbeats and process groups for a rank, by the number of ranks: real processes over gloo.
 
 The tables of docs/scale.md:
 
@@ -7,14 +7,14 @@ The tables of docs/scale.md:
     python tools/bench_control.py --ranks 8,64,256         # a minute
     python tools/bench_control.py --only sockets           # seconds
 
-Both sides in the same processes. "mesh": a gloo group as torch makes it, and what an update did before there was
-the tree of `distributed/collectives.py`: every rank's 20 sums to every rank, in two gathers, of lengths and of bytes.
-"tree": what it does since. Messages and bytes are those that the process writes (/proc/self/io). Hundreds of processes
-share a few cores here, so there are processor times and no others.
+Both sides are measured in the same processes. "mesh" is a gloo group as torch makes it, in which an update gathers
+every rank's 20 sums on every rank, once the lengths and once the bytes. "tree" is the exchange along the tree of
+`distributed/collectives.py`. Messages and bytes are those that the process writes (/proc/self/io). Only processor time
+is reported, since hundreds of processes share a few cores here.
 
-"sockets": what a rank has open for the groups that a run makes (`distributed/worlds.py`), after agreements in all of
-them and a message to each of two ranks; the store's connections are not counted. A group over NCCL is there as one that
-carries nothing.
+"sockets" counts the connections that a rank has open for the groups of a run (`distributed/worlds.py`), after
+agreements in all of them and a message to each of two ranks; the store's connections are not counted. A group over NCCL
+is replaced by one that carries nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def of_agreements(found: dict[int, Ranks]) -> list[str]:
-    """A table: an agreement, of a rank (the median of all) and of the first."""
+    """Return the table of one agreement's cost for a rank: the median of all ranks, and the first rank."""
     lines = ["| ranks | | " + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values()) + " | of all, ms |"]
     lines.append("| --- " * (len(COLUMNS) + 3) + "|")
     for size, ranks in found.items():
@@ -104,7 +104,7 @@ def of_agreements(found: dict[int, Ranks]) -> list[str]:
 
 
 def short(number: float) -> str:
-    """To two digits, or to the whole one."""
+    """Format a number with two significant digits, or as a whole number from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
@@ -113,7 +113,7 @@ def sides_of(size: int) -> Sequence[str]:
 
 
 def at_rest_all(found: dict[int, Ranks]) -> list[str]:
-    """A table: a second of ranks that do nothing but live."""
+    """Return the table of the cost of one second in which ranks only send heartbeats."""
     lines = [
         "| ranks | store requests a second: a rank, the first, the keeper | processor ms a second: a rank, the first |"
     ]
@@ -129,7 +129,10 @@ def at_rest_all(found: dict[int, Ranks]) -> list[str]:
 
 
 def of_sockets(found: dict[int, Ranks]) -> list[str]:
-    """A table: of the rank that has the most; those of many follow from a N + b log2 N + c through the counts."""
+    """Return the table of open connections on the rank that has the most.
+
+    Numbers for many ranks are extrapolated by fitting a N + b log2 N + c to the counted ones.
+    """
     lines = ["| sockets of a rank | " + " | ".join(f"{size} ranks" for size in found) + f" | {OF_MANY:,}, by these |"]
     lines.append("| --- " + "| ---: " * (len(found) + 1) + "|")
     growth = np.array([[size, math.log2(size), 1.0] for size in found])
@@ -141,7 +144,7 @@ def of_sockets(found: dict[int, Ranks]) -> list[str]:
 
 
 def measure(size: int, function: Callable[..., None]) -> Ranks:
-    """What each of so many ranks has measured; they are copies of this process, which has imported everything."""
+    """Fork `size` ranks, which call `function`, and return their measurements. A fork shares this process's imports."""
     gc.collect()
     gc.freeze()  # what nobody looks through stays one memory of all copies
     keeper = keep_store("127.0.0.1", 0, PATIENCE)
@@ -160,7 +163,7 @@ def measure(size: int, function: Callable[..., None]) -> Ranks:
 
 
 def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
-    """A rank of the measurement."""
+    """Measure agreements and heartbeats as one rank."""
     store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
     found = {side: do_side(side, dist.PrefixStore(side, store), rank, size) for side in sides_of(size)}
     found["rest"] = at_rest(store, rank, size)
@@ -180,7 +183,7 @@ KINDS = {
 
 
 def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
-    """A rank of jobs of each kind, one after another."""
+    """Count the connections of one rank in jobs of each kind, one after another."""
     store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
     found = {}
     for kind, (apart, nccl) in KINDS.items():
@@ -208,7 +211,7 @@ def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
 
 
 def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
-    """Actor and rollout on the same ranks, or on half of them each."""
+    """Return a placement with actor and rollout on the same ranks, or on half of the ranks each."""
     half = size // 2
     ranks = {"actor": tuple(range(half if apart else size)), "rollout": tuple(range(half if apart else 0, size))}
     ranks["coordinator"] = (0,)
@@ -221,14 +224,14 @@ Groups = tuple[list[dist.ProcessGroup], HostMessages]
 
 
 def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
-    """The job's, this rank's world, and where roles are apart that of the weights."""
+    """Make the job's group, this rank's role group's and, where roles are apart, the group that moves weights."""
     fabric = worlds.join(placement, store, rank, PATIENCE)
     weights = [] if placement.is_colocated else [worlds.join_some(fabric, "weights", range(placement.size))]
     return [fabric.control, fabric.group, worlds.default_group(), *weights], fabric.messages
 
 
 def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
-    """The same, as `join` makes them where the backend is NCCL."""
+    """Make the same groups as `join` makes them with NCCL as backend."""
     world = placement.world_of(rank)
     own, size = world.ranks.index(rank), placement.size
     of_world = dist.PrefixStore(f"world/{world.name}", store)
@@ -247,7 +250,7 @@ def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int)
 
 
 def do_side(side: str, store: dist.Store, rank: int, size: int) -> dict[str, float]:
-    """A group, and agreements in it."""
+    """Make a group of one kind and measure agreements in it."""
     before = num_sockets()
     with connects_lazily() if side == "tree" else nullcontext():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
@@ -276,7 +279,7 @@ def gather_over_mesh() -> Any:
 
 
 def per_call(function: Callable[[], Any]) -> dict[str, float]:
-    """Messages, bytes and processor time of a call."""
+    """Return the messages, bytes and processor time of one call."""
     begun, seconds = psutil.Process().io_counters(), time.process_time()
     for _ in range(ROUNDS):
         function()
@@ -293,7 +296,7 @@ _ONE = threading.Lock()  # torch asks for the name of a connection's other end, 
 
 @dataclass
 class Traffic:
-    """What a rank has sent and received."""
+    """Counts the messages and bytes that a rank has sent and received."""
 
     messages: float = 0.0
     bytes: float = 0.0
@@ -307,7 +310,7 @@ class Traffic:
 
 
 class CountedStore(dist.Store):
-    """A connection to the job's store."""
+    """Connection to the job's store that counts its requests."""
 
     def __init__(self, store: Any, traffic: Traffic) -> None:
         super().__init__()
@@ -334,7 +337,7 @@ class CountedStore(dist.Store):
 
 
 class CountedGroup(dist.ProcessGroup):
-    """All ranks, over gloo, beside a default group of this process alone, as `worlds._joined` has it."""
+    """Group of all ranks over gloo, made beside a default group of this process alone, as `worlds._joined` does."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, traffic: Traffic) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -355,7 +358,7 @@ class CountedGroup(dist.ProcessGroup):
 
 
 class CountedMessages(HostMessages):
-    """From host to host."""
+    """Messages between hosts that are counted."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -372,7 +375,7 @@ class CountedMessages(HostMessages):
 
 
 def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
-    """A second of a rank that does nothing but live."""
+    """Return the cost of one second of a rank that only sends heartbeats."""
     traffic = Traffic()
     liveness = Liveness(
         CountedStore(store, traffic), rank, size, coordinator=0, timeouts=Timeouts(stalled_after=3600.0)
@@ -386,7 +389,7 @@ def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
 
 
 def num_sockets() -> int:
-    """That this process has open."""
+    """Return the number of sockets that this process has open."""
     found = 0
     for file in Path("/proc/self/fd").iterdir():
         try:

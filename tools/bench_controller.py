@@ -54,7 +54,7 @@ class Worker:
 
 
 class Group(WorkerGroup):
-    """Handle on all ranks."""
+    """Handle on the workers of all ranks."""
 
     def run(self, method: str, step: int) -> PendingCall[int]:
         """Run one of `CALLS`."""
@@ -62,7 +62,7 @@ class Group(WorkerGroup):
 
 
 class _NoMover:
-    """Nothing moves in this benchmark."""
+    """Mover of the controller that moves nothing, as the benchmark's calls have no data."""
 
     async def send(self, move: RowTransfer, value: object) -> None:
         raise NotImplementedError
@@ -72,7 +72,7 @@ class _NoMover:
 
 
 def serve_ranks(address: Address, ranks: Sequence[int], relays: bool) -> None:
-    """Serve as several ranks, a thread for each; with relays, as the nodes of eight ranks that these are."""
+    """Serve several ranks with a thread each; with relays, in nodes of eight ranks."""
     raise_open_files()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8 * len(ranks) + 64)
@@ -99,10 +99,11 @@ def _serve_one(address: Address, rank: int, context: zmq.Context[zmq.Socket[byte
 
 @dataclass(frozen=True)
 class Measured:
-    """What one number of ranks costs.
+    """Cost of the controller at one number of ranks.
 
     Attributes:
-        milliseconds: median of a step of five calls. processor: of the controller's process, for a step.
+        milliseconds: median of a step of five calls.
+        processor: processor time of the controller's process for a step.
         sockets: open connections of the controller's process.
     """
 
@@ -112,7 +113,7 @@ class Measured:
 
 
 async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
-    """Time steps on ranks in four processes."""
+    """Time steps of ranks that live in four processes."""
     transport = ZmqController("127.0.0.1", num_ranks)
     spawn = multiprocessing.get_context("spawn")
     num_processes = min(4, -(-num_ranks // RANKS_PER_NODE))

@@ -1,10 +1,11 @@
-"""Seconds to convert a 0.5 B bfloat16 model each way, beside copying the same files in the same run, and peak memory.
+"""Time and peak memory of converting a 0.5 B bfloat16 model each way, compared with copying the same files.
 
     python tools/bench_convert.py [--folder DIR] [--layers 24] [--repeat 5] [--tp 1 --pp 1]
 
-The model has Qwen2-0.5B's dimensions and random weights. Each side ends with its files on the disk (fsync). The
-source was just written, so that both sides read it from the page cache. The limit of either is the disk and
-the kernel's copying: a conversion writes as many bytes as the copy; Megatron's format wants a checksum besides.
+The model has Qwen2-0.5B's dimensions and random weights. Conversions and copies take turns in one run, and each ends
+with its files on the disk (fsync). The source was just written, so both read it from the page cache. Both are limited
+by the disk and the kernel's copying, since they write the same number of bytes; Megatron's format needs a checksum in
+addition.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CONFIG = {
 
 
 def make_model(folder: Path, num_layers: int) -> int:
-    """Write a model of random weights; returns its bytes."""
+    """Write a folder with random weights and return their size in bytes."""
     config = {**CONFIG, "num_hidden_layers": num_layers}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -64,7 +65,7 @@ def make_model(folder: Path, num_layers: int) -> int:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a folder's files, down to the disk."""
+    """Copy a folder's files and sync them to the disk."""
     target.mkdir()
     for file in source.iterdir():
         shutil.copyfile(file, target / file.name)
@@ -74,7 +75,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def seconds_of(work: Callable[[], None], output: Path) -> float:
-    """How long it takes to make `output` anew."""
+    """Remove `output` and return the seconds that `work` takes to make it."""
     shutil.rmtree(output, ignore_errors=True)
     os.sync()  # what others wrote must not be paid for here
     start = time.perf_counter()
@@ -83,7 +84,9 @@ def seconds_of(work: Callable[[], None], output: Path) -> float:
 
 
 def peak_of(arguments: list[str]) -> tuple[float, float]:
-    """Peak resident memory of a process that only imports what a conversion needs, and of `megaverl convert`, in MB."""
+    """Return peak resident memory in MB: of a process that only imports what a conversion needs, and of `megaverl
+    convert`.
+    """
     code = (
         "import re, sys\n{}\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"  # ru_maxrss counts the parent's

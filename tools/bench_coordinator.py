@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the coordinator costs: its share of a step's time, and the bytes of a decision, for models of several sizes.
+"""Cost of the coordinator: its share of a step's time, and the bytes of a decision, for models of several sizes.
 
     python tools/bench_coordinator.py                        # engine, critic, actor and coordinator, a rank each
     python tools/bench_coordinator.py --sizes 64,256,512
 
-Every row is a real run of `megaverl train`, PPO with two updates a step. The time is that of the actor's reports and
-decisions, there and back, without the wait for the critic, of which the same is decided. The aim is less than 1 % of a
-step, and bytes that do not depend on the model.
+Every row is a real run of `megaverl train`, PPO with two updates a step. Counted is the round trip of the actor's
+reports and decisions, without the wait for the critic, which takes part in the same decision. The aims are less than
+1 % of a step, and a number of bytes that does not depend on the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def measure(hidden: int, steps: int) -> dict[str, float]:
-    """Medians of a run's later steps."""
+    """Run one size and return the medians over its later steps."""
     from megaverl.trainer.elastic_agent import start_ranks
     from tools.bench_overlap import make_arguments
 

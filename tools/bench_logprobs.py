@@ -3,9 +3,9 @@
     python tools/bench_logprobs.py --vocab 131072 --tp 2 --tokens 2048
 
 Starts one process per tensor-parallel rank (gloo; on a GPU all share cuda:0), each with its columns of bfloat16 logits.
-Counted is what is alive beside the logits at the peak: the gradient of the logits, and whatever else. On a CPU that is
-the process's resident memory (VmHWM, reset before each side), on a GPU torch's own count. The other side is the same in
-plain PyTorch: float32 log-softmax of the gathered columns of one rank, whose vocabulary is not sharded.
+Counts the memory that is alive beside the logits at the peak, which includes their gradient. On a CPU that is the
+process's resident memory (VmHWM, reset before each side), on a GPU torch's own count. The other side computes the same
+in plain PyTorch: a float32 log-softmax of the whole vocabulary on one rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, parent: int) -> None:
-    """One rank: both sides, after one small pass of each that loads what is loaded once."""
+    """Measure both sides on one rank, after a small pass of each, so that one-time allocations are not counted."""
     end_with_parent(parent)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, parent: int) ->
 
 
 def peak(function: Callable[..., None], logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Bytes beside the inputs at the peak of `function`, and its seconds."""
+    """Return the bytes beside the inputs at the peak of `function`, and its seconds."""
     on_gpu = logits.is_cuda
     dist.barrier()
     if on_gpu:
@@ -118,7 +118,7 @@ def peak(function: Callable[..., None], logits: torch.Tensor, targets: torch.Ten
 
 
 def resident(field: str) -> int:
-    """Bytes, out of /proc/self/status."""
+    """Return a field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

@@ -1,14 +1,14 @@
-"""Peak memory and time of an update, with and without each thing that saves memory, and what the planner says of it.
+"""Peak memory and time of an update, with and without each measure that saves memory, beside the planner's prediction.
 
     python tools/bench_memory.py                    # about 42 M parameters, float32, one process
     python tools/bench_memory.py --hidden 1024 --layers 16 --tokens 8192 --dtype bfloat16      # on a GPU
 
-Every line is a process of its own: an actor that takes three updates (and, where it says so, a reference that scores).
-`between` is what stays allocated between stages, `update` the peak of the last update, `in update` the difference
-(activations, and gradients on their way), `score` the peak of scoring: on a GPU by torch's count, on a CPU the
-process's resident memory beyond what it had before the model was built (VmHWM, reset before each). Of context
-parallelism's two processes, that need two GPUs, it is the larger figure. Percentages are of the first line, from the
-same run. `planned` is the planner's update peak.
+Every line is a process of its own, in which an actor takes three updates (and, if the line says so, a reference
+scores). `between` is the memory that stays allocated between stages, `update` the peak of the last update, `in update`
+the difference of the two (activations and gradients), `score` the peak of scoring. On a GPU it is torch's count, on a
+CPU the resident memory above that of the process before it built the model (VmHWM, reset before each). A line of
+context parallelism has two processes, which need two GPUs, and shows the larger figure. Percentages are of the first
+line in the same run. `planned` is the planner's update peak.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -> dict[str, float]:
-    """What `measure` found in processes that have seen nothing else: the most of any."""
+    """Run `measure` in fresh processes, one a rank, and return the largest value of each figure."""
     context, world = multiprocessing.get_context("spawn"), world_of(settings)
     with tempfile.TemporaryDirectory() as folder:
         given = (options, model, settings, folder, os.getpid())
@@ -139,14 +139,16 @@ def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -
 
 
 def world_of(settings: list[str]) -> int:
-    """Processes of a line."""
+    """Return the number of processes that a line needs."""
     return 2 if "actor.cp=2" in settings else 1
 
 
 def measure(
     rank: int, world: int, options: argparse.Namespace, model: str, settings: list[str], folder: str, parent: int
 ) -> None:
-    """One line: build the roles, update, score; writes its rank's file. Process `parent` waits for it."""
+    """Measure one line: build the roles, update, score, and write this rank's file for the process `parent`, which
+    waits.
+    """
     end_with_parent(parent)
     # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -183,7 +185,7 @@ def measure(
 
 
 def configure(options: argparse.Namespace, model: str, settings: list[str], world: int) -> tuple[Any, Any]:
-    """(Config, ModelSpec) of a line."""
+    """Return the configuration of a line and its model's ModelSpec."""
     from megaverl.config import load_config
     from megaverl.sharding.model_spec import ModelSpec
 
@@ -204,7 +206,7 @@ def configure(options: argparse.Namespace, model: str, settings: list[str], worl
 
 
 def planned_bytes(config: Any, spec: Any, world: int) -> float:
-    """What the planner says of the update's peak, without the engine's share."""
+    """Return the planner's update peak without the engine's share."""
     from megaverl.planner.job import make_job
     from megaverl.planner.memory import MemoryModel
 
@@ -213,7 +215,7 @@ def planned_bytes(config: Any, spec: Any, world: int) -> float:
 
 
 def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any]:
-    """(actor, reference or None), as a run builds them."""
+    """Build actor and reference (or None) as a run builds them."""
     import torch
 
     from megaverl.workers.megatron_model import MegatronModel
@@ -253,7 +255,7 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
 
 
 def make_batch(options: argparse.Namespace, vocab_size: int) -> Any:
-    """Samples of one length, with all that an update reads."""
+    """Return samples of one length, with every tensor that an update reads."""
     import torch
 
     from megaverl.data.batch import RolloutBatch
@@ -276,7 +278,7 @@ def make_batch(options: argparse.Namespace, vocab_size: int) -> Any:
 
 
 def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
-    """A small model's update, which loads what a process loads once; its folder, in `folder`, is the first rank's."""
+    """Update a small model, which makes one-time allocations; `folder` holds the first rank's files for all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -301,7 +303,7 @@ def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
 
 
 class Meter:
-    """Bytes beyond what there was when it was made."""
+    """Measures memory above the level at which the meter was made, in bytes."""
 
     def __init__(self) -> None:
         import torch
@@ -312,11 +314,11 @@ class Meter:
         self._before = self._now()
 
     def held(self) -> float:
-        """Allocated now."""
+        """Return the bytes that are allocated now."""
         return self._now() - self._before
 
     def peak_of(self, function: Callable[[], Any]) -> float:
-        """The most that was allocated while `function` ran."""
+        """Return the largest number of bytes that was allocated while `function` ran."""
         self._now()
         if self._cuda is not None:
             self._cuda.reset_peak_memory_stats()
@@ -339,7 +341,7 @@ class Meter:
 
 
 def resident(field: str) -> float:
-    """Bytes, out of /proc/self/status."""
+    """Return a field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return float(line.split()[1]) * 1024

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How much of a step's work runs at the same time: shared ranks, roles on their own, and rollouts ahead of training.
+"""Gain of doing a step's work at the same time: roles on ranks of their own, and rollouts ahead of training.
 
     python tools/bench_overlap.py                                    # operators that sleep as long as stages would take
     python tools/bench_overlap.py --costs rollout=1,reward=0.3,actor_update=1
@@ -8,26 +8,26 @@
     python tools/bench_overlap.py --reshard                          # weights that travel while the critic updates
     python tools/bench_overlap.py --shares 4                         # scoring while the last responses are written
 
-Every run is a real one of `megaverl train` on a tiny model: with simulated costs each operator, when its own work is
-done, sleeps until its time is over. Of the last steps the median is shown, with the longest stage: the work that one
-world does in a step. An asynchronous run has reached its aim where a step takes at most 1.1 times as long.
+Every run is a real one of `megaverl train` on a tiny model. With simulated costs each operator does its work and then
+sleeps until its time is over. Prints the median of the last steps beside the longest stage, that is, the work that one
+role group does in a step. An asynchronous run reaches its aim if its step takes at most 1.1 times the longest stage.
 
---partial: the same GRPO run with and without `rollout.partial`, one after the other on one rank with vLLM. A model of
-many small layers, whose decoding steps cost much the same for few sequences and many. How long each response gets is
-drawn from a log-normal distribution whose 99th percentile is ten times its median. Tokens that are trained on are
-counted per second of whole steps, once their lengths are those of the distribution; the aim is 1.8 times as many.
+--partial: runs GRPO with and without `rollout.partial`, one after the other on one rank with vLLM. The model has many
+small layers, so that a decoding step costs much the same for few sequences and for many. Response lengths are drawn
+from a log-normal distribution whose 99th percentile is ten times its median. Counts trained tokens per second of whole
+steps, after the first steps, whose lengths do not follow the distribution yet; the aim is a factor of 1.8.
 
---reshard: the same PPO run without and with `reshard.overlap`, one after the other on two ranks that have all roles.
-The actor is cut in two, and each rank's engine has the whole model, so that half of the weights travel and the rest is
-copied (`reshard.alias: never`). Of each run the median time for which a step waits for the reshard; what is hidden is
-1 - (with / without), and beside it stands what the run itself says. The aim is 70 %; losses and rewards of both runs
-must be the same to the bit.
+--reshard: runs PPO without and with `reshard.overlap`, one after the other on two ranks that have all roles. The actor
+is cut in two, and each rank's engine has the whole model, so half of the weights travel and the rest is copied
+(`reshard.alias: never`). Prints for each run the median time for which a step waits for the reshard, and the hidden
+share 1 - (with / without) beside the run's own figure. The aim is 70 %; losses and rewards of both runs must be the
+same to the bit.
 
---shares: the same PPO run with `trainer.score_shares` 1 and so many, one after the other; engine, critic, reference and
-actor have a rank each, and lengths are drawn as with --partial. Without --real a response takes a millisecond a token,
-beside the others, and critic and reference each `--scoring` milliseconds a token: what they take where each has a
-device of its own. With --real all is work, of four ranks that share this machine. Of each run the medians of a step, of
-the rollout, and of the time from the last response until advantages can be computed; and how much of the scoring was
+--shares N: runs PPO with `trainer.score_shares` 1 and N, one after the other; engine, critic, reference and actor have
+a rank each, and lengths are drawn as with --partial. Without --real a response takes a millisecond a token, at the same
+time as the others, and critic and reference take `--scoring` milliseconds a token each, as if each had a device of its
+own. With --real four ranks do the actual work on this machine. Prints for each run the medians of a step, of the
+rollout, and of the time from the last response until advantages can be computed; and the share of the scoring that was
 done before that response.
 """
 
@@ -127,7 +127,7 @@ def parse_costs(text: str) -> dict[str, float]:
 
 
 def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """(what it is called, what makes it so)."""
+    """Return the kinds of runs to compare, as (name, settings)."""
     placement = "placement={rollout: 0, actor: rest}" if arguments.real else APART
     ahead = f"rollout={{async_rollout: true, max_staleness: {arguments.staleness}}}"
     return [
@@ -145,11 +145,11 @@ def make_arguments(
     positions: int = 256,
     layers: int | None = None,
 ) -> list[str]:
-    """A tiny model, its data, and how to train it.
+    """Write a tiny model and its data, and return the settings that train it.
 
     Args:
-        hidden, layers: the model's hidden size and depth; None: as large as the kind of run needs.
-        positions: the longest sample that it takes.
+        hidden, layers: the model's hidden size and depth; None takes the sizes that the kind of run needs.
+        positions: the longest sample that the model takes.
     """
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
@@ -191,7 +191,7 @@ def make_arguments(
 def measure(
     kind: tuple[str, list[str]], folder: Path, given: list[str], costs: dict[str, float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run it, and read what it took."""
+    """Run one kind and return its figures."""
     name, more = kind
     ranks = (2 if arguments.real else 5) if more else 1
     records = run_and_read(name.replace(" ", "_"), folder, [*given, *more], costs, ranks)[:-1]
@@ -205,7 +205,7 @@ def measure(
 
 
 def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str, ...]]:
-    """The stages that each world does, one after the other."""
+    """Return the stages of each role group, which it does one after the other."""
     actor = ("old_log_probs", "advantages", "actor_update", "reshard")
     critic, reference = ("values", "critic_update"), ("ref_log_probs",)
     if not more:
@@ -216,7 +216,7 @@ def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str,
 
 
 def compare_partial(arguments: argparse.Namespace) -> int:
-    """Both kinds of run, one after the other, and the ratio."""
+    """Run GRPO with and without `rollout.partial`, and print the ratio of tokens per second."""
     of_partial = f"{{chunk_tokens: 32, over_sample: {arguments.over_sample}}}"
     partial = f"rollout={{partial: {of_partial}, max_staleness: {arguments.staleness}}}"
     with tempfile.TemporaryDirectory(prefix="megaverl_partial_") as name:
@@ -242,7 +242,7 @@ def compare_partial(arguments: argparse.Namespace) -> int:
 
 
 def compare_reshard(arguments: argparse.Namespace) -> int:
-    """Both kinds of run, one after the other, and the share that is hidden."""
+    """Run PPO with and without `reshard.overlap`, and print the share of the reshard that is hidden."""
     with tempfile.TemporaryDirectory(prefix="megaverl_reshard_") as name:
         folder = Path(name)
         given = [
@@ -270,7 +270,7 @@ def compare_reshard(arguments: argparse.Namespace) -> int:
 
 
 def compare_shares(arguments: argparse.Namespace) -> int:
-    """Both kinds of run, one after the other, and the ratio."""
+    """Run PPO with one score share and with several, and print the ratio of their times."""
     simulated = {"token": 1.0, "scored": arguments.scoring, "critic_update": 0.2, "actor_update": 0.2}
     costs: dict[str, float] = {"median": MEDIAN} if arguments.real else simulated
     size: dict[str, Any] = {"hidden": 256, "positions": 2 * LONGEST, "layers": 4} if arguments.real else {}
@@ -305,7 +305,7 @@ def compare_shares(arguments: argparse.Namespace) -> int:
 
 
 def after_the_rollout(timeline: Path) -> dict[str, float]:
-    """Medians over steps, from the trace of all ranks."""
+    """Return medians over steps from the trace of all ranks."""
     spans: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for event in json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]:
         if (step := event.get("args", {}).get("step", 0)) >= FIRST:
@@ -337,7 +337,7 @@ def median(records: list[Any], key: str, scale: float) -> float:
 
 
 def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:
-    """One run whose responses have the lengths that are drawn for them."""
+    """Run once with drawn response lengths and return the figures."""
     records = run_and_read(kind, folder, given, {"median": MEDIAN}, ranks=1)
     seconds = sum(record["train/step_time_ms"] for record in records) / 1e3
     lengths = [record["rollout/response_length_mean"] for record in records]
@@ -353,7 +353,7 @@ def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:
 
 
 def run_and_read(label: str, folder: Path, given: list[str], costs: dict[str, float], ranks: int) -> list[Any]:
-    """Run it; the records of its steps, without the first ones."""
+    """Start a run and return the records of its steps without the first ones."""
     from megaverl.trainer.elastic_agent import start_ranks
 
     command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *given]
@@ -365,7 +365,7 @@ def run_and_read(label: str, folder: Path, given: list[str], costs: dict[str, fl
 
 
 def be_rank(costs: dict[str, float], argv: list[str]) -> int:
-    """One rank: `megaverl train`, with operators that take their time."""
+    """Run `megaverl train` as one rank, with operators that take their simulated time."""
     from megaverl.cli.main import main as command
     from megaverl.trainer.step import RLStep
 
@@ -379,7 +379,7 @@ def be_rank(costs: dict[str, float], argv: list[str]) -> int:
 
 
 def limited(step: Any, sampling_of: Callable[..., Any], median: float, prompts: Any, draws: Any) -> list[Any]:
-    """How responses are drawn, each until it is as long as the draw of its step and number says."""
+    """Return the sampling parameters of each response, which end it at the length drawn for its step and number."""
     way = sampling_of(step, prompts, draws)
     found = []
     for sample in range(len(prompts) * draws.group_size):
@@ -388,12 +388,12 @@ def limited(step: Any, sampling_of: Callable[..., Any], median: float, prompts: 
 
 
 def drawn_length(draw: int, median: float = MEDIAN) -> int:
-    """Tokens of a response, by a number that is its own."""
+    """Return the length of a response in tokens, which depends on the number `draw` alone."""
     return max(1, min(LONGEST, round(random.Random(draw).lognormvariate(math.log(median), SIGMA))))
 
 
 def simulate_lengths(token: float, scored: float) -> None:
-    """Responses come when so many seconds a token are over, and critic and reference take their time for each token."""
+    """Let a response take `token` seconds a token, and scoring by critic and reference `scored` seconds a token."""
     from megaverl.dataflow.streaming import StreamingCarrier
     from megaverl.trainer.step import RLStep
 
@@ -437,7 +437,7 @@ def simulate_lengths(token: float, scored: float) -> None:
 
 
 def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, and then as much sleep as there is left of its time."""
+    """Wrap `function` so that it sleeps until `seconds` have passed since its start."""
 
     @functools.wraps(function)
     def slow(*values: Any, **named: Any) -> Any:

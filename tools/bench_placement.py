@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Is a run on shared ranks as fast as it was? A step's time with no placement, and with one that names the same ranks.
+"""Compare a step's time without a placement and with one that names the same ranks.
 
     python tools/bench_placement.py --ranks 2 --steps 30 --repeats 3 --against FOLDER
 
-FOLDER is another checkout of this repository, such as one from before placement existed: its steps are timed beside.
-The sides take turns, so that what else the machine does is shared; the first steps of a run are left out. No limit but
-the noise, which the spread between repeats shows.
+FOLDER is another checkout of this repository, such as one from before placement existed, whose steps are timed as well.
+The sides take turns, so other load on the machine disturbs all alike; the first steps of a run are left out. There is
+no threshold: the spread between repeats shows the noise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SETTINGS = [
 
 
 def make_inputs(folder: Path) -> None:
-    """A small model with its tokenizer, and prompts."""
+    """Write a small model with its tokenizer, and prompts."""
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
     from megaverl.models.tiny import make_tiny_folder
@@ -59,7 +59,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, more: Sequence[str]) -> list[float]:
-    """Milliseconds of each step of a run of the checkout `root`, without the first ones."""
+    """Run the checkout at `root` and return the milliseconds of each step after the first ones."""
     arguments = [
         *SETTINGS,
         f"model.path={inputs / 'model'}",
@@ -79,8 +79,10 @@ def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, mor
 
 
 def report(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """A line a side: the fastest repeat's median, which other work on the machine disturbs least, and its ratio to the
-    first side's; then the medians of all repeats."""
+    """Return one line for each side: its fastest repeat's median, the ratio to the first side's, and all medians.
+
+    The fastest repeat is compared, since other work on the machine disturbs it least.
+    """
     lines = []
     medians = {side: [statistics.median(run) for run in runs] for side, runs in found.items()}
     first = min(next(iter(medians.values())))

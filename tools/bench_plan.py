@@ -1,12 +1,12 @@
-"""Plans at scale: 70B dense and 235B MoE on 1,024 ranks, Megatron to vLLM, without a weight or a second process.
+"""Time and size of reshard plans at scale: 70B dense and 235B MoE models on 1,024 ranks, Megatron to vLLM.
 
     python tools/bench_plan.py                    # both shapes, all 1,024 plans of each
     python tools/bench_plan.py --shape llama3_70b --json plan.json
     python tools/bench_plan.py --ranks 0 700      # one rank's plan for these ranks only, no others
 
-One rank's plan is timed as a rank makes it: layouts of all ranks and plan, in a fresh process for each rank.
-All plans are made one after another in this process and proven by `check_plans`. The bytes a rank must get are
-worked out from the layouts alone, not from the plans.
+No weights are loaded. One rank's plan is timed in a fresh process, including the layouts of all ranks, as in a run. All
+plans are also made one after another in this process and proven by `check_plans`. The bytes that a rank must receive
+are computed from the layouts alone, so that they can judge the plans.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Layouts = Callable[[int], Layout]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the two parallelisms between which it moves."""
+    """A model and the two parallelisms between which its weights move."""
 
     title: str
     model: str
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def spread(world: int, count: int) -> list[int]:
-    """Ranks from first to last, on different places of their nodes."""
+    """Return `count` ranks spread from first to last, at different positions within their nodes."""
     return [round(i * (world - 1) / (count - 1)) for i in range(count)]
 
 
@@ -116,7 +116,7 @@ def node_of(rank: int) -> int:
 
 
 def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
-    """One rank's layouts and plan in a fresh process, for each of `ranks`."""
+    """Return measurements of one rank's layouts and plan, in a fresh process for each of `ranks`."""
     found = []
     for rank in ranks:
         command = ending_with_parent([sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)])
@@ -132,7 +132,7 @@ def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def measure_one(shape: Shape, rank: int) -> dict[str, float]:
-    """What one rank does before its first reshard; the process has done nothing else."""
+    """Time one rank's work before its first reshard. The process must be fresh."""
     before = resident_mb()
     start, cpu = time.perf_counter(), time.process_time()
     source, dest = shape.layouts()
@@ -157,7 +157,7 @@ def resident_mb() -> float:
 
 
 def num_messages(plan: Plan) -> int:
-    """Messages that the rank sends and receives in one reshard with the default bucket."""
+    """Return the messages that a rank sends and receives in one reshard with the default bucket size."""
     import torch  # only here: it would hide what the plan itself takes
 
     from megaverl.weights.transports import BUCKET_BYTES, messages
@@ -168,7 +168,7 @@ def num_messages(plan: Plan) -> int:
 
 
 class Watched(Sequence[Plan]):
-    """Plans as they are made, with the seconds that making them took and what they move."""
+    """Sequence that makes plans on access, and notes the seconds that took and the elements that move."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self._plans = plans
@@ -215,7 +215,7 @@ class Watched(Sequence[Plan]):
 
 
 def measure_all(shape: Shape) -> dict[str, Any]:
-    """All ranks' plans, made and proven, and what they move."""
+    """Make and prove all ranks' plans, and return their times and bytes."""
     world = shape.grid.world_size
     source, dest = shape.layouts()
     start, cpu = time.perf_counter(), time.process_time()
@@ -252,7 +252,10 @@ def measure_all(shape: Shape) -> dict[str, Any]:
 
 
 def minima(source: Layouts, dest: Layouts, world: int) -> list[int]:
-    """Elements that each rank needs and does not hold, from the layouts. Pieces of one layout are disjoint."""
+    """Return the elements that each rank needs and does not hold, from the layouts.
+
+    Pieces of one layout are disjoint.
+    """
     known: dict[tuple[int, int], int] = {}
     for rank in range(world):
         key = (id(source(rank)), id(dest(rank)))

@@ -1,8 +1,8 @@
-"""How long `megaverl report` takes over a long run, and how large its page is: 10,000 steps, made up on the spot.
+"""Time that `megaverl report` takes for a long run, and the size of its page, on made-up records of 10,000 steps.
 
     python tools/bench_report.py [--steps 10000] [--runs 1] [--keep FOLDER]
 
-The run that is made up has what a real one has: 70 metrics a step, 12 spans a step, 4 samples a step.
+The made-up run has as many records as a real one: 70 metrics, 12 spans and 4 samples a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAMILIES = ("actor", "critic", "rollout", "reward", "train", "reshard", "memory"
 
 
 def make_run(folder: Path, steps: int, seed: int = 0) -> Path:
-    """Write the files of a run of so many steps."""
+    """Write the files of a made-up run of `steps` steps."""
     random_numbers = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     config = Config().to_dict()

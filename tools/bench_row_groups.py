@@ -1,4 +1,4 @@
-"""Time a shuffled prompt from a Parquet file of one row group and of many, with row groups kept and without.
+"""Time of reading a shuffled prompt from a Parquet file of one row group and of many, with row groups kept and without.
 
     python tools/bench_row_groups.py --rows 100000 --groups 1 10 100
 
@@ -32,7 +32,7 @@ def write_file(path: Path, num_rows: int, num_groups: int) -> None:
 
 
 def milliseconds(rows: ParquetFile, order: Sequence[int]) -> float:
-    """Return the time of one row, after every row was read once, as at the start of a run."""
+    """Return the time of reading one row, after every row was read once, as at the start of a run."""
     for number in range(len(rows)):
         rows[number]
     start = time.perf_counter()

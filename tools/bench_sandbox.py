@@ -1,9 +1,9 @@
-"""Programs a second in a pool of warm sandboxes, beside the same ones each in an interpreter of its own, unconfined.
+"""Programs a second in a pool of warm sandboxes, compared with an unconfined interpreter for each program.
 
     python tools/bench_sandbox.py [--programs 400 --workers 2 --rounds 5]
 
-Every program reads a number and prints its square, which is compared. Both sides take turns in one run, with as many at
-once; medians over the rounds, and the processor seconds of all processes for one program.
+Every program reads a number and prints its square, which is checked. Both sides take turns in one run, with as many
+programs at once. Prints medians over the rounds, and the processor seconds of all processes for one program.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def in_interpreters(workers: int, numbers: Sequence[int]) -> list[str]:
 
 
 def processor_seconds() -> float:
-    """Of this process, of what it has waited for, and of its workers, with what those have waited for."""
+    """Return the processor seconds of this process, its workers, and the finished children of both."""
     times = [psutil.Process().cpu_times(), *(each.cpu_times() for each in psutil.Process().children(recursive=True))]
     return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
 
 def measure(run: Callable[[Sequence[int]], list[str]], count: int) -> tuple[float, float]:
-    """(programs a second, processor milliseconds of one), all of whose outputs are right."""
+    """Return the programs a second and the processor milliseconds of one; all outputs must be right."""
     numbers, work, start = range(count), processor_seconds(), time.perf_counter()
     outputs = run(numbers)
     took = time.perf_counter() - start

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What one rank of N gets and works on in a step, at N = 8, 128 and 1,024: the table of docs/scale.md, counted.
+"""Data that one rank of N receives and processes in a step, at N = 8, 128 and 1,024: the table of docs/scale.md.
 
     python tools/bench_scale.py                          # about a minute and 6 GB of memory for 1,024 ranks
     python tools/bench_scale.py --ranks 8 128 --only samples
 
-One rank of N is simulated by the real code over torch's fake process group, whose collectives move nothing: its
-messages are packed and unpacked, its plans are made, and their bytes and its processor time are counted. Each function
-under `GROUPS` gives the lines of one subject, before and after; to add lines, add a function.
+Runs the real code as one rank of N over torch's fake process group, whose collectives move nothing. Messages are packed
+and unpacked and plans are made, so their bytes and the rank's processor time can be counted. Each function in `GROUPS`
+yields the lines of one subject; to add lines, add a function.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ MINUTE = timedelta(minutes=1)
 
 
 class Line(NamedTuple):
-    """One line of the table: what it is, and its number for each count of ranks, as text."""
+    """One line of the table: its subject, and its number for each count of ranks, as text."""
 
     what: str
     cells: list[str]
 
 
 class Step(NamedTuple):
-    """The lengths and responses of a step at some number of ranks."""
+    """Lengths and responses of a step at some number of ranks."""
 
     lengths: SequenceLengths
     group_ids: list[int]
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 class Stopwatch:
-    """Processor seconds of the parts of a rank's step."""
+    """Adds up processor seconds by part of a rank's step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def rank_of(rank: int, size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world whose collectives move nothing."""
+    """Make this process one rank of `size`, in a group whose collectives move nothing, until the context ends."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=dist.HashStore())
     try:
         yield
@@ -113,7 +113,7 @@ def rank_of(rank: int, size: int) -> Iterator[None]:
 
 
 def samples(ranks: Sequence[int]) -> Iterator[Line]:
-    """Responses, log-probs and advantages: all of them on every rank, or each rank's own."""
+    """Yield the lines on responses, log-probs and advantages: all samples on every rank, or each rank's own."""
     found = {
         # the quickest of some: the first one makes what a run makes once, and others use these processors too
         (size, is_first): (
@@ -143,10 +143,11 @@ GROUPS: dict[str, Callable[[Sequence[int]], Iterator[Line]]] = {"samples": sampl
 
 
 class Moved(NamedTuple):
-    """What a step brings to a rank, and what its processor does with it.
+    """Data that a step brings to a rank, and the processor time that the rank spends on it.
 
     Attributes:
-        bytes: of rows; numbers: of what is known of all samples.
+        bytes: bytes of sample rows.
+        numbers: bytes of the numbers that are known of all samples.
     """
 
     held: int
@@ -164,7 +165,7 @@ def megabytes(size: float) -> str:
 
 
 def step_of(size: int) -> Step:
-    """Prompts of about 200 tokens, `GROUP_SIZE` responses of about 1,300 to each."""
+    """Return a step with prompts of about 200 tokens and `GROUP_SIZE` responses of about 1,300 tokens to each."""
     count, draw = size * SAMPLES_PER_RANK, random.Random(0)
     prompt = [draw.randint(PROMPT_TOKENS // 2, PROMPT_TOKENS) for _ in range(count // GROUP_SIZE)]
     records = [PromptRecord(n, "", "", [n] * length, "", {}, "", []) for n, length in enumerate(prompt)]
@@ -175,7 +176,7 @@ def step_of(size: int) -> Step:
 
 
 def roles_of(size: int) -> tuple[Any, Any]:
-    """(roles, model): what plans ask of an actor and a reference at TP8, and of the rewards."""
+    """Return (roles, model) for the plans of a step: actor and reference at TP8, and rewards."""
     shape = GridShape(tp=TP, dp=size // TP)
     grid = SimpleNamespace(shape=shape, coords=shape.coords(dist.get_rank()))
     filled_up = {"token_multiple": TP, "sequence_multiple": 1}  # for sequence parallelism
@@ -209,12 +210,12 @@ def routing_of(size: int, roles: Any) -> SampleRouting:
 
 
 def written_by(size: int, count: int) -> dict[int, range]:
-    """The first rank of each engine -> the samples that it has written."""
+    """Return the samples that each engine has generated, by the engine's first rank."""
     return {rank: rows_of_rank(count, rank // TP, size // TP) for rank in range(0, size, TP)}
 
 
 def own_rows(size: int, rank: int) -> Moved:
-    """A step in which each rank has its own samples."""
+    """Simulate a step in which each rank has only its own samples."""
     watch, step = Stopwatch(), step_of(size)
     lengths = step.lengths
     with rank_of(rank, size):
@@ -249,7 +250,7 @@ def own_rows(size: int, rank: int) -> Moved:
 def held_batch(
     step: Step, held: HeldRows, here: list[tuple[list[int], RaggedBatch]], wanted: Any, messages: Any
 ) -> RolloutBatch:
-    """As `responses.held_responses` makes it of what has come."""
+    """Build the batch from the received rows as `responses.held_responses` does."""
     parts: list[Any] = [([held.place[row] for row in rows], part, range(len(rows))) for rows, part in here if rows]
     for rows, (header, payload, _) in zip(wanted, messages, strict=True):
         parts.append(([held.place[row] for row in rows], RaggedBatch.unpack(header, payload, {}), range(len(rows))))
@@ -261,7 +262,7 @@ def held_batch(
 
 
 def everything(size: int, rank: int) -> Moved:
-    """A step in which every rank has all samples."""
+    """Simulate a step in which every rank has all samples."""
     watch, step = Stopwatch(), step_of(size)
     count = len(step.lengths)
     with rank_of(rank, size):
@@ -288,7 +289,7 @@ def everything(size: int, rank: int) -> Moved:
 
 
 def micro_batches(watch: Stopwatch, model: Any, batch: RolloutBatch) -> None:
-    """Of the actor's and the reference's log-probs."""
+    """Cut the batch into the micro-batches of the actor's and the reference's log-probs."""
     for _ in range(2):
         with watch.part("plans: who works on what"):
             outline = sequence_lengths(batch)
@@ -298,7 +299,7 @@ def micro_batches(watch: Stopwatch, model: Any, batch: RolloutBatch) -> None:
 
 
 def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held: HeldRows) -> float:
-    """Log-probs of actor and reference, and advantages, to the ranks that have the samples; bytes that come."""
+    """Exchange log-probs of actor and reference, and advantages; return the bytes that this rank receives."""
     fabric = held.fabric
     each = roles.actor.rows(held.lengths)
     of_scores = {rank: rows if rank % TP == 0 else () for rank, rows in enumerate(each)}
@@ -320,7 +321,7 @@ def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held:
 
 
 def advantages(watch: Stopwatch, batch: RolloutBatch, step: Step) -> None:
-    """GRPO, on all samples or on this rank's groups."""
+    """Compute GRPO advantages of all samples, or of this rank's groups alone."""
     total = torch.arange(len(step.lengths)) % 3
     rewards = (total if batch.held is None else batch.held.pick(total)).float()
     given = batch.with_(rewards=rewards, ref_log_probs=batch.rollout_log_probs)
@@ -330,7 +331,7 @@ def advantages(watch: Stopwatch, batch: RolloutBatch, step: Step) -> None:
 
 
 def weights(watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | None) -> None:
-    """Of the tokens in the loss of each mini-batch."""
+    """Compute the loss weights of the tokens in each mini-batch."""
     num_tokens = torch.tensor(sequence_lengths(batch).response_lengths)
     plans = plan_updates(actor, sequence_lengths(batch), 0)
     while True:

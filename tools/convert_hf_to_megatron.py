@@ -1,4 +1,4 @@
-"""Hugging Face folder -> Megatron distributed checkpoint: `megaverl convert --to megatron` under a name of its own.
+"""Convert a Hugging Face folder to a Megatron distributed checkpoint; the same as `megaverl convert --to megatron`.
 
 python tools/convert_hf_to_megatron.py SOURCE OUTPUT [--verify ...]
 """

@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint (or a run) -> Hugging Face folder: `megaverl convert --to hf` by another name.
+"""Convert a Megatron distributed checkpoint or a run to a Hugging Face folder; the same as `megaverl convert --to hf`.
 
 python tools/convert_megatron_to_hf.py SOURCE OUTPUT [--verify ...]
 """

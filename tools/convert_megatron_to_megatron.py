@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint -> the same on another grid: `megaverl convert --to megatron` by another name.
+"""Convert a Megatron distributed checkpoint to another grid; the same as `megaverl convert --to megatron`.
 
 python tools/convert_megatron_to_megatron.py SOURCE OUTPUT [--verify ...]
 """

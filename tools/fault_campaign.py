@@ -108,7 +108,7 @@ def campaign(
     trainer: str = "megatron",
     settings: Sequence[str] = (),
 ) -> int:
-    """Try the chosen points; the exit status."""
+    """Try the chosen points and return the exit status."""
     (folder / "inputs").mkdir(parents=True)
     inputs = make_inputs(folder / "inputs")
     more = [f"rollout.engine={engine}", *settings] + ([SHORT_WAIT] if kind == "stall" else [])
@@ -134,7 +134,7 @@ def campaign(
 
 
 def campaign_of_servers(chosen: Sequence[str], folder: Path) -> int:
-    """Try the chosen points of servers; the exit status."""
+    """Try the chosen points of a run with servers and return the exit status."""
     (folder / "inputs").mkdir(parents=True)
     inputs = make_inputs(folder / "inputs")
     start, bad = time.monotonic(), []

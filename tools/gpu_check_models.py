@@ -1,5 +1,7 @@
-"""What the checks of tools/gpu_check_parts.py share: a small model, its training, an engine beside it, a run that is
-cut and goes on, and a stopwatch."""
+"""Helpers of the checks in tools/gpu_check_parts.py.
+
+They make a small model, train it, put an engine beside it, cut a run and resume it, and time work on the device.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ REHEARSAL = "MEGAVERL_GPU_CHECK_REHEARSAL"  # set by `--rehearsal`
 
 
 class Outcome(NamedTuple):
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        expected: in words.
-        elsewhere: other processes did the work, and have said that they did it on the device.
+        expected: the expected result, in words.
+        elsewhere: whether other processes did the work, and reported that they did it on the device.
     """
 
     passed: bool
@@ -63,7 +65,7 @@ def device() -> torch.device:
 
 
 def load_model(folder: Path, tp: int = 1, **options: Any) -> tuple[MegatronModel, Path]:
-    """A small Qwen3 of the platform's dtype, data parallel over what `tp` leaves of the world, and its folder."""
+    """Return a small Qwen3 of the platform's dtype, data parallel over the ranks that `tp` leaves, and its folder."""
     from megaverl.distributed.grid import GridShape
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.tiny import make_tiny_folder
@@ -82,7 +84,7 @@ def load_model(folder: Path, tp: int = 1, **options: Any) -> tuple[MegatronModel
 
 
 def forward(model: MegatronModel) -> torch.Tensor:
-    """[4, 128, vocabulary] logits, in float32, of tokens that are always the same."""
+    """Return [4, 128, vocabulary] logits in float32 of tokens that are always the same."""
     tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
     positions = torch.arange(128, device=device()).expand_as(tokens)
     with torch.no_grad():
@@ -91,7 +93,7 @@ def forward(model: MegatronModel) -> torch.Tensor:
 
 
 def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
-    """Mean errors against Hugging Face in float32: of the model, and of Hugging Face's in bfloat16."""
+    """Return the mean errors against Hugging Face in float32: the model's, and those of Hugging Face in bfloat16."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
@@ -102,7 +104,7 @@ def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
 
 
 def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) -> tuple[list[float], int]:
-    """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
+    """Return the losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
     from megaverl.models.packing import MicroBatch
     from megaverl.workers.optimizers import MegatronTrainable
 
@@ -178,7 +180,7 @@ def generate(made: Engine, sync: WeightSync) -> list[Generation]:
 
 
 def disagreement(model: MegatronModel, generations: list[Generation]) -> float:
-    """Largest difference between the engine's log-probs of its responses and the actor's."""
+    """Return the largest difference between the engine's log-probs of its responses and the actor's."""
     from megaverl.workers.policy import Policy
 
     batch = responses_batch(PROMPTS, [each.token_ids for each in generations])
@@ -188,7 +190,9 @@ def disagreement(model: MegatronModel, generations: list[Generation]) -> float:
 
 
 def responses_batch(prompts: list[list[int]], responses: list[list[int]] | None = None) -> RolloutBatch:
-    """Prompts and responses of equal lengths; by default twelve tokens that follow from the prompt."""
+    """Return a batch of prompts and responses of equal lengths; by default each response is twelve tokens after its
+    prompt.
+    """
     from megaverl.data.batch import RolloutBatch
 
     longest = max(map(len, prompts))
@@ -306,14 +310,14 @@ def read_steps(path: Path) -> Steps:
 
 
 def outside() -> dict[str, str]:
-    """The environment of a command that is no rank of this world."""
+    """Return the environment for a command that is no rank of this process group."""
     from megaverl.monitoring.doctor.trials import KEPT_APART
 
     return {name: value for name, value in os.environ.items() if name not in KEPT_APART}
 
 
 def median_seconds(work: Callable[[], object], runs: int = 10) -> float:
-    """Median over `runs` of the time of `work` on the device, after a warm-up."""
+    """Return the median over `runs` of the time of `work` on the device, after a warm-up."""
     from megaverl.platform import platform
 
     work()

@@ -54,10 +54,10 @@ class Check:
 
     Attributes:
         function: called by every rank with a folder that all share.
-        world: on how many ranks: one, two, or all GPUs of this machine (on a CPU: two).
-        cuda_only: there is nothing of it on a CPU.
-        needs: modules without which it cannot be run.
-        captures: it is about CUDA graphs alone.
+        world: number of ranks: one, two, or all GPUs of this machine (on a CPU: two).
+        cuda_only: whether the check makes no sense on a CPU.
+        needs: modules without which the check cannot run.
+        captures: whether it checks CUDA graphs alone.
     """
 
     function: Callable[[Path], Outcome]
@@ -74,7 +74,7 @@ class Check:
         return {"one": 1, "two": 2, "all": gpus if device == "cuda" else 2}[self.world]
 
     def why_not(self, device: str, gpus: int) -> str:
-        """Why it cannot be run here; empty if it can."""
+        """Return the reason for which the check cannot run here; empty if it can."""
         if self.cuda_only and device != "cuda":
             return "it needs a GPU"
         if self.captures and is_rehearsal():
@@ -95,7 +95,7 @@ def check(
     needs: tuple[str, ...] = (),
     captures: bool = False,
 ) -> Callable[[Callable[[Path], Outcome]], Callable[[Path], Outcome]]:
-    """What decorates a check; its name is the function's."""
+    """Return a decorator that registers a check under its function's name."""
 
     def add(function: Callable[[Path], Outcome]) -> Callable[[Path], Outcome]:
         CHECKS[function.__name__] = Check(function, world, cuda_only, needs, captures)
@@ -106,8 +106,12 @@ def check(
 
 @check(needs=("vllm",))
 def engine(folder: Path) -> Outcome:
-    """vLLM beside the actor, in one engine: it adopts the actor's storage before graphs are captured, answers as the
-    actor would, gives memory back asleep, answers the same awake, and follows an update."""
+    """Check vLLM beside the actor, in one engine.
+
+    It adopts the actor's storage before graphs are captured, answers as the actor would, gives memory back asleep,
+    answers
+    the same awake, and follows an update.
+    """
     model, sync, made = actor_and_engine(folder, sleep=True)
     limit = CLOSE[model.config.params_dtype]
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
@@ -154,7 +158,7 @@ def engine(folder: Path) -> Outcome:
 
 @check()
 def logits(folder: Path) -> Outcome:
-    """Logits in 16 bits against Hugging Face's in float32: as far off as Hugging Face's own in 16 bits."""
+    """Compare logits in 16 bits with Hugging Face's in float32: no further off than Hugging Face's own in 16 bits."""
     model, path = load_model(folder)
     ours, theirs = logit_errors(model, path)
     return Outcome(ours < 2 * theirs, f"mean error {ours:.2e}", f"under twice {theirs:.2e}")
@@ -162,7 +166,7 @@ def logits(folder: Path) -> Outcome:
 
 @check(cuda_only=True, needs=("transformer_engine",))
 def transformer_engine(folder: Path) -> Outcome:
-    """Transformer Engine's layers and megatron-core's local ones in bfloat16: as near to the truth, and how fast."""
+    """Compare Transformer Engine's layers with megatron-core's local ones in bfloat16: errors and speed."""
     from megaverl.models import build, options
 
     with_engine, path = load_model(folder)
@@ -180,7 +184,7 @@ def transformer_engine(folder: Path) -> Outcome:
 
 @check()
 def packing(folder: Path) -> Outcome:
-    """Log-probs of samples laid end to end (on a GPU: THD) against those of padded rows."""
+    """Compare log-probs of samples laid end to end (on a GPU: THD) with those of padded rows."""
     from megaverl.workers.policy import Policy
 
     packed, _ = load_model(folder)
@@ -196,15 +200,17 @@ def packing(folder: Path) -> Outcome:
 
 @check()
 def training(folder: Path) -> Outcome:
-    """Ten updates with float32 master weights: the loss falls as a language model's should."""
+    """Take ten updates with float32 master weights: the loss falls as a language model's should."""
     losses, _ = train(folder)
     return Outcome(losses[-1] < 0.8 * losses[0], f"loss {losses[0]:.3f} -> {losses[-1]:.3f}", "falls by a fifth")
 
 
 @check(cuda_only=True)
 def saving_memory(folder: Path) -> Outcome:
-    """Offload to pinned memory and activation checkpointing: the same losses, and less memory between updates; and
-    adapters alone, which learn as well."""
+    """Offload to pinned memory and checkpoint activations: the losses are the same, and memory between updates is less.
+
+    Adapters alone must learn as well.
+    """
     from megaverl.config.roles import LoraConfig, OffloadConfig
 
     offload = OffloadConfig(parameters=True, optimizer=True, gradients=True)
@@ -219,7 +225,7 @@ def saving_memory(folder: Path) -> Outcome:
 
 @check()
 def local_transport(folder: Path) -> Outcome:
-    """Boxes within a device, against plain copies of as many bytes: 2 GiB in bfloat16 (on a CPU 8 MiB)."""
+    """Time boxes that move within a device against plain copies of 2 GiB in bfloat16 (on a CPU 8 MiB)."""
     full_size = on_cuda() and not is_rehearsal()
     from megaverl.sharding.boxes import whole
     from megaverl.sharding.plan import Transfer
@@ -241,7 +247,7 @@ def local_transport(folder: Path) -> Outcome:
 
 @check(cuda_only=True, captures=True)
 def graphs(folder: Path) -> Outcome:
-    """A captured forward pass sees weights that are copied in place after the capture, as a reshard does."""
+    """Check that a captured forward pass sees weights copied in place after the capture, as by a reshard."""
     weight = torch.zeros(256, 256, device=device())
     given = torch.randn(8, 256, device=device())
     (given @ weight).sum()
@@ -258,14 +264,13 @@ def graphs(folder: Path) -> Outcome:
 
 @check()
 def saves(folder: Path) -> Outcome:
-    """The whole command: four steps with a save in the middle, resumed there; with saves at once and in the
-    background."""
+    """Run the command for four steps, resume at the save in the middle; with saves at once and in the background."""
     return resumed(folder)
 
 
 @check(needs=("trl", "vllm"))
 def beside_trl(folder: Path) -> Outcome:
-    """A GRPO step with the sizes of Qwen2.5-0.5B beside TRL's, in bfloat16, in turn (on a CPU: of a tiny model)."""
+    """Time a GRPO step with the sizes of Qwen2.5-0.5B against TRL's, in bfloat16, in turn (on a CPU: a tiny model)."""
     shape = {"layers": 24, "hidden": 896, "ffn": 4864, "heads": 14, "kv-heads": 2, "vocab": 151936}
     work = {"response-tokens": 256, "prompt-tokens": 64, "steps": 5, "micro-batch-tokens": 16384}
     if not on_cuda() or is_rehearsal():
@@ -285,7 +290,7 @@ def beside_trl(folder: Path) -> Outcome:
 
 @check("all")
 def collectives(folder: Path) -> Outcome:
-    """Sums and gathers of all ranks, through the helpers that a run uses."""
+    """Check sums and gathers over all ranks, through the helpers that a run uses."""
     from megaverl.distributed.collectives import gather_json, gather_rows
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -301,7 +306,7 @@ def collectives(folder: Path) -> Outcome:
 
 @check("all")
 def point_to_point(folder: Path) -> Outcome:
-    """Every rank sends every other a message of its own, batched as a reshard does; all arrive as they left."""
+    """Send a message from every rank to every other, batched as in a reshard; all arrive unchanged."""
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [other for other in range(size) if other != rank]
     sent = {other: torch.full((1 << 20,), float(rank * size + other), device=device()) for other in others}
@@ -319,7 +324,7 @@ def point_to_point(folder: Path) -> Outcome:
 
 @check("two")
 def ipc(folder: Path) -> Outcome:
-    """Weights of TP2 to one full copy on each rank, straight out of the other process's memory; then without."""
+    """Move weights of TP2 to a full copy on each rank, through the other process's memory and then without it."""
     from megaverl.models.architectures import weights_of
     from megaverl.sharding.plan import make_plan
     from megaverl.sharding.vllm import vllm_layouts
@@ -353,7 +358,7 @@ def on_device(wanted: str, outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    """This rank of the check that the command line names."""
+    """Run this rank of the check that the command line names."""
     from datetime import timedelta
 
     from megaverl.distributed.collectives import gather_json

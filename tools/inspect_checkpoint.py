@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], list[str]]:
-    """Lines for a person, and what is wrong.
+    """Return lines for a person, and the faults found.
 
     Raises:
-        CheckpointError: it is no checkpoint, or cannot be read.
+        CheckpointError: the folder is no checkpoint, or cannot be read.
     """
     if (folder / MANIFEST_FILE).is_file() or (folder / INDEX_FILE).is_file():
         return _one(folder, tensors, verify)
@@ -65,7 +65,7 @@ def describe(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str]
 
 
 def _list(root: Path, folders: Iterable[Path], verify: bool) -> tuple[list[str], list[str]]:
-    """Every checkpoint of a run, oldest first."""
+    """Return the lines and faults of every checkpoint of a run, oldest first."""
     best = read_json(root / "best.json")["folder"] if (root / "best.json").is_file() else None
     found: list[tuple[int, str]] = []
     wrong: list[str] = []

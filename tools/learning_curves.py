@@ -1,14 +1,14 @@
-"""Does every on-policy algorithm learn? All on the quickstart's task from the same warm starts, with one budget.
+"""Learning curves of every on-policy algorithm on the quickstart's task, from the same warm starts with one budget.
 
     python tools/learning_curves.py run --out runs/learning_curves --seconds 280     # again and again, until done
     python tools/learning_curves.py report --out runs/learning_curves --docs docs
 
-`run` trains what is not done yet, one after the other in one process (Megatron-core, generation by transformers), and
-begins nothing that would last longer than `--seconds`; told to leave by SIGTERM, it goes on from there the next time.
-Nothing is tuned for an algorithm: the same learning rate, batch and number of steps for all, its published constants
-for the rest. `report` draws one picture and writes one table, into docs/learning_curves.md; a run that failed or did
-not learn stands there like the others. `--task shapes`: one tiny model that sees pictures (`learning_shapes.py`);
-`--task recipes`: recipes as they are written (`learning_recipes.py`).
+`run` trains every run that is not finished, one after the other in one process (Megatron-core, generation by
+transformers), and starts none that would last longer than `--seconds`. After SIGTERM it stops, and the next call
+continues. Nothing is tuned for an algorithm: all have the same learning rate, batch and number of steps, and their
+published constants for the rest. `report` draws one picture and writes one table into docs/learning_curves.md, which
+also show runs that failed or did not learn. `--task shapes` trains one tiny model that sees pictures
+(`learning_shapes.py`); `--task recipes` runs recipes unchanged (`learning_recipes.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
-    """Train what is missing; returns 0 when all is there, 3 where time ran out."""
+    """Train the missing runs. Returns 0 when all are there, 3 if time ran out."""
     start, longest = time.monotonic(), 0.0
     missing = [(name, seed) for name, seed in wanted if not result_file(out, name, seed).exists()]
     if not missing:
@@ -85,7 +85,7 @@ def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
 
 
 def train(out: Path, name: str, seed: int) -> Result | None:
-    """One algorithm from the warm start of its seed, or from where it left; None if it is told to leave again."""
+    """Train one algorithm from its warm start or its last checkpoint; return None if it is told to leave again."""
     from megaverl.trainer.job import Leaving
 
     run = f"{name}_{seed}"
@@ -102,7 +102,7 @@ def train(out: Path, name: str, seed: int) -> Result | None:
 
 
 def attempt(config: Any) -> str | None:
-    """Train, from the start or from where it left; returns what stopped it, which is a result too."""
+    """Train from the start or the last checkpoint, and return the error that stopped the run, if any."""
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.monitoring.console import Console
@@ -117,13 +117,13 @@ def attempt(config: Any) -> str | None:
 
 
 def recorded(out: Path, run: str) -> list[dict[str, Any]]:
-    """The metrics of a run, by step."""
+    """Return the metrics of a run, by step."""
     lines = (out / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def warm_start(out: Path, seed: int) -> Path:
-    """The quickstart's model of this seed after its supervised warm-up, made once for all algorithms."""
+    """Return the quickstart's model of this seed after its supervised warm-up, made once for all algorithms."""
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.monitoring.console import Console
     from megaverl.trainer.build import Builder
@@ -142,7 +142,7 @@ def warm_start(out: Path, seed: int) -> Path:
 
 
 def teacher(out: Path, seed: int) -> Path:
-    """What `TEACHER` makes of the same warm start on the same budget, made once for those who learn from it."""
+    """Return the model that `TEACHER` makes of the same warm start on the same budget, made once for all students."""
     folder = out / "runs" / teacher_run(seed) / "hf"
     if not (folder / "config.json").exists():
         warm, run = warm_start(out, seed), teacher_run(seed)
@@ -158,7 +158,7 @@ def teacher_run(seed: int) -> str:
 def configuration(
     out: Path, seed: int, run: str, name: str, model: Path, *overrides: str, check_paths: bool = True
 ) -> Any:
-    """The recipe of the quickstart with one algorithm; `overrides` come last."""
+    """Return the quickstart's configuration with one algorithm; `overrides` come last."""
     from megaverl.config import load_config
     from megaverl.config.yaml_source import recipe
 
@@ -181,7 +181,7 @@ def configuration(
 
 
 def join_world() -> None:
-    """A world of this process alone."""
+    """Make a process group of this process alone."""
     import torch.distributed as dist
 
     from megaverl.platform import platform
@@ -205,7 +205,7 @@ def write(out: Path, result: Result) -> None:
 
 
 def stored(out: Path) -> Iterator[Result]:
-    """The algorithms' results; those of other tasks stand beside them."""
+    """Yield the algorithms' stored results, without those of other tasks in the same folder."""
     for path in sorted((out / "results").glob("*.json")):
         if path.stem.rpartition("_")[0] not in ALGORITHMS:
             continue

@@ -1,4 +1,4 @@
-"""The page and the picture of learning curves: every run, also one that failed or did not learn."""
+"""Page and picture of the learning curves: every run, including those that failed or did not learn."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ REMARKS = {
 
 
 class Result(NamedTuple):
-    """One run: accuracy on held-out prompts by step, and what ended it early, if anything did.
+    """One run: accuracy on held-out prompts by step, and the error that ended it early, if any.
 
-    passes: pass@8 by step, where it was measured. teacher: accuracy of the model that it learned from.
+    Attributes:
+        passes: pass@8 by step, if it was measured.
+        teacher: accuracy of the model from which this run learned.
     """
 
     algorithm: str
@@ -61,13 +63,13 @@ class Result(NamedTuple):
 
 
 def by_algorithm(results: list[Result]) -> dict[str, list[Result]]:
-    """In the order of `ALGORITHMS`, each with its seeds in order."""
+    """Group results by algorithm, in the order of `ALGORITHMS`, each sorted by seed."""
     found = {name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS}
     return {name: runs for name, runs in found.items() if runs}
 
 
 def table(results: list[Result]) -> str:
-    """Markdown: before, after and gain of every seed."""
+    """Return the Markdown table of every algorithm's accuracy before and after, and its gain on every seed."""
     lines = [
         "| algorithm | seeds | before | after, each seed | mean gain | least gain | 30 points on each seed |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -87,13 +89,13 @@ def table(results: list[Result]) -> str:
 
 
 def label(name: str) -> str:
-    """An algorithm in the table, with what it was given beyond the others."""
+    """Return an algorithm's name for the table, with the teacher or turns that it needs."""
     given = f" (teacher: {TEACHER})" if name in TAUGHT else " (in turns)" if name in IN_TURNS else ""
     return f"{name}{given}"
 
 
 def summary(results: list[Result]) -> str:
-    """How many gained what was wanted, in the mean and on each seed."""
+    """Return a sentence that counts the algorithms with the wanted gain in the mean, and on each seed."""
     found = by_algorithm(results)
     means = sum(statistics.mean(run.gain for run in runs) >= WANTED_GAIN for runs in found.values())
     each = sum(enough(runs) for runs in found.values())
@@ -102,12 +104,12 @@ def summary(results: list[Result]) -> str:
 
 
 def enough(runs: list[Result]) -> bool:
-    """Whether every seed has gained what was wanted."""
+    """Return whether every seed has the wanted gain."""
     return all(run.error is None and len(run.curve) > 1 and run.gain >= WANTED_GAIN for run in runs)
 
 
 def below(results: list[Result]) -> list[str]:
-    """Of those that did not, what is known."""
+    """Return the known reasons of algorithms below the wanted gain."""
     lines: list[str] = []
     for name, runs in by_algorithm(results).items():
         if name in BELOW and not enough(runs):
@@ -116,7 +118,7 @@ def below(results: list[Result]) -> list[str]:
 
 
 def remarks(results: list[Result]) -> list[str]:
-    """What some were given, and what else is known of some."""
+    """Return the remarks on single algorithms, and the accuracy of teachers."""
     found = by_algorithm(results)
     lines = [textwrap.wrap(f"`{name}` {text}", 110) for name, text in REMARKS.items() if name in found]
     taught = {run.seed: run.teacher for name in TAUGHT for run in found.get(name, []) if run.teacher is not None}
@@ -126,7 +128,7 @@ def remarks(results: list[Result]) -> list[str]:
 
 
 def passes(results: list[Result]) -> list[str]:
-    """What those that are paid for one right response in several are for, where it was measured."""
+    """Return the section on algorithms that pay one right response of several, if pass@8 was measured."""
     found = {name: [r for r in runs if len(r.passes) > 1] for name, runs in by_algorithm(results).items()}
     lines = [
         f"| {name} | {', '.join(f'{run.passes[0][1]:.1%}' for run in runs)} "
@@ -160,7 +162,7 @@ def passes(results: list[Result]) -> list[str]:
 
 
 def page(results: list[Result]) -> str:
-    """docs/learning_curves.md."""
+    """Return the text of docs/learning_curves.md."""
     seconds = sum(result.seconds for result in results)
     failed = [result for result in results if result.error is not None]
     few = [name for name, runs in by_algorithm(results).items() if len(runs) < WANTED_SEEDS]
@@ -200,7 +202,7 @@ def page(results: list[Result]) -> str:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """One panel per algorithm: the mean over the seeds, and a band from the worst to the best."""
+    """Draw one panel per algorithm: the mean over the seeds, and a band from the worst to the best."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What each algorithm is run with for its learning curve: all the same, but for what its name leaves open."""
+"""Settings of each algorithm's learning curve: the same for all, except those that its name leaves open."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The quickstart's task in turns, for the algorithms that credit turns: two tokens a turn, until the model stops.
+"""Environment of the quickstart's task in turns of two tokens, for the algorithms that assign credit to turns.
 
-The environment says nothing in between, so that prompts and tokens are the quickstart's, and the rewards of an episode
-add up to the quickstart's: `positions`, paid turn by turn as far as it has come, and `exact_match` of the whole.
+An episode lasts until the model stops. The environment adds no text, so prompts and tokens are the quickstart's. The
+rewards of an episode add up to the quickstart's: `positions`, paid turn by turn, and `exact_match` of the whole answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TURN_TOKENS = 2
 
 
 class DigitsInTurns(Environment):
-    """Each turn is paid by how much more, or less, of the answer stands where it belongs."""
+    """Pays each turn the change in the share of the answer's digits that are in their right place."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec)
@@ -37,5 +37,5 @@ class DigitsInTurns(Environment):
 
 
 def whole_answer(sample: RewardSample) -> float:
-    """`exact_match` of all turns together."""
+    """Return `exact_match` of all turns together."""
     return exact_match(replace(sample, response=sample.transcript or ""))

@@ -1,7 +1,6 @@
-"""Recipes run as they are written, by the command that a person would type: do they learn, and use their tool?
+"""Learning curves and tool use of recipes that run unchanged, by the command that a person would type.
 
-It is what `learning_curves.py --task recipes` runs: one process, generation by transformers, everything made on the
-spot.
+`learning_curves.py --task recipes` runs this: one process, generation by transformers, and inputs made on the spot.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ends there.
 
 
 def run(out: Path, seeds: Sequence[int], seconds: float) -> int:
-    """Run what is missing; 0 when all is there, 1 where a run failed, 3 where time ran out."""
+    """Run the missing recipes. Returns 0 when all are there, 1 if a run failed, 3 if time ran out."""
     start, longest = time.monotonic(), 0.0
     for seed in seeds:
         for recipe in RECIPES:
@@ -53,7 +52,7 @@ def run(out: Path, seeds: Sequence[int], seconds: float) -> int:
 
 
 def command(recipe: str) -> list[str]:
-    """As one types it, with this interpreter."""
+    """Return the command as a person types it, with this interpreter."""
     from megaverl.config.yaml_source import recipe as file_of
 
     return [sys.executable, "-m", "megaverl.cli.main", "quickstart", "--config", str(file_of(recipe)), *ONE_PROCESS]
@@ -65,7 +64,11 @@ def own_settings(out: Path, recipe: str, seed: int) -> list[str]:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """curve: (step, accuracy) on held-out prompts. tool_use: (step, share of episodes of several turns), if any."""
+    """Read a run's results.
+
+    Returns:
+        `curve`: (step, accuracy) on held-out prompts; `tool_use`: (step, share of episodes of several turns), if any.
+    """
     records, samples = (
         [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "samples.jsonl")
@@ -85,7 +88,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def report(out: Path, docs: Path, seeds: Sequence[int]) -> int:
-    """Put the table of what is there into docs/learning_curves.md, behind what else stands there."""
+    """Replace this task's table in docs/learning_curves.md and keep the rest of the page."""
     found = {
         (recipe, seed): json.loads(result_file(out, recipe, seed).read_text(encoding="utf-8"))
         for recipe in RECIPES
@@ -105,7 +108,7 @@ def report(out: Path, docs: Path, seeds: Sequence[int]) -> int:
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
-    """Markdown: a line for each recipe and seed."""
+    """Return the Markdown table with a line for each recipe and seed."""
     lines = ["| recipe | seed | accuracy before | after | steps | tool use before | after | minutes |"]
     lines.append("| --- |" + " --- |" * 7)
     for (recipe, seed), result in found.items():
@@ -119,7 +122,7 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
 
 
 def section(page: Path) -> str:
-    """What stands of this task in the page, for whoever writes the rest anew."""
+    """Return this task's section of the page, for `learning_curves_page` to keep when it writes the rest."""
     found = page.read_text(encoding="utf-8").partition(HEADING) if page.exists() else ("", "", "")
     return f"\n{HEADING}{found[2]}" if found[1] else ""
 

@@ -1,8 +1,8 @@
 """A tiny random vision-language model learns by GRPO to name the colour of the shape in a picture.
 
-Pictures, tokenizer and model are made on the spot. The model (Qwen2-VL's architecture) starts from random weights: any
-word of its vocabulary is as likely. The Hugging Face model trains under FSDP2, and vLLM answers. It is what
-`learning_curves.py --task shapes` runs.
+Pictures, tokenizer and model are made on the spot. The model (Qwen2-VL's architecture) starts from random weights, so
+all words of its vocabulary are equally likely. The Hugging Face model trains under FSDP2, and vLLM generates.
+`learning_curves.py --task shapes` runs this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACCURACY, DIFFERENCE = "validation/accuracy", "rollout/logprob_diff_max"
 
 
 def make_pictures(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
-    """train.jsonl and held_out.jsonl, and the pictures that their rows name, each drawn by its own seed."""
+    """Write train.jsonl, held_out.jsonl and the pictures that their rows name, each drawn from its own seed."""
     for name, count in counts.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         lines = []
@@ -37,7 +37,7 @@ def make_pictures(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -
 
 
 def picture_of(colour: str, shape: str, draw: random.Random) -> Any:
-    """A PIL image of a shape somewhere on grey."""
+    """Draw a PIL image of a shape at a random place on grey."""
     from PIL import Image, ImageDraw
 
     grey = draw.randrange(90, 170)
@@ -59,7 +59,7 @@ def picture_of(colour: str, shape: str, draw: random.Random) -> Any:
 
 
 def settings(out: Path, seed: int, *overrides: str) -> list[str]:
-    """Of a run, over configs/qwen2_vl/grpo_shapes_cpu.yaml."""
+    """Return a run's overrides of configs/qwen2_vl/grpo_shapes_cpu.yaml."""
     inputs = out / "runs" / f"shapes_{seed}" / "inputs"
     return [
         f"run.dir={out / 'runs'}",
@@ -73,7 +73,7 @@ def settings(out: Path, seed: int, *overrides: str) -> list[str]:
 
 
 def run(out: Path, seeds: list[int], seconds: float) -> int:
-    """Train the seeds that are missing; 0 when all are there, 3 where time ran out."""
+    """Train the seeds that are missing. Returns 0 when all are there, 3 if time ran out."""
     from tools.learning_curves import attempt, join_world, recorded
 
     start, longest, joined = time.monotonic(), 0.0, False
@@ -138,7 +138,7 @@ def result_file(out: Path, seed: int) -> Path:
 
 
 def prepare(out: Path, seed: int) -> None:
-    """Everything that the run reads, made once."""
+    """Make every input of the run once."""
     from megaverl.models.tiny import make_tiny_vision_folder
 
     inputs = out / "runs" / f"shapes_{seed}" / "inputs"
@@ -148,7 +148,7 @@ def prepare(out: Path, seed: int) -> None:
 
 
 def configuration(out: Path, seed: int, *overrides: str) -> Any:
-    """Of one seed."""
+    """Return the configuration of one seed."""
     from megaverl.config import load_config
     from megaverl.config.yaml_source import recipe
 

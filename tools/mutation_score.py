@@ -1,4 +1,4 @@
-"""How many small faults in the core its nearest tests notice: mutants made by cosmic-ray, run in a copy of the tree.
+"""Share of small faults in the core that its nearest tests notice: mutants made by cosmic-ray, in a copy of the tree.
 
     pip install --target DIR cosmic-ray                        # apart from .venv, whose versions are pinned
     python tools/mutation_score.py --cosmic-ray DIR             # 300 mutants out of all, by seed
@@ -104,7 +104,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """A module's path in the tree, its whole changed source, and where and how it differs."""
+    """A module's path in the tree, its changed source, and the place and description of the change."""
 
     path: str
     source: str
@@ -117,7 +117,7 @@ class Mutant:
 
 
 def list_mutants(package: Path, targets: Sequence[Target], num: int, seed: int, only: str = "*") -> list[Mutant]:
-    """`num` of all mutants, or all places once where there are fewer; the same ones for the same sources and seed."""
+    """Return `num` mutants, or one for every place if there are fewer places; a seed draws the same ones again."""
     from cosmic_ray.mutating import mutate_code
 
     places = [
@@ -147,7 +147,7 @@ def list_mutants(package: Path, targets: Sequence[Target], num: int, seed: int, 
 
 
 def _places(source: str) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
-    """For each place that can be changed, its line and the operators of cosmic-ray, each with its number of it."""
+    """Yield for each changeable place its line and (operator of cosmic-ray, occurrence number) pairs, in order."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -167,7 +167,7 @@ def _places(source: str) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
 
 
 def _unread(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations, overloads and imports for types stand: nothing that runs."""
+    """Yield the source ranges of annotations, overloads and imports for types, which never run."""
     for node in ast.walk(tree):
         silent: list[ast.AST | None] = []
         if isinstance(node, ast.FunctionDef):
@@ -200,7 +200,7 @@ def _change(before: str, after: str, line: int) -> str:
 
 
 class _NearestFirst:
-    """A plugin of pytest's: what starts ranks last, and Hypothesis as repeatable and as brief as can be."""
+    """Plugin of pytest that runs tests which start ranks last, and makes Hypothesis repeatable and brief."""
 
     def pytest_sessionstart(self) -> None:
         from hypothesis import Phase, settings
@@ -286,10 +286,10 @@ class Trees:
 
 
 def score(root: Path, mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, str, float]]:
-    """Every mutant with what its tests said, as they end.
+    """Yield every mutant with its tests' verdict and time, as they end.
 
     Raises:
-        SystemExit: tests that fail without a mutation.
+        SystemExit: tests fail without a mutation.
     """
     os.environ.update(ENVIRONMENT)
     for name in IMPORTED:

@@ -1,4 +1,4 @@
-"""What each rank of `bench_reshard.py` does: build both ends of a pair, check every way, measure all in turn."""
+"""One rank of `bench_reshard.py`: build both ends of a pair, check every way of moving weights, measure all in turn."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PAIRS = (
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Sizes of the model, and how to measure."""
+    """Sizes of the model, and settings of the measurement."""
 
     layers: int = 24
     hidden: int = 896
@@ -82,7 +82,7 @@ class Job:
     pairs: tuple[str, ...] = PAIRS
 
     def sized_for(self, tp_sizes: Sequence[int]) -> Job:
-        """This model, or the nearest whose heads all `tp_sizes` divide: heads of the same size, and as wide."""
+        """Return this model, or the nearest one of the same width and head size whose heads all `tp_sizes` divide."""
         most = max(tp_sizes)
         if all(self.heads % tp == 0 and self.kv_heads % tp == 0 for tp in tp_sizes):
             return self
@@ -131,10 +131,10 @@ class End:
 
 
 def ends(pair: str, nproc: int) -> tuple[End, End]:
-    """The two ends of a pair such as `tp2pp2-vllm2`.
+    """Return the two ends of a pair such as `tp2pp2-vllm2`.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the name is wrong; the message says in which part.
     """
     source, _, dest = pair.partition("-")
     found = End.parse(source, nproc), End.parse(dest, nproc)
@@ -144,7 +144,7 @@ def ends(pair: str, nproc: int) -> tuple[End, End]:
 
 
 class Ours:
-    """A Resharder, and what its set-up took."""
+    """A Resharder, and the time and memory of its set-up."""
 
     def __init__(
         self, source_of: LayoutOf, source: Tensors, dest_of: LayoutOf, dest: Tensors, bucket_bytes: int, *, ipc: bool
@@ -168,9 +168,9 @@ class Ours:
 
 
 def least_elements(source: Layout, dest: Layout) -> int:
-    """Elements that a rank needs and does not hold: counted cell by cell between all borders of its boxes.
+    """Return the elements that a rank needs and does not hold.
 
-    Takes nothing from plans, so that it can judge them.
+    Counts cell by cell between all borders of the rank's boxes, and uses no plan, so that it can judge plans.
     """
     total = 0
     for tensor, pieces in dest.by_tensor.items():
@@ -191,8 +191,10 @@ def least_elements(source: Layout, dest: Layout) -> int:
 
 
 def share_in_place(plan: Plan) -> float:
-    """The part of the received elements whose box is one run of the destination's memory, so that they can be
-    received straight into it; the others are the columns of wider rows, unpacked from a bucket."""
+    """Return the share of received elements that can be received straight into the destination's memory.
+
+    These are boxes that are one run of memory; the others are columns of wider rows, unpacked from a bucket.
+    """
     received = straight = 0
     for transfer in (t for transfers in plan.receives.values() for t in transfers):
         shape, box = plan.dest_layout.local_shapes[transfer.dest_local], transfer.dest_box.shape
@@ -203,7 +205,7 @@ def share_in_place(plan: Plan) -> float:
 
 
 def fill(layout: Layout, tensors: Tensors) -> None:
-    """Give every element a value that follows from its name and place in the global array; finite, in bfloat16."""
+    """Give every element a value that follows from its name and place in the global array; finite in bfloat16."""
     for piece in layout.pieces:
         target = view(tensors[piece.local], piece.local_box)
         columns = torch.arange(piece.box.start[-1], piece.box.stop[-1]) * 7919 + zlib.crc32(piece.tensor.encode())
@@ -217,7 +219,7 @@ def fill(layout: Layout, tensors: Tensors) -> None:
 
 
 def peak_memory(run: Callable[[], None]) -> int:
-    """Bytes by which this process's resident memory rose above its start while `run` ran."""
+    """Return the bytes by which this process's resident memory rose above its start while `run` ran."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps from before would hide what is asked for now
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
@@ -233,7 +235,7 @@ def _status(field: str) -> int:
 
 @contextlib.contextmanager
 def object_collectives() -> Iterator[list[str]]:
-    """Names of torch's pickling collectives, each time one is called."""
+    """Yield a list that receives the name of each of torch's pickling collectives that is called."""
     names = [name for name in dir(dist) if name.endswith(("_object", "_object_list"))]
     kept = {name: getattr(dist, name) for name in names}
     called: list[str] = []
@@ -257,7 +259,7 @@ def object_collectives() -> Iterator[list[str]]:
 
 
 def write_config(job: Job, folder: Path) -> None:
-    """A folder with nothing but the model's config.json."""
+    """Make a folder that holds nothing but the model's config.json."""
     from transformers import Qwen2Config
 
     config = Qwen2Config(
@@ -275,14 +277,16 @@ def write_config(job: Job, folder: Path) -> None:
 
 
 def megatron(job: Job, folder: Path, end: End, groups: ProcessGroupManager) -> MegatronModel:
-    """A real GPTModel on a grid. Its weights are to be filled: drawing them would take longer than all else."""
+    """Build a real GPTModel on a grid. Its weights are left to be filled, since drawing them would take longer than all
+    else.
+    """
     grid = groups.grid(GridShape(tp=end.tp, pp=end.pp, dp=end.dp))
     leave = {name: _leave_as_it_is for name in ("init_method", "output_layer_init_method", "embedding_init_method")}
     return MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.bfloat16, seed=0, overrides=leave)
 
 
 def fsdp(folder: Path, end: End, groups: ProcessGroupManager) -> FSDPModel:
-    """A real FSDP2 module, its shards in bfloat16 and to be filled."""
+    """Build a real FSDP2 module with shards in bfloat16, whose weights are left to be filled."""
     cut = FsdpConfig(sharding_strategy="hybrid_shard", shard_size=end.shards)
     grid = groups.grid(GridShape(dp=end.shards * end.dp))
     return FSDPModel(folder, grid, groups, fsdp=cut, dtype=torch.bfloat16, seed=0, trained=False, initialize=False)
@@ -294,7 +298,7 @@ def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
-    """vLLM's own model on this rank, in groups of `tp` neighbouring ranks; no engine around it."""
+    """Build vLLM's own model on this rank, in groups of `tp` neighbouring ranks, with no engine around it."""
     platform.adapt_vllm()
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -320,7 +324,7 @@ def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
 
 
 def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager) -> dict[str, Any]:
-    """What this rank measures of one pair."""
+    """Return this rank's measurements of one pair."""
     source_end, dest_end = ends(pair, job.nproc)
     folder = folder / pair
     on_first_rank(lambda: write_config(job.sized_for([source_end.tp, dest_end.tp]), folder))
@@ -347,7 +351,7 @@ def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager)
 def measure_ways(
     job: Job, source: TrainingModel, dest_of: LayoutOf, dest: Tensors, peer_name: str, peer: Any
 ) -> dict[str, Any]:
-    """Check every way once, its memory being measured; then time all in turn."""
+    """Check every way once while its memory is measured; then time all in turn."""
     rank = dist.get_rank()
     found: dict[str, Any] = {"ways": {}}
     check = ReshardCheck(source.layout_of, dest_of, source.parameters, dest)
@@ -371,7 +375,7 @@ def measure_ways(
             found["check"] = {"bytes": checked.bytes_read, "seconds": checked.seconds}
 
     def zero() -> None:
-        """What is left in the destination may not pass for what a way has brought; not where that is the source."""
+        """Clear the destination, so that no way passes with an earlier way's result; not if it is the source itself."""
         sources = {tensor.untyped_storage().data_ptr() for tensor in source.parameters.values()}
         with torch.no_grad():
             for tensor in dest.values():
@@ -416,7 +420,7 @@ def measure_ways(
 
 
 def run_rank(job: Job, pair: str, folder: Path) -> None:
-    """One rank of the benchmark of a pair; the first writes what all have found."""
+    """Run one rank of a pair's benchmark; rank 0 writes the results of all."""
     console = redirect_output(folder / "logs", int(os.environ["RANK"]))
     platform.start()
     dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))

@@ -1,6 +1,6 @@
-"""The other ways to bring a trainer's weights to another place, for `bench_reshard.py` to measure beside ours.
+"""Other projects' ways to move a trainer's weights, for `bench_reshard.py` to compare with ours.
 
-Each has `run()`, which every rank calls; `bytes_received` and `num_messages` are those of the last run, per rank.
+Every rank calls `run()` of a way; `bytes_received` and `num_messages` are those of this rank's last run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaverl.workers.megatron_model import MegatronModel
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model, as the bridges' metadata has it: gathered once, before the first sync."""
+    """One parameter of the whole model in the bridges' metadata, which are gathered once before the first sync."""
 
     name: str
     local: str
@@ -35,12 +35,12 @@ class Parameter:
     partition_dim: int | None
 
     def numel(self, tp: int) -> int:
-        """Of the full parameter."""
+        """Return the number of elements of the full parameter."""
         return torch.Size(self.shape).numel() * (1 if self.partition_dim is None else tp)
 
 
 class Bridge:
-    """verl's and slime's way to an engine on the same ranks: rebuild full Hugging Face tensors, then load them.
+    """Rebuilds full Hugging Face tensors and loads them, as verl and slime do for an engine on the same ranks.
 
     For a bucket of parameters at a time, as slime's `update_weight` does: broadcast each from its pipeline stage
     to all others (asynchronously, then wait for all), all-gather it over tensor-parallel ranks (likewise), join
@@ -49,7 +49,7 @@ class Bridge:
 
     Args:
         engine_model: vLLM's model on this rank.
-        bucket_bytes: of full tensors; 512 MiB in both projects.
+        bucket_bytes: bytes of full tensors in a bucket; 512 MiB in both projects.
     """
 
     def __init__(self, model: MegatronModel, engine_model: Any, bucket_bytes: int) -> None:
@@ -98,7 +98,7 @@ class Bridge:
                 self._engine_model.load_weights(names)
 
     def _broadcast(self, bucket: Sequence[Parameter]) -> list[torch.Tensor]:
-        """This tensor-parallel rank's shard of each parameter, from its stage."""
+        """Return this tensor-parallel rank's shard of each parameter, broadcast from its pipeline stage."""
         shards, works = [], []
         for parameter in bucket:
             if parameter.stage == self._model.grid.coords.pp:
@@ -116,7 +116,7 @@ class Bridge:
         return shards
 
     def _gather(self, bucket: Sequence[Parameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The full parameters, in Megatron's order of rows."""
+        """Return the full parameters, in Megatron's order of rows."""
         parts: list[list[torch.Tensor]] = []
         works = []
         for parameter, shard in zip(bucket, shards, strict=True):
@@ -138,7 +138,7 @@ class Bridge:
         return full
 
     def _convert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """A Megatron parameter as Qwen2's Hugging Face weights."""
+        """Yield a Megatron parameter as Qwen2's Hugging Face weights."""
         spec = self._model.spec
         if name == "embedding.word_embeddings.weight":
             yield "model.embed_tokens.weight", tensor[: spec.vocab_size]
@@ -171,8 +171,10 @@ HF_NAMES = {
 
 
 class FullTensors:
-    """What trainers under FSDP2 do, as verl's `fsdp_workers` and slime's FSDP backend: `full_tensor()` of each
-    parameter, one after the other, into `load_weights` of vLLM's model, which takes each rank's slices out."""
+    """Loads `full_tensor()` of each parameter into the engine, as verl's and slime's FSDP trainers do.
+
+    Parameters go one after the other into `load_weights` of vLLM's model, which takes each rank's slices out.
+    """
 
     def __init__(self, model: FSDPModel, engine_model: Any) -> None:
         self._parameters, self._engine_model = dict(model.module.model.named_parameters()), engine_model
@@ -226,7 +228,7 @@ class CoreResharding:
 
 
 class PlainExchange:
-    """What a bare isend and irecv of the same bytes between the same peers takes, in messages of a bucket.
+    """Plain isend and irecv of the same bytes between the same peers, in messages of a bucket's size.
 
     Every pair's next message is posted at once, all are waited for, and so on. Each byte leaves from and lands in
     memory of its own, as weights do; nothing is packed, sliced or put in place.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does a refactoring change any number? Record four short runs before it, and compare them to the bit after it.
+"""Check that a refactoring changes no number: record four short runs before it, and compare them to the bit after it.
 
     python tools/same_numbers.py record before.json              # about two minutes on two quiet cores
     python tools/same_numbers.py compare before.json             # the same runs again, in the working tree as it is now
@@ -58,14 +58,14 @@ ABSENT = "absent"
 
 
 class Run(TypedDict):
-    """What a run leaves: metrics of each record by name, as text; SHA-256 of the weights by folder."""
+    """Records of a run: metrics of each record by name, as text; SHA-256 of the weights by folder."""
 
     records: list[dict[str, str]]
     weights: dict[str, str]
 
 
 class Recording(TypedDict):
-    """`steps` is None where the recipe's own number is taken; `machine` holds what last bits depend on."""
+    """Recorded runs. `steps` is None for the recipe's own number; `machine` holds all that last bits depend on."""
 
     commit: str
     steps: int | None
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start_recording(steps: int | None) -> Recording:
-    """A recording without runs: where and of what they are made. Sets the environment that they are made in."""
+    """Make a recording without runs that describes machine and sources, and set the environment for the runs."""
     os.environ |= ENVIRONMENT
     import torch  # which takes its number of threads from there
 
@@ -155,7 +155,7 @@ def run_all(steps: int | None) -> dict[str, Run]:
 
 
 def commands(folder: Path, steps: int | None) -> dict[str, list[str]]:
-    """Arguments of `megaverl` by the name of the run, whose folder is in `folder`."""
+    """Return the arguments of `megaverl` for each run, whose folder is in `folder`."""
     inputs = folder / "quickstart_seed_0" / "inputs"
     common = [f"--config={ROOT / 'configs' / 'quickstart.yaml'}", f"run.dir={folder}", "run.log_with=jsonl"]
     if steps is not None:
@@ -173,7 +173,7 @@ def commands(folder: Path, steps: int | None) -> dict[str, list[str]]:
 
 
 def read_records(path: Path) -> list[dict[str, str]]:
-    """The records of a metrics.jsonl, each number as the text that stands there."""
+    """Return the records of a metrics.jsonl, each number as its text in the file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line, parse_float=str, parse_int=str) for line in lines]
 
@@ -184,13 +184,13 @@ def is_cost(metric: str) -> bool:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Of every folder of weights in a run's, checkpoints apart: those it made, began with and exported."""
+    """Return a digest of every folder of weights in a run except checkpoints: made, starting and exported models."""
     folders = sorted({file.parent.relative_to(run) for file in run.rglob("*.safetensors")})
     return {str(folder): digest(run / folder) for folder in folders if folder.parts[0] != "checkpoints"}
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over name, dtype, shape and bytes of all tensors in the order of names, in however many files."""
+    """Return a SHA-256 over name, dtype, shape and bytes of all tensors, sorted by name, in any number of files."""
     import torch
     from safetensors.torch import load_file
 
@@ -205,7 +205,7 @@ def digest(folder: Path) -> str:
 
 
 def obstacles(expected: Recording, found: Recording) -> Iterator[str]:
-    """Why two recordings would differ whatever the code does: a line each."""
+    """Yield the reasons for which two recordings would differ with the same code, one a line."""
     if expected["steps"] != found["steps"]:
         yield f"steps: {expected['steps']} recorded, {found['steps']} to compare with"
     for name in expected["machine"] | found["machine"]:
@@ -215,7 +215,7 @@ def obstacles(expected: Recording, found: Recording) -> Iterator[str]:
 
 
 def compare_run(name: str, expected: Run | None, found: Run | None) -> bool:
-    """Print what differs first between two runs, and their weights; returns whether nothing does."""
+    """Print the first difference between two runs and of their weights; return whether there is none."""
     if expected is None or found is None:
         print(f"{name}: only in {'the second' if expected is None else 'the first'} recording")
         return False
@@ -228,7 +228,7 @@ def compare_run(name: str, expected: Run | None, found: Run | None) -> bool:
 
 
 def first_difference(expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> str | None:
-    """Step, name and both values of the first metric that differs; None where all are equal."""
+    """Return step, name and both values of the first metric that differs; None if all are equal."""
     empty: Mapping[str, str] = {}
     for before, after in itertools.zip_longest(expected, found, fillvalue=empty):
         for metric in {**before, **after}:

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""The control plane of a run of up to 1,024 ranks, without models: what it costs a rank, who is named when one is lost.
+"""Control plane of a run of up to 1,024 ranks, without models: its cost for a rank, and the rank named after a loss.
 
     python tools/simulate_cluster.py                    # 64, 256 and 1,024 ranks: wants a machine to itself
     python tools/simulate_cluster.py --ranks 8 --faults lost --lost-after 3 --stalled-after 3
 
-Ranks are threads of a few processes; the first, the coordinator and the one that is hit have a process each. What they
-call is a run's own: `introduce` and `resolve`, gloo whose connections open when two ranks first speak, `reduce_json`,
-`make_plans` with `agree_on_dtypes`, `Coordinator`, `Committer` with `prepare_folder` and `commit`, `Liveness`. Messages
-are requests to the store, and what is sent through the group; bytes are those sent and received in both. Left out: the
-connections that roles on ranks of their own open at the start (each rank to all), and what torch's checkpointing sends
-to plan a save (each rank's plan to the one that commits, and back).
+Ranks are threads of a few processes; rank 0, the coordinator and the rank that a fault hits have a process each. They
+call the functions of a real run: `introduce` and `resolve`, gloo whose connections open on first use, `reduce_json`,
+`make_plans` with `agree_on_dtypes`, `Coordinator`, `Committer` with `prepare_folder` and `commit`, `Liveness`. Counted
+messages are requests to the store and messages of the group; bytes are those sent and received in both. Not counted are
+the connections that roles on ranks of their own open at the start (each rank to all), and the messages with which
+torch's checkpointing plans a save (each rank's plan to the one that commits, and back).
 
-Faults: `lost`: killed, on the coordinator's machine, which sees the process gone. `silent`: stopped, as where a node or
-a link is gone. `slow`: at work while the others wait. `flapping`: stopped three times, each for half of the time after
-which it would count as lost; nobody is to be named. `first`: rank 0 is killed, and with it the store that it keeps.
+Faults: `lost`: the rank is killed on the coordinator's machine, which sees the process gone. `silent`: it is stopped,
+as if a node or a link were gone. `slow`: it works while the others wait. `flapping`: it is stopped three times, each
+time for half of the time after which it would count as lost; no rank may be named. `first`: rank 0 is killed, and with
+it the store that it keeps.
 
-A heartbeat comes each second; of more than 256 ranks, which share this machine's cores, each N / 256 seconds.
+A heartbeat comes each second; with N > 256 ranks, which share this machine's cores, every N / 256 seconds.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ FAULTS = ("lost", "silent", "slow", "flapping", "first")
 
 
 class Setup(NamedTuple):
-    """What all ranks know."""
+    """Settings that all ranks share."""
 
     size: int
     port: int
@@ -101,7 +102,7 @@ class Setup(NamedTuple):
 
 @functools.cache
 def plans(size: int) -> Sequence[Plan]:
-    """Of one weight: from TP8 x PP8, or what fits, to engines at TP4."""
+    """Return the plans of one weight from TP8 x PP8, or the largest grid that fits, to engines at TP4."""
 
     def layouts(parts: int) -> Callable[[int], Layout]:
         count = 4096 // parts
@@ -114,7 +115,7 @@ def plans(size: int) -> Sequence[Plan]:
 
 
 class Rank:
-    """One rank; its thread does what comes in `asked`."""
+    """One rank, whose thread does the work named in `asked`."""
 
     def __init__(self, rank: int, setup: Setup, store: Any) -> None:
         self.rank, self.setup = rank, setup
@@ -141,12 +142,12 @@ class Rank:
             self.done.put(phase)
 
     def begin(self) -> None:
-        """Count from here, before any rank is in the phase that follows: some may be answered before others begin."""
+        """Reset the counts, before any rank enters the next phase, as some may be answered before others begin."""
         self.before, self.at_rest = replace(self.traffic), None
 
     @property
     def cost(self) -> Traffic:
-        """Of the last phase; a coordinator answers after its own part in it."""
+        """Return the traffic of the last phase; a coordinator answers after its own part in it."""
         return self.at_rest or self.traffic.since(self.before, 1.0)
 
     def rendezvous(self) -> None:
@@ -186,7 +187,7 @@ class Rank:
             self.step += 1
 
     def save(self) -> None:
-        """As `CheckpointStore` does, with a file of random state and an index's entries of each rank."""
+        """Save as `CheckpointStore` does, with a file of random state and each rank's entries of the index."""
         committer = Committer(self.group, self.setup.size - 1)
         folder = folder_of(self.setup.folder, 1)
         partial, name = partial_name(folder), f"random_{self.rank:05d}.json"
@@ -213,11 +214,11 @@ class Rank:
         self.at_rest = self.traffic.since(before, time.monotonic() - begun)
 
     def _end(self, code: int) -> None:
-        """What ends the process of a rank that is alone in it."""
+        """End the process of a rank that is alone in it."""
         self.ended = self.ended or time.time()
 
     def steps(self) -> None:
-        """Until all are asked to stop, or the run fails."""
+        """Take steps until all are asked to stop, or the run fails."""
         assert self.liveness is not None
         try:
             for number in range(10**9):
@@ -233,7 +234,7 @@ class Rank:
 
 
 def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
-    """A process with some of the ranks; does what comes through the pipe."""
+    """Run some of the ranks in this process, and do the work that is asked for through the pipe."""
     end_with_parent(parent)
     torch.set_num_threads(1)
     sys.setswitchinterval(0.2)  # else each thread that waits for the interpreter wakes 200 times a second
@@ -260,7 +261,7 @@ def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
 
 
 def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, float]]:
-    """rank -> the failure reason that it heard, when, and when it ended."""
+    """Return for each rank the failure reason that it received, the time of that, and the time of its end."""
     while any(member.ended is None for member in members):
         for member in members:
             if member.heard is None and member.liveness is not None and member.liveness.failure_reason is not None:
@@ -276,7 +277,7 @@ def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, 
 
 
 def keep(pipe: Connection, parent: int) -> None:
-    """The process that keeps the store."""
+    """Keep the job's store in this process."""
     end_with_parent(parent)
     store = keep_store(HOST, 0, PATIENCE)
     pipe.send(store.port)
@@ -284,7 +285,7 @@ def keep(pipe: Connection, parent: int) -> None:
 
 
 class Cluster:
-    """Its processes."""
+    """The processes of all simulated ranks."""
 
     def __init__(self, size: int, folder: Path, timeouts: Timeouts, rest: float) -> None:
         self._processes: dict[int, tuple[Any, Connection]] = {}  # by their first rank; the store's: -1
@@ -313,7 +314,7 @@ class Cluster:
                 pipe.send(what)
 
     def cost(self, phase: str) -> list[Traffic]:
-        """Of every rank."""
+        """Return the traffic of every rank in a phase."""
         self._hear("begin")
         self._hear(phase)
         return [cost for found in self._hear("count") for cost in found.values()]
@@ -323,8 +324,13 @@ class Cluster:
         return [pipe.recv() for name, (_, pipe) in self._processes.items() if name >= 0]
 
     def suffer(self, fault: str) -> dict[str, Any]:
-        """Of a fault in the middle of steps: seconds until the first rank knew and the last one had ended, and whom
-        how many ranks named."""
+        """Cause a fault in the middle of steps and measure how it is noticed.
+
+        Returns:
+            Seconds until the first rank knew and until the last one had ended, and the named ranks with the number of
+            ranks
+            that named each.
+        """
         timeouts, hit = self.setup.timeouts, 0 if fault == "first" else self.setup.hit
         self._tell("steps")
         time.sleep(2.0 + 2 * self.setup.size / PACE)
@@ -368,8 +374,12 @@ class Cluster:
 
 
 def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) -> dict[str, Any]:
-    """{"costs": phase -> messages and bytes, each of a rank on average and of the one with most, "faults": fault ->
-    what `suffer` says}."""
+    """Simulate one size of cluster.
+
+    Returns:
+        "costs": messages and bytes of each phase, on average and on the rank with most; "faults": results of
+        `Cluster.suffer` by fault.
+    """
     found: dict[str, Any] = {"costs": {}, "faults": {}}
     timeouts = replace(timeouts, interval=max(1.0, size / 256))
     for fault in faults or [""]:
@@ -391,7 +401,7 @@ def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) 
 
 
 def table_of_costs(found: dict[int, Any]) -> list[str]:
-    """Messages and bytes, how they grow, and the same at `LARGE` ranks by arithmetic."""
+    """Return the table of messages and bytes, their growth, and their values extrapolated to `LARGE` ranks."""
     sizes = sorted(found)
     few, many = sizes[0], sizes[-1]
     log = math.log2(many) / math.log2(few)
@@ -411,7 +421,7 @@ def table_of_costs(found: dict[int, Any]) -> list[str]:
 
 
 def extrapolated(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """At `LARGE` ranks: along log N or N, whichever meets the middle value more closely."""
+    """Extrapolate to `LARGE` ranks along log N or N, whichever meets the middle value more closely."""
     few, many, middle = sizes[0], sizes[-1], len(sizes) // 2
 
     def along(f: Callable[[float], float], size: int) -> float:
@@ -422,7 +432,7 @@ def extrapolated(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def table_of_faults(found: dict[int, Any], timeouts: Timeouts) -> list[str]:
-    """Time to detect, and who is named."""
+    """Return the table of the times to detect each fault, and the named ranks."""
     due = {"silent": timeouts.lost_after, "slow": timeouts.stalled_after}
     lines = ["| fault | ranks | due after, s | found after, s | all ended after, s | named |", "| --- " * 6 + "|"]
     for fault in FAULTS:

@@ -1,4 +1,4 @@
-"""The two sides of `bench_step.py`: one rank of megaverl's run and one of TRL's, which take steps in turn."""
+"""The two sides of `bench_step.py`: one rank of a megaverl run and one of a TRL run, which take steps in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEARNING_RATE = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What both sides do; sizes in tokens, counts per step."""
+    """Work of both sides: sizes in tokens, counts per step."""
 
     layers: int = 8
     hidden: int = 256
@@ -52,14 +52,18 @@ class Job:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """What each part's tokens per second counts: response tokens, and whole sequences where they are read."""
+        """Return the tokens that each part's rate counts: response tokens, or whole sequences in the parts that read
+        them.
+        """
         sequence = self.prompt_tokens + self.response_tokens
         whole = self.responses * sequence
         return {"rollout": self.responses * self.response_tokens, "log_probs": whole, "update": whole, "step": whole}
 
     @property
     def gflop(self) -> dict[str, float]:
-        """Of the matrix products with weights: what no program saves that computes every token of every sequence.
+        """Return the GFLOP of each part's matrix products with weights, the least work that computes every token of
+        every
+        sequence.
 
         2 per weight and token forward and 4 backward; in the rollout a prompt counts once for its group.
         """
@@ -73,13 +77,13 @@ class Job:
 
 
 def unique_words(prompt: str, response: str, reference: Any, extra: Any) -> float:
-    """A reward that costs nothing: the share of different words."""
+    """Return the share of different words, a reward that costs nothing to compute."""
     words = response.split()
     return len(set(words)) / max(len(words), 1)
 
 
 def prepare(job: Job, folder: Path) -> None:
-    """The model with its tokenizer, and prompts of exactly `prompt_tokens` tokens, for both sides to read."""
+    """Write the model with its tokenizer, and prompts of exactly `prompt_tokens` tokens, for both sides."""
     import random
 
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -120,9 +124,9 @@ def prepare(job: Job, folder: Path) -> None:
 
 
 class Turns:
-    """Both sides' ranks wait here for their turn, and leave here what they measured.
+    """Files through which both sides' ranks wait for their turn and report their measurements.
 
-    Files, as the processes of the two sides share nothing else, and a look every 5 ms costs neither side anything.
+    The processes of the two sides share nothing but files, and a look every 5 ms costs neither side anything.
     """
 
     def __init__(self, folder: Path, side: str, rank: int = 0) -> None:
@@ -131,7 +135,7 @@ class Turns:
 
     @staticmethod
     def end(folder: Path) -> None:
-        """No turns are given any more: whoever waits for one ends."""
+        """End the turns: every rank that waits for one stops."""
         (folder / "turns").mkdir(exist_ok=True)
         (folder / "turns" / "end").touch()
 
@@ -144,11 +148,11 @@ class Turns:
             time.sleep(0.005)
 
     def report(self, step: int, seconds: Mapping[str, float]) -> None:
-        """This rank's seconds per part of `step`."""
+        """Write this rank's seconds per part of `step`."""
         self._write(f"{self.side}.{step}.done.{self.rank}", seconds)
 
     def take(self, step: int, num_ranks: int, process: subprocess.Popen[bytes], log: Path) -> dict[str, float]:
-        """Let the side take `step`; returns for each part the seconds of the rank that was longest at it.
+        """Let the side take `step`; return for each part the seconds of the rank that took longest.
 
         Processor seconds (`cpu_...`) and `gflops` are sums over the ranks.
         """
@@ -175,14 +179,14 @@ class Turns:
 
 
 class Stopwatch:
-    """Seconds per part of the running step; `cpu_` and the part: of all processors, waiting not counted."""
+    """Adds up seconds by part of the running step; `cpu_` and the part: of all processors, without waiting."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Time a part, with the work that it has given to the device."""
+        """Time a part, including its work on the device."""
         from megaverl.platform import platform
 
         platform.synchronize()
@@ -193,7 +197,7 @@ class Stopwatch:
         self.seconds[f"cpu_{part}"] = self.seconds.get(f"cpu_{part}", 0.0) + time.process_time() - cpu
 
     def wrap(self, owner: Any, method: str, part: Callable[[], str | None]) -> None:
-        """From now on `owner.method` counts under the name that `part` gives; None: not."""
+        """Count calls of `owner.method` under the name that `part` returns; not if it returns None."""
         function = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +211,7 @@ class Stopwatch:
 
 
 def run_megaverl(job: Job, folder: Path) -> None:
-    """One rank of megaverl's side: a training run whose every step waits for its turn."""
+    """Run one rank of a megaverl training in which every step waits for its turn."""
     import torch.distributed as dist
 
     from megaverl.config import load_config
@@ -270,7 +274,7 @@ def matmul_gflops(job: Job) -> float:
 
 
 def watch_roles(trainer: Any) -> Stopwatch:
-    """Count what the roles of an RLTrainer do: only generation, forward and backward passes are not overhead."""
+    """Time the roles of an RLTrainer; everything but generation, forward and backward passes is overhead."""
     watch, roles = Stopwatch(), trainer.roles
     watch.wrap(roles.rollout.engine, "generate", lambda: "rollout")
     for policy in (roles.actor, roles.reference):
@@ -282,7 +286,7 @@ def watch_roles(trainer: Any) -> Stopwatch:
 
 
 def megaverl_settings(job: Job, folder: Path) -> list[str]:
-    """The run's configuration: data parallel, one engine per rank."""
+    """Return the run's configuration: data parallel, one engine per rank."""
     values: dict[str, Any] = {
         "run": {"name": "run", "dir": str(folder), "nproc": job.nproc},
         "model": {"path": str(folder / "model"), "dtype": job.dtype},
@@ -312,7 +316,7 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
 
 
 def run_trl(job: Job, folder: Path) -> None:
-    """One rank of TRL's side."""
+    """Run one rank of TRL's side."""
     import torch
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -391,7 +395,7 @@ SIDES: dict[str, Callable[[Job, Path], None]] = {"megaverl": run_megaverl, "trl"
 
 
 def main(side: str, folder: Path) -> int:
-    """Be one rank of a side, or start its ranks."""
+    """Run as one rank of a side, or start its ranks."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     if "RANK" in os.environ:
         SIDES[side](job, folder)

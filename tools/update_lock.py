@@ -66,7 +66,7 @@ OF_MEGATRON = ("megatron-core", "triton")  # from 0.17 on it needs Python 3.12, 
 
 
 class Target(NamedTuple):
-    """A Python and a platform other than this one's, as uv names them."""
+    """A Python and a platform other than this one's, by their names in uv."""
 
     python: str
     platform: str
@@ -78,7 +78,7 @@ CUDA = Target("3.12", "x86_64-manylinux_2_35")  # glibc 2.35: Ubuntu 22.04 and n
 
 @dataclass(frozen=True)
 class Lock:
-    """One lock file: the extras that it serves, and the lock that it adds to.
+    """One lock file: the extras that it serves, and the lock that it extends.
 
     Without a `target` it is for the Python that runs this, and pip resolves it; or it is `like` another.
     """
@@ -95,7 +95,7 @@ class Lock:
 
 
 def locks() -> list[Lock]:
-    """Every lock file, a base before what adds to it."""
+    """Return every lock file, a base before the locks that extend it."""
     base = "cpu-py311"
     extras = ("agents", "cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "text-games", "verifiers")
     cpu = Lock(base, (*extras, "wandb"), "quickstart and tests on a CPU", core=True, tools=("setuptools",))
@@ -131,13 +131,13 @@ def locks() -> list[Lock]:
 
 
 def declared() -> tuple[list[str], dict[str, list[str]]]:
-    """What setup.py names: (what is always installed, {extra: requirements})."""
+    """Return the requirements in setup.py: those that are always installed, and {extra: requirements}."""
     setup = runpy.run_path(str(ROOT / "setup.py"))  # not as __main__, so nothing is built
     return setup["INSTALL_REQUIRES"], setup["EXTRAS_REQUIRE"]
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """The pins of a lock file, {canonical name: version}; empty when there is no such file yet."""
+    """Return the pins of a lock file as {canonical name: version}; empty if there is no such file yet."""
     if not path.exists():
         return {}
     lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
@@ -145,7 +145,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Ask pip which versions fit together: {canonical name: core metadata}."""
+    """Ask pip for versions that fit together, as {canonical name: core metadata}."""
     with tempfile.TemporaryDirectory() as folder:
         constraint_file = Path(folder, "constraints.txt")
         held = {Requirement(line).name: line for line in HELD_BACK}
@@ -166,7 +166,11 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
 
 
 def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str]) -> tuple[dict[str, str], set[str]]:
-    """Ask uv which versions fit together elsewhere: ({canonical name: version}, the names that have no wheel)."""
+    """Ask uv for versions that fit together on a target.
+
+    Returns:
+        {canonical name: version}, and the names that have no wheel.
+    """
     packages = compile_for(target, roots, constraints)
     pins = {str(canonicalize_name(package["name"])): str(package["version"]) for package in packages}
     return pins, {str(canonicalize_name(package["name"])) for package in packages if not package.get("wheels")}
@@ -239,7 +243,7 @@ def _wheel_place(wheel: dict[str, Any]) -> str:
 
 
 def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Names and versions that the roots lead to, following extras and markers, without LEFT_OUT."""
+    """Return names and versions that the roots require, following extras and markers, without LEFT_OUT."""
     pins: dict[str, str] = {}
     visited: set[tuple[str, str]] = set()
     waiting = [Requirement(root) for root in roots]
@@ -261,7 +265,7 @@ def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[s
 
 
 def header(lock: Lock) -> str:
-    """The comment at the top of a lock file."""
+    """Return the comment at the top of a lock file."""
     python, machine = "3.12" if lock.like else "3.11", f"{platform.system()} {platform.machine()}"
     if lock.target is not None:
         python, machine = lock.target

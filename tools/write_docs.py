@@ -1,4 +1,4 @@
-"""Write what the documents take from the code: docs/keys.md, a table of docs/checkpoints.md, and the pictures.
+"""Write the parts of the documents that follow from the code: docs/keys.md, a table of docs/checkpoints.md, pictures.
 
 python tools/write_docs.py [--check]
 """
@@ -37,7 +37,7 @@ otherwise.
 
 
 def keys_page() -> str:
-    """The page, section by section."""
+    """Return the text of docs/keys.md, section by section."""
     places = "\n".join(f"| `{place}` | {target.name} |" for place, target in PLACES.items())
     lines = [INTRODUCTION.format(places=places)]
     meanings = field_meanings(Config)
@@ -55,7 +55,7 @@ def keys_page() -> str:
 
 
 def _spaced(lines: list[str]) -> Iterator[str]:
-    """An empty line before each heading."""
+    """Yield the lines with an empty line before each heading."""
     for number, line in enumerate(lines):
         if line.startswith("## ") and number:
             yield ""
@@ -77,7 +77,7 @@ STYLE = (
 
 
 class Picture:
-    """Boxes, arrows and words, as SVG."""
+    """SVG picture of boxes, arrows and words."""
 
     def __init__(self, width: int, height: int, what: str) -> None:
         self._head = (
@@ -107,7 +107,7 @@ class Picture:
 
 
 def step_picture() -> str:
-    """One training step: operators on roles."""
+    """Draw one training step: operators on roles."""
     picture = Picture(900, 270, "one training step, from prompts to new weights")
     picture.box(15, 95, 90, 50, "prompts")
     picture.box(140, 95, 110, 50, "rollout", "vLLM", "o")
@@ -135,7 +135,7 @@ def step_picture() -> str:
 
 
 def grids_picture() -> str:
-    """The same eight ranks under three grids."""
+    """Draw the same eight ranks under three grids."""
     picture = Picture(900, 240, "eight ranks, seen as three grids")
     grids = (
         ("actor: tp 2, pp 2, dp 2", [f"dp{r // 4} pp{r // 2 % 2} tp{r % 2}" for r in range(8)], "a"),
@@ -155,7 +155,7 @@ def grids_picture() -> str:
 
 
 def worlds_picture() -> str:
-    """Roles on nodes of their own."""
+    """Draw roles on nodes of their own."""
     picture = Picture(900, 230, "three worlds of ranks and the fabric that joins them")
     worlds = (
         ("rollout", "vLLM, 8 ranks", "o"),
@@ -180,7 +180,7 @@ def worlds_picture() -> str:
 
 
 def reshard_picture() -> str:
-    """One weight, cut in two ways, and the pieces that travel."""
+    """Draw one weight, cut in two ways, and the pieces that travel."""
     picture = Picture(900, 270, "a weight cut by Megatron in four, by vLLM in two, and the boxes that travel")
     picture.text(150, 28, "Megatron: tp 2, pp 2")
     picture.text(740, 28, "vLLM: tp 2")
@@ -216,7 +216,7 @@ def reshard_picture() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every file that is made here, and what it should hold."""
+    """Return the path and the text of every file that this tool writes."""
     pictures = {"step": step_picture, "grids": grids_picture, "worlds": worlds_picture, "reshard": reshard_picture}
     found = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
     checkpoints = ROOT / "docs" / "checkpoints.md"
@@ -229,14 +229,14 @@ RULES_END = "\n<!-- end -->"
 
 
 def checkpoints_page(text: str) -> str:
-    """Return docs/checkpoints.md with the table of settings at a resume as the code has it now."""
+    """Return docs/checkpoints.md with the table of settings at a resume updated from the code."""
     before, rest = text.split(RULES_BEGIN)
     _, after = rest.split(RULES_END)
     return before + RULES_BEGIN + table() + RULES_END + after
 
 
 def outdated() -> list[Path]:
-    """Files that are not what the code says."""
+    """Return the files whose text differs from the generated one."""
     return [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
 
 
