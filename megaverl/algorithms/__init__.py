@@ -1,17 +1,17 @@
-"""Algorithms: pure functions, tensors in and tensors out, each registered under a name, each with its paper.
+"""Algorithms as pure functions of tensors, each registered under a name and documented with its paper.
 
-A function's positional parameters are inputs, taken from the batch by name; what stands after the `*` are
-options, set from the configuration. To add an algorithm, write one function and decorate it:
+A function's positional parameters are inputs, taken from the batch by name. Parameters after the `*` are options, set
+from the configuration. To add an algorithm, write one function and decorate it:
 
     @policy_losses.register("mine")
     def mine(log_probs, old_log_probs, advantages, weights, *, strength: float = 1.0) -> LossOutput: ...
 
 or name it `module:function` in the configuration.
 
-Each names its paper and the place in it. "eq. 7" is a number that was read in the paper's text, or in a copy of it
-(those of dual clip and of GPG's alpha: that others' code cites);
-"unnumbered": it stands there without one; "equation number not checked": the text itself was not at hand, only what
-others quote of it; "from memory": neither was read again. docs/algorithms.md is the table.
+Each function names its paper and the place in it. "eq. 7" is a number that was read in the paper or in a copy of it
+(for dual clip and GPG's alpha: a number that other code cites). "unnumbered" means that the equation has no number.
+"equation number not checked" means that the paper was not at hand, only quotations of it. "from memory" means that
+neither was read again. docs/algorithms.md has the table.
 """
 
 from megaverl.algorithms.advantages import (

@@ -1,5 +1,7 @@
-"""Advantage estimators: what each generated token is credited with. GAE, returns less a baseline, token rewards; and
-groups of samples (the responses to one prompt): statistics over them, and which ones dynamic sampling keeps.
+"""Advantage estimators for tokens: GAE, returns minus a baseline, and token rewards.
+
+Also statistics over groups of samples (the responses to one prompt), and the choice of groups that dynamic sampling
+keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from megaverl.errors import DataError
 
 
 class GroupStats(NamedTuple):
-    """Per sample, the statistics of the group that it belongs to; float64 `[batch]`."""
+    """Statistics of each sample's group, float64 `[batch]`.
+
+    Attributes:
+        centered: value minus the group's mean, exactly 0 if all values of the group are equal.
+        std: sample standard deviation (n - 1), 0 for a group of one.
+        size: size of the group.
+    """
 
     centered: Tensor  # value minus the group's mean; exactly 0 where all of the group are equal
     std: Tensor  # sample standard deviation (n - 1); 0 for a group of one
@@ -23,18 +31,18 @@ class GroupStats(NamedTuple):
 
 
 def group_totals(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Per sample, the sum of `values` `[batch, ...]` over its group: the same shape, float64."""
+    """Return for each sample the sum of `values` `[batch, ...]` over its group, float64 of the same shape."""
     ids, index = torch.unique(group_ids, return_inverse=True)
     totals = values.new_zeros((len(ids), *values.shape[1:]), dtype=torch.float64)
     return totals.index_add(0, index, values.double())[index]
 
 
 def group_stats(values: Tensor, group_ids: Tensor) -> GroupStats:
-    """Center `values` `[batch]` within the groups that share an id in `group_ids` `[batch]` (int64)."""
+    """Compute statistics of `values` `[batch]` within groups that share an id in `group_ids` `[batch]` (int64)."""
     values = values.double()
     ids, index = torch.unique(group_ids, return_inverse=True)
     size = group_totals(torch.ones_like(values), group_ids)
-    # Counting from the group's least value makes equal values exactly equal to their mean, without rounding.
+    # Subtracting the group's smallest value first makes equal values exactly equal to their mean, without rounding.
     least = values.new_full((len(ids),), torch.inf).scatter_reduce(0, index, values, "amin")
     above = values - least[index]
     centered = above - group_totals(above, group_ids) / size
@@ -43,9 +51,12 @@ def group_stats(values: Tensor, group_ids: Tensor) -> GroupStats:
 
 
 class KeptSamples(NamedTuple):
-    """rows: int64, the samples to train on, whole groups in the order of the batch.
+    """Samples that dynamic sampling keeps.
 
-    missing: groups that are still wanted. silent: groups of the batch whose scores are all equal.
+    Attributes:
+        rows: int64, samples to train on: whole groups in the order of the batch.
+        missing: number of groups that are still needed.
+        silent: number of groups in the batch whose scores are all equal.
     """
 
     rows: Tensor
@@ -56,21 +67,21 @@ class KeptSamples(NamedTuple):
 def keep_groups(
     scores: Tensor, group_ids: Tensor, prompt_ids: Tensor | None = None, *, wanted: int, last_round: bool = False
 ) -> KeptSamples:
-    """The first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
+    """Return the first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
 
-    There a group is kept if 0 < its right answers < its size; with scores of 0 and 1 that is the same as scores that
-    differ. A group of one never tells anything.
+    The paper keeps a group if 0 < its correct answers < its size. With scores of 0 and 1 that is the same. A group of
+    one is never kept.
 
-    A trainer calls it after every round of generation, on all that was generated for the step so far, and generates
-    `missing` more groups from the next prompts, up to its bound of rounds. With `last_round` the bound is reached: the
-    first silent groups make up what is missing (their advantages are 0), so that the batch keeps its size.
+    A trainer calls this after every round of generation, with everything generated for the step so far, and generates
+    `missing` more groups from the next prompts, up to its limit of rounds. With `last_round` the limit is reached: the
+    first silent groups fill up what is missing (their advantages are 0), so that the batch keeps its size.
 
     Args:
-        scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping. NaN: not known; the
-            others of its group decide.
+        scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping. NaN means unknown; the
+            others of the group decide.
         group_ids: `[batch]` int64, equal for the responses to one prompt.
-        prompt_ids: `[batch]` int64, where a prompt has several groups, as each of several agents has one of every
-            episode: they stand and fall together, and one that differs is enough. None: each group is a prompt.
+        prompt_ids: `[batch]` int64, for prompts with several groups, such as one group per agent of an episode. They
+            are kept or dropped together, and one group that differs is enough. None: each group is a prompt.
         wanted: prompts in a step, `data.prompts_per_step`.
     """
     if not len(scores):
@@ -91,18 +102,23 @@ def keep_groups(
 
 
 def _in_order(group_ids: Tensor) -> list[int]:
-    """The ids that occur, each once, by their first place."""
+    """Return the distinct ids in order of their first occurrence."""
     return list(dict.fromkeys(group_ids.tolist()))
 
 
 def policy_filtration(rewards: Tensor, group_ids: Tensor, draws: Tensor | None = None) -> Tensor:
-    """The responses that PF-PPO trains on, arXiv 2409.06957 (from memory): rewards are surest at the ends, so of each
-    group the best response and the worst; with draws, the best and any other one.
+    """Select the responses that PF-PPO trains on, arXiv 2409.06957 (from memory).
 
-    Args (`[batch]`): rewards: float; one that is NaN is not known, and its response is left out. group_ids: int64.
-        draws: uniform random numbers. Of equal rewards the first counts as the higher one.
+    Rewards are most reliable at the extremes, so the best and the worst response of each group are selected. With
+    draws, the best and any other one.
 
-    Returns: `[batch]` bool.
+    Args:
+        rewards: `[batch]` float. A response with an unknown reward (NaN) is left out.
+        group_ids: `[batch]` int64.
+        draws: `[batch]` uniform random numbers. Of equal rewards the first counts as the higher one.
+
+    Returns:
+        `[batch]` bool.
     """
     keep = torch.zeros_like(group_ids, dtype=torch.bool)
     for group in group_ids.unique():
@@ -116,13 +132,19 @@ def policy_filtration(rewards: Tensor, group_ids: Tensor, draws: Tensor | None =
 
 
 class Advantages(NamedTuple):
-    """advantages: `[batch, response]`, 0 outside the mask. returns: targets of the critic, if any."""
+    """Result of an advantage estimator.
+
+    Attributes:
+        advantages: `[batch, response]`, 0 outside the mask.
+        returns: targets of the critic, or None.
+    """
 
     advantages: Tensor
     returns: Tensor | None
 
 
 def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the result of a user's estimator, or None."""
     if not isinstance(result, Advantages):
         return f"{type(result).__name__}; expected Advantages(advantages, returns or None)"
     shape = inputs["response_mask"].shape
@@ -132,12 +154,12 @@ def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
 
 advantage_estimators: Registry[Advantages] = Registry("advantage estimator", _problem)
 
-# This rank's sum -> the sum over all ranks' samples.
+# Function from this rank's sum to the sum over all ranks' samples.
 AllReduce = Callable[[Tensor], Tensor]
 
 
 def on_one_rank(value: Tensor) -> Tensor:
-    """The sum of a batch that is whole on this rank."""
+    """Return `value`: the sum over a batch that is whole on this rank."""
     return value
 
 
@@ -151,28 +173,29 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Advantages:
-    """Generalised advantage estimation, arXiv 1506.02438, eq. 16 (with delta as defined before eq. 10).
+    """Compute generalized advantage estimation, arXiv 1506.02438, eq. 16 (with delta as defined before eq. 10).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V.
-    The value after a response's last token is 0 (the episode is over), or `last_values`, where a response
-    was cut off and its rest should be bootstrapped. Tokens outside the mask are stepped over: the token
-    before a hole is followed by the one after it.
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V. The value after a
+    response's last token is 0 (the episode is over), or `last_values` for a response that was cut off and is
+    bootstrapped. Tokens outside the mask are skipped: the token before a hole is followed by the one after it.
 
     Args:
-        token_rewards: `[batch, response]` float; read under the mask only.
-        values: `[batch, response]` float, V of the state in which the token was chosen; read under the mask
-            only.
+        token_rewards: `[batch, response]` float. Only values under the mask are read.
+        values: `[batch, response]` float, V of the state in which the token was chosen. Only values under the mask are
+            read.
         response_mask: `[batch, response]` bool.
-        last_values: `[batch]` float, the value after each response's last token; 0 if not given.
-        gamma: discount per token. lam: lambda of GAE; 1 gives returns minus values, 0 gives delta.
+        last_values: `[batch]` float, the value after each response's last token. None: 0.
+        gamma: discount per token.
+        lam: lambda of GAE. 1 gives returns minus values, 0 gives delta.
 
-    Returns: advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
+    Returns:
+        Advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
     """
     rewards = torch.where(response_mask, token_rewards.to(values.dtype), 0.0)
     values = torch.where(response_mask, values, 0.0)
     after = values.new_zeros(len(values)) if last_values is None else last_values.to(values.dtype)
     deltas = rewards + gamma * _next_under_mask(values, response_mask, after) - values
-    # A hole in the mask passes on, undiminished, what comes after it.
+    # A hole in the mask passes on the later sum undiminished.
     decay = torch.ones_like(values).masked_fill(response_mask, gamma * lam)
     advantages = suffix_scan(torch.where(response_mask, deltas, 0.0), decay)
     advantages = torch.where(response_mask, advantages, 0.0)
@@ -182,15 +205,18 @@ def gae(
 def whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, all_reduce: AllReduce | None = None
 ) -> Tensor:
-    """Values under the mask scaled to variance 1 and, if `shift_mean`, shifted to mean 0; 0 outside the mask.
+    """Scale values under the mask to variance 1 and, with `shift_mean`, shift them to mean 0.
 
-    Mean and population variance are taken over the whole mask in float64, so give the whole (mini-)batch; or, with
-    `all_reduce`, this rank's samples of it.
-    A constant becomes 0 with `shift_mean`, and an empty mask gives zeros.
-    Source: the advantage normalisation usual with PPO, studied in arXiv 2006.05990.
+    Returns 0 outside the mask.
+
+    Mean and population variance are computed in float64 over the whole mask, so pass the whole (mini-)batch; or, with
+    `all_reduce`, this rank's samples of it. A constant becomes 0 with `shift_mean`, and an empty mask gives zeros.
+    Source: the usual advantage normalization of PPO, studied in arXiv 2006.05990.
 
     Args:
-        values: `[batch, response]` float. mask: bool, the same shape. eps: added to the variance.
+        values: `[batch, response]` float.
+        mask: `[batch, response]` bool.
+        eps: added to the variance.
     """
     total = all_reduce or on_one_rank
     kept = torch.where(mask, values.double(), 0.0)
@@ -202,11 +228,14 @@ def whiten(
 
 
 def rewards_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = sum_{s >= t} gamma^(s - t) r_s over the tokens under the mask (holes are stepped over).
+    """Return G_t = sum_{s >= t} gamma^(s - t) r_s over the tokens under the mask. Holes are skipped.
 
-    Args: `[batch, response]`; rewards are read under the mask only.
+    Args:
+        token_rewards: `[batch, response]` float. Only values under the mask are read.
+        response_mask: `[batch, response]` bool.
 
-    Returns: `[batch, response]` in the dtype of the rewards, 0 outside the mask.
+    Returns:
+        `[batch, response]` in the dtype of the rewards, 0 outside the mask.
     """
     rewards = torch.where(response_mask, token_rewards, 0.0)
     decay = torch.ones_like(rewards).masked_fill(response_mask, gamma)
@@ -214,7 +243,7 @@ def rewards_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
 
 
 def _next_under_mask(values: Tensor, mask: Tensor, after: Tensor) -> Tensor:
-    """For each position the value at the next one under the mask, or `after` `[batch]` where none follows."""
+    """Return for each position the value at the next one under the mask, or `after` `[batch]` if there is none."""
     length = values.shape[1]
     columns = torch.arange(length, device=values.device).expand_as(mask)
     at_or_after = torch.where(mask, columns, length).flip(1).cummin(1).values.flip(1)  # `length` means none
@@ -224,10 +253,10 @@ def _next_under_mask(values: Tensor, mask: Tensor, after: Tensor) -> Tensor:
 
 
 def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
-    """x_t = terms_t + decay_t x_{t+1} along dim 1, by doubling: log2(length) passes, no loop over tokens."""
+    """Return x_t = terms_t + decay_t x_{t+1} along dim 1, by doubling: log2(length) passes, and no loop over tokens."""
     total, factor, step = terms, decay, 1
     while step < terms.shape[1]:
-        # total_t covers `step` terms from t on, factor_t is the product of their decays.
+        # total_t covers `step` terms from t on, and factor_t is the product of their decays.
         total = torch.cat([total[:, :-step] + factor[:, :-step] * total[:, step:], total[:, -step:]], dim=1)
         factor = torch.cat([factor[:, :-step] * factor[:, step:], torch.zeros_like(factor[:, -step:])], dim=1)
         step *= 2
@@ -235,22 +264,22 @@ def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
-    """The score at the response's last token, minus `kl_coef` x KL at every token.
+    """Return the score at each response's last token, minus `kl_coef` x KL at every token.
 
-    Source: arXiv 2203.02155, section 3.5: the term of its eq. 2 (without the one of pretraining), there added token by
-    token; R = r - beta log(pi / rho) is of arXiv 1909.08593, section 2 (equation number not checked). The score of an
-    empty response has no token to stand on and is left out.
+    Source: arXiv 2203.02155, section 3.5: the term of its eq. 2 (without that of pretraining), there added token by
+    token; R = r - beta log(pi / rho) is from arXiv 1909.08593, section 2 (equation number not checked). An empty
+    response has no token for its score, which is dropped.
 
     Args:
         rewards: `[batch]` float, one score per response.
         response_mask: `[batch, response]` bool.
-        kl: `[batch, response]` float, per-token estimates (see `kl`), read under the mask only.
+        kl: `[batch, response]` float, per-token estimates (see `kl`). Only values under the mask are read.
 
-    Returns: `[batch, response]` in the dtype of `rewards`, 0 outside the mask; where `kl` lies, which may be another
-        device.
+    Returns:
+        `[batch, response]` in the dtype of `rewards`, 0 outside the mask, on the device of `kl` if it is used.
 
     Raises:
-        DataError: a score that is not finite.
+        DataError: a score is not finite.
     """
     check_finite("rewards", rewards)
     columns = torch.arange(response_mask.shape[1], device=response_mask.device)
@@ -263,7 +292,11 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
 
 
 def check_finite(name: str, per_sample: Tensor) -> None:
-    """Raise a DataError that names the first sample whose number is NaN or infinite."""
+    """Check that the numbers of all samples are finite.
+
+    Raises:
+        DataError: names the first sample with NaN or infinity.
+    """
     wrong = (~torch.isfinite(per_sample)).nonzero()
     if len(wrong):
         sample = int(wrong[0, 0])
@@ -274,11 +307,12 @@ def check_finite(name: str, per_sample: Tensor) -> None:
 
 
 def non_finite_token(name: str, values: Tensor, mask: Tensor) -> str | None:
-    """Return a sentence that names the first token under the mask whose number is NaN or infinite; None if all are
-    finite.
+    """Return a sentence that names the first token under the mask with NaN or infinity, or None if all are finite.
 
     Args:
-        name: of the values. values: `[batch, response]` float, or `[batch]`. mask: `[batch, response]` bool.
+        name: name of the values, for the sentence.
+        values: `[batch, response]` float, or `[batch]`.
+        mask: `[batch, response]` bool.
     """
     wrong = ~torch.isfinite(values)
     if values.dim() == 1:
@@ -293,7 +327,11 @@ def non_finite_token(name: str, values: Tensor, mask: Tensor) -> str | None:
 
 
 def check_finite_tokens(mask: Tensor, **values: Tensor) -> None:
-    """Raise a DataError if a value under the mask is not finite; see `non_finite_token`."""
+    """Check that all values under the mask are finite.
+
+    Raises:
+        DataError: see `non_finite_token`.
+    """
     for name, tensor in values.items():
         if found := non_finite_token(name, tensor, mask):
             raise DataError(f"{found} Look at the reward function, the advantage estimator and the model's log-probs.")
@@ -303,15 +341,17 @@ def check_finite_tokens(mask: Tensor, **values: Tensor) -> None:
 def reinforce_plus_plus(
     token_rewards: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None, *, gamma: float = 1.0
 ) -> Advantages:
-    """REINFORCE++, arXiv 2501.03262, eq. 8 to 10 of version 2: rewards-to-go, normalised over the whole batch.
+    """Compute REINFORCE++, arXiv 2501.03262, eq. 8 to 10 of version 2: rewards-to-go, normalized over the whole batch.
 
     A_t = sum_{s >= t} gamma^(s - t) r_s, shifted and scaled to mean 0 and variance 1 over all tokens. It needs no
-    groups. The KL penalty belongs into the token rewards (`algorithm.kl.in: reward`).
+    groups. The KL penalty belongs in the token rewards (`algorithm.kl.in: reward`).
 
     Args:
-        token_rewards: `[batch, response]` float, read under the mask only. response_mask: `[batch, response]` bool.
+        token_rewards: `[batch, response]` float. Only values under the mask are read.
+        response_mask: `[batch, response]` bool.
 
-    Returns: advantages `[batch, response]`, 0 outside the mask; no returns.
+    Returns:
+        Advantages `[batch, response]`, 0 outside the mask; no returns.
     """
     gains = rewards_to_go(token_rewards, response_mask, gamma)
     return Advantages(whiten(gains, response_mask, all_reduce=all_reduce), None)
@@ -319,19 +359,20 @@ def reinforce_plus_plus(
 
 @advantage_estimators.register("remax", of_groups=True)
 def remax(token_rewards: Tensor, greedy_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Advantages:
-    """ReMax, arXiv 2310.10505 (equation number not checked): the baseline is the reward of the greedy response to the
-    same prompt.
+    """Compute ReMax, arXiv 2310.10505 (equation number not checked): the baseline is the reward of a greedy response.
 
-    A_t = sum_{s >= t} gamma^(s - t) r_s - greedy reward.
+    A_t = sum_{s >= t} gamma^(s - t) r_s - reward of the greedy response to the same prompt.
 
     Args:
-        token_rewards: `[batch, response]` float, read under the mask only. response_mask: `[batch, response]` bool.
-        greedy_rewards: `[batch]` float, the score of the greedy response to each sample's prompt.
+        token_rewards: `[batch, response]` float. Only values under the mask are read.
+        greedy_rewards: `[batch]` float, score of the greedy response to each sample's prompt.
+        response_mask: `[batch, response]` bool.
 
-    Returns: advantages `[batch, response]`, 0 outside the mask; no returns.
+    Returns:
+        Advantages `[batch, response]`, 0 outside the mask; no returns.
 
     Raises:
-        DataError: a greedy reward that is not finite.
+        DataError: a greedy reward is not finite.
     """
     check_finite("greedy_rewards", greedy_rewards)
     gains = rewards_to_go(token_rewards, response_mask, gamma) - greedy_rewards.unsqueeze(1)
@@ -349,23 +390,26 @@ def optimal_token_baseline(
     eps: float = 1e-8,
     handle_zero_tail: bool = False,
 ) -> Advantages:
-    """The optimal token baseline, arXiv 2602.07078 (equation number not checked): at each position the variance-minimal
-    baseline of the group.
+    """Compute the optimal token baseline, arXiv 2602.07078 (equation number not checked).
 
-    A_t = G_t - B_t, B_t = sum_i G_t W_t / (sum_i W_t + eps) over the group's responses that have a token at position t,
-    with G_t the reward-to-go and W_t = sum_{s <= t} of the squared norm of the score, which the paper approximates by
-    that of its logits, 1 - 2 pi(y_s) + sum_v pi(v)^2 (see `score_norms`). A group of one gets 0.
+    At each position it is the minimum-variance baseline of the group: A_t = G_t - B_t, B_t = sum_i G_t W_t / (sum_i W_t
+    + eps) over the group's responses that have a token at position t. G_t is the reward-to-go. W_t = sum_{s <= t} of
+    the squared norm of the score, which the paper approximates by that of its logits, 1 - 2 pi(y_s) + sum_v pi(v)^2
+    (see `score_norms`). A group of one gets 0.
 
-    Where one response is longer than all others of its group, the equation makes it its own baseline: its tail gets 0,
-    and learns nothing from a reward that stands at its end. With `handle_zero_tail`, as with verl's option of this name
-    (True there), the baseline is 0 where one response is left, and the tail gets its whole reward-to-go.
+    If one response is longer than all others of its group, the equation makes it its own baseline. Its tail gets 0, and
+    learns nothing from a reward at its end. With `handle_zero_tail`, like verl's option of this name (True there), the
+    baseline is 0 once one response is left, and the tail gets its whole reward-to-go.
 
     Args:
-        token_rewards, score_norms: `[batch, response]` float, read under the mask only.
-        group_ids: `[batch]` int64. response_mask: `[batch, response]` bool. eps: added to the sum of weights.
+        token_rewards, score_norms: `[batch, response]` float. Only values under the mask are read.
+        group_ids: `[batch]` int64.
+        response_mask: `[batch, response]` bool.
+        eps: added to the sum of weights.
         handle_zero_tail: no baseline where a group has one response left.
 
-    Returns: advantages `[batch, response]`, 0 outside the mask; no returns.
+    Returns:
+        Advantages `[batch, response]`, 0 outside the mask; no returns.
     """
     gains = rewards_to_go(token_rewards, response_mask, gamma).double()
     norms = torch.where(response_mask, score_norms.double(), 0.0).cumsum(dim=1)
@@ -374,14 +418,16 @@ def optimal_token_baseline(
     if handle_zero_tail:
         baseline = baseline * (group_totals(response_mask.double(), group_ids) != 1)
     alone = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
-    # A product and no torch.where: a reward that is not finite must show in a group of one too.
+    # A product instead of torch.where: a reward that is not finite must show in a group of one too.
     advantages = torch.where(response_mask, (gains - baseline) * ~alone, 0.0)
     return Advantages(advantages.to(token_rewards.dtype), None)
 
 
 def score_norms(log_probs: Tensor, squared_probs: Tensor) -> Tensor:
-    """|onehot(y) - pi|^2 = 1 - 2 pi(y) + sum_v pi(v)^2: the squared gradient of log pi(y) by the logits.
+    """Return |onehot(y) - pi|^2 = 1 - 2 pi(y) + sum_v pi(v)^2, the squared gradient of log pi(y) by the logits.
 
-    Args: `[batch, response]` float; log_probs: of the sampled tokens; squared_probs: sum over the vocabulary of pi^2.
+    Args:
+        log_probs: `[batch, response]` float, of the sampled tokens.
+        squared_probs: `[batch, response]` float, sum of pi^2 over the vocabulary.
     """
     return 1.0 - 2.0 * log_probs.exp() + squared_probs

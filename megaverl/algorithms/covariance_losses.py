@@ -1,8 +1,8 @@
-"""Policy losses that spare the few tokens by which entropy collapses: Clip-Cov and KL-Cov (arXiv 2505.22617); and the
-tokens of highest entropy, which alone may train.
+"""Policy losses that exclude the few tokens that cause entropy collapse: Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-Which tokens those are depends on all tokens of the mini-batch: a selector looks at the whole mini-batch before its
-update, and the loss gets the selection as one more input, cut like the others. So no split changes it.
+Also the selection of high-entropy tokens, which alone may train. Both selections depend on all tokens of the
+mini-batch. A selector therefore sees the whole mini-batch before its update, and the loss gets the selection as one
+more input, split like the others. So no split changes the result.
 """
 
 from __future__ import annotations
@@ -20,26 +20,30 @@ from megaverl.algorithms.registry import Registry, tensor_problem
 
 
 def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a user's selection, or None."""
     wrong = tensor_problem(result, inputs["response_mask"].shape)
     return wrong or (None if result.dtype == torch.bool else f"{result.dtype}; expected torch.bool")
 
 
-# Under the name of the loss that reads the selection: bool [batch, response] of a whole mini-batch.
+# Selectors are named after the loss that reads `selected`, bool [batch, response] of a whole mini-batch.
 token_selectors: Registry[Tensor] = Registry("token selector", _problem)
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """Each token's part in the covariance of log-prob and advantage, arXiv 2505.22617, eq. 10.
+    """Return each token's part in the covariance of log-prob and advantage, arXiv 2505.22617, eq. 10.
 
-    (log_prob - mean log_prob) (A - mean A), means over all tokens of the mini-batch. The paper takes the log-probs of
-    the policy being trained; given those at the start of the update, the first update of a batch sees the same.
+    (log_prob - mean log_prob) (A - mean A), with means over all tokens of the mini-batch. The paper uses log-probs of
+    the policy being trained. Given those at the start of the update, the first update of a batch is the same.
 
-    Args (all `[mini-batch, response]`): log_probs, advantages: float. response_mask: bool.
+    Args:
+        log_probs, advantages: `[mini-batch, response]` float.
+        response_mask: `[mini-batch, response]` bool.
 
-    Returns: `[mini-batch, response]` float64, 0 outside the mask.
+    Returns:
+        `[mini-batch, response]` float64, 0 outside the mask.
 
     Raises:
-        DataError: a log-prob or an advantage that is not finite: it would decide which tokens are the largest.
+        DataError: a log-prob or advantage is not finite. It would decide which tokens have the largest covariance.
     """
     check_finite_tokens(response_mask, log_probs=log_probs, advantages=advantages)
     count = response_mask.sum().clamp(min=1)
@@ -55,9 +59,10 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
 def largest_covariances(
     log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, fraction: float = 0.002
 ) -> Tensor:
-    """The tokens with the largest covariance, arXiv 2505.22617, eq. 13 (KL-Cov): `fraction` of all, at least one.
+    """Select the tokens with the largest covariance, KL-Cov's rule (arXiv 2505.22617, eq. 13).
 
-    Arguments as in `covariances`. Of equal ones the first in the batch are taken.
+    `fraction` of all tokens are selected, at least one. Arguments are those of `covariances`. Among equal tokens the
+    first in the batch are selected.
     """
     candidates = response_mask.flatten().nonzero()[:, 0]
     count = min(max(int(fraction * len(candidates)), 1), len(candidates))
@@ -78,11 +83,14 @@ def some_large_covariances(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Tensor:
-    """Tokens drawn from those with a large covariance, arXiv 2505.22617, eq. 11 (Clip-Cov).
+    """Select random tokens among those with a large covariance, arXiv 2505.22617, eq. 11 (Clip-Cov).
 
-    Arguments as in `covariances`. draws: `[mini-batch, response]` float, uniform random numbers: of the tokens whose
-    covariance lies between `covariance_low` and `covariance_high`, those with the smallest are taken, as many as
-    `fraction` of all tokens, at least one.
+    Candidates have a covariance between `covariance_low` and `covariance_high`. Those with the smallest `draws` are
+    selected, as many as `fraction` of all tokens, at least one.
+
+    Args:
+        log_probs, advantages, response_mask: as in `covariances`.
+        draws: `[mini-batch, response]` float, uniform random numbers.
     """
     values = covariances(log_probs, advantages, response_mask)
     between = response_mask & (values > covariance_low) & (values < covariance_high)
@@ -93,15 +101,20 @@ def some_large_covariances(
 
 
 def highest_entropies(entropies: Tensor, response_mask: Tensor, *, fraction: float) -> Tensor:
-    """The tokens of highest entropy, `fraction` of all of the mini-batch, at least one: those that alone train in
-    arXiv 2506.01939 (equation number not checked), where it is 0.2. Of equal ones the first in the batch are taken.
+    """Select the tokens of highest entropy, arXiv 2506.01939 (equation number not checked), where only these train.
 
-    Args (`[mini-batch, response]`): entropies: float, of the policy; read under the mask only. response_mask: bool.
+    `fraction` of all tokens of the mini-batch are selected, at least one; the paper uses 0.2. Among equal tokens the
+    first in the batch are selected.
 
-    Returns: `[mini-batch, response]` bool.
+    Args:
+        entropies: `[mini-batch, response]` float, of the policy. Only values under the mask are read.
+        response_mask: `[mini-batch, response]` bool.
+
+    Returns:
+        `[mini-batch, response]` bool.
 
     Raises:
-        DataError: an entropy that is not finite: NaN would count as the highest.
+        DataError: an entropy is not finite. NaN would count as the highest.
     """
     check_finite_tokens(response_mask, entropies=entropies)
     candidates = response_mask.flatten().nonzero()[:, 0]
@@ -123,13 +136,16 @@ def clip_cov(
 ) -> LossOutput:
     """Compute Clip-Cov, arXiv 2505.22617, eq. 12: the surrogate r_t A_t, and 0 for the selected tokens.
 
-    The paper's equation has no clip beside it; the authors' program has PPO's, and so does this one, wide by default.
+    The paper's equation has no other clip. The authors' program also has PPO's clip, and so does this function, with
+    wide defaults.
 
-    Args: as `ppo_clip`; selected: bool, from `some_large_covariances`.
+    Args:
+        selected: bool, from `some_large_covariances`.
+        The others are those of `ppo_clip`.
 
     Metrics: those of `ppo_clip`, and `selected_fraction`.
     """
-    # A product and no torch.where: an advantage that is not finite must reach the loss, selected or not.
+    # A product instead of torch.where: an advantage that is not finite must reach the loss, selected or not.
     kept = advantages * ~selected
     result = ppo_clip(log_probs, old_log_probs, kept, weights, clip_low=clip_low, clip_high=clip_high)
     return LossOutput(result.loss, result.metrics | {"selected_fraction": moments(selected, weights != 0)})
@@ -145,12 +161,15 @@ def kl_cov(
     *,
     penalty: float = 1.0,
 ) -> LossOutput:
-    """KL-Cov, arXiv 2505.22617, eq. 14: the surrogate r_t A_t, with a KL penalty on the selected tokens.
+    """Compute KL-Cov, arXiv 2505.22617, eq. 14: the surrogate r_t A_t, with a KL penalty on the selected tokens.
 
-    loss = - sum_t weight_t (r_t A_t - penalty [t selected] |log r_t|). The paper's KL(old || new) is estimated, as in
-    the authors' program, by the size of the log-ratio: a selected token is pulled back from any distance.
+    loss = - sum_t weight_t (r_t A_t - penalty [t selected] |log r_t|). The paper's KL(old || new) is estimated by the
+    absolute log-ratio, as in the authors' program: a selected token is pulled back from any distance.
 
-    Args: see `policy_losses`; selected: bool, from `largest_covariances`. penalty: beta.
+    Args:
+        selected: bool, from `largest_covariances`.
+        penalty: beta of the paper.
+        For the others see `policy_losses`.
 
     Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `selected_fraction`.
     """
@@ -162,6 +181,7 @@ def kl_cov(
 
 
 def _selection(chosen: Tensor, response_mask: Tensor) -> Tensor:
+    """Return a mask of the tokens with these flat indices."""
     flat = torch.zeros_like(response_mask).flatten()
     flat[chosen] = True
     return flat.view_as(response_mask)

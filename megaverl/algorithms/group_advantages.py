@@ -1,17 +1,15 @@
-"""Advantages of whole responses, compared with the other responses to the same prompt: GRPO and its relatives; and
-credit for the turns of an episode: a turn is one action, and its tokens share what it is credited with.
+"""Advantages relative to the other responses to the same prompt (GRPO and its relatives), and per turn of an episode.
 
-GRPO and its relatives give every token of a response the same. Shapes, in all of them:
-    rewards: `[batch]` float, one score per response; DataError where one is not finite.
+GRPO and its relatives give every token of a response the same advantage. Shapes in all of them:
+    rewards: `[batch]` float, one score per response. DataError if one is not finite.
     group_ids: `[batch]` int64, equal for the responses to one prompt, in any order.
     response_mask: `[batch, response]` bool, the model's own tokens.
 Returns: advantages `[batch, response]` in the dtype of `rewards`, 0 outside the mask; no returns. A group of one, or
-one whose rewards are all equal, says nothing: 0.
+one whose rewards are all equal, gets 0.
 
-Credit for turns reads besides, under the mask only:
-    token_rewards: `[batch, response]` float; a turn's reward is the sum over its tokens.
-    turn_ids: `[batch, response]` int64, rising from 0 within a response. What the environment wrote lies outside
-        the mask.
+Estimators for turns treat a turn as one action whose tokens share its advantage. They also read, only under the mask:
+    token_rewards: `[batch, response]` float. A turn's reward is the sum over its tokens.
+    turn_ids: `[batch, response]` int64, rising from 0 within a response. Text of the environment is outside the mask.
 """
 
 from __future__ import annotations
@@ -47,15 +45,16 @@ def grpo(
     eps: float = 1e-6,
     leave_one_out: bool = False,
 ) -> Advantages:
-    """Compute the group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2 (in its
-    text).
+    """Compute GRPO's advantages with outcome supervision, arXiv 2402.03300, section 4.1.2 (in its text).
 
-    A_i = (r_i - mean of the group) / (std of the group + eps); std is the sample standard deviation (n - 1). Without
-    `normalize_std` the division is left out, see `dr_grpo`.
+    A_i = (r_i - mean of the group) / (std of the group + eps), where std is the sample standard deviation (n - 1).
+    Without `normalize_std` there is no division; see `dr_grpo`.
 
-    Args: see the module. eps: added to the standard deviation. leave_one_out: mean and deviation are those of the
-        group's other responses, and where these are all equal nothing is divided, as in NeMo-RL by default
-        (`use_leave_one_out_baseline`).
+    Args:
+        eps: added to the standard deviation.
+        leave_one_out: use mean and deviation of the group's other responses. If these are all equal, nothing is
+            divided, as in NeMo-RL by default (`use_leave_one_out_baseline`).
+        For the others see the module.
     """
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
@@ -68,30 +67,34 @@ def grpo(
 
 
 def _next_to_the_others(stats: GroupStats, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each reward less the mean of its group's others, and the others' sample standard deviation; `[batch]`."""
+    """Compare each reward with the others of its group.
+
+    Returns:
+        The reward minus the others' mean, and the others' sample standard deviation, each `[batch]`.
+    """
     others = (stats.size - 1).clamp(min=1)
     gains = stats.centered * (stats.size / others)
-    # A group's sum of squares about its mean, without this sample's part, is that of the others about theirs.
+    # A group's sum of squares around its mean, minus this sample's part, is that of the others around theirs.
     squares = group_totals(stats.centered.square(), group_ids) - stats.centered * gains
-    # Where the others are all equal, rounding leaves a little: 1e-12 of the group's own sum of squares counts as 0.
+    # If the others are all equal, rounding leaves a residue. Up to 1e-12 of the group's own sum of squares counts as 0.
     squares = squares.where(squares > 1e-12 * group_totals(stats.centered.square(), group_ids), 0.0)
     return gains, (squares / (others - 1).clamp(min=1)).sqrt()
 
 
 @advantage_estimators.register("dr_grpo", of_groups=True)
 def dr_grpo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """Dr. GRPO, arXiv 2503.20783, section 3.2 (unnumbered): A_i = r_i - mean of the group, not divided by a deviation.
+    """Compute Dr. GRPO, arXiv 2503.20783, section 3.2 (unnumbered): A_i = r_i - mean of the group, without dividing.
 
-    The paper's other half is the aggregation `fixed_length`.
+    The other part of the paper is the aggregation `fixed_length`.
     """
     return grpo(rewards, group_ids, response_mask, normalize_std=False)
 
 
 @advantage_estimators.register("rloo", of_groups=True)
 def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """REINFORCE leave-one-out, arXiv 2402.14740 (unnumbered): A_i = r_i - mean of the group's other rewards.
+    """Compute REINFORCE leave-one-out, arXiv 2402.14740 (unnumbered): A_i = r_i - mean of the group's other rewards.
 
-    The same as n / (n - 1) (r_i - mean of the group).
+    It equals n / (n - 1) (r_i - mean of the group).
     """
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
@@ -101,13 +104,13 @@ def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantage
 
 @advantage_estimators.register("opo", of_groups=True)
 def opo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """On-policy RL with the optimal reward baseline, arXiv 2505.23585 (equation number not checked):
-    A_i = r_i - sum_j l_j r_j / sum_j l_j.
+    """Compute on-policy RL with the optimal reward baseline, arXiv 2505.23585 (equation number not checked).
 
-    The mean of the group weighs each response by its length l_j: the variance-minimal baseline where the squared
-    gradient of a response grows with its length. A group without any token gets 0.
+    A_i = r_i - sum_j l_j r_j / sum_j l_j. The mean weights each response by its length l_j, which minimizes the
+    variance if the squared gradient of a response grows with its length. A group without any token gets 0.
     """
     check_finite("rewards", rewards)
+    # The baseline shifts with the rewards, so centering first does not change the result and keeps it accurate.
     centered = group_stats(rewards, group_ids).centered  # the baseline moves with the rewards: center first
     lengths = response_mask.sum(dim=1).double()
     baseline = group_totals(lengths * centered, group_ids) / group_totals(lengths, group_ids).clamp(min=1)
@@ -124,12 +127,11 @@ def gpg(
     normalize_std: bool = False,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group policy gradient, arXiv 2504.02546, alpha of eq. 7 (of the rest: equation number not checked):
-    A_i = alpha (r_i - mean of the group) / F, alpha = B / (B - M).
+    """Compute group policy gradient, arXiv 2504.02546, with alpha of eq. 7 (of the rest: equation number not checked).
 
-    M of the batch's B responses are in groups whose rewards are all equal: they have no gradient, and yet count in the
-    mean over the batch; alpha makes up for it. F is 1, or with `normalize_std` the group's sample standard deviation
-    + eps.
+    A_i = alpha (r_i - mean of the group) / F, alpha = B / (B - M). M of the batch's B responses are in groups whose
+    rewards are all equal. These have no gradient but count in the mean over the batch, which alpha compensates. F is 1,
+    or with `normalize_std` the group's sample standard deviation + eps.
     """
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
@@ -144,8 +146,7 @@ def gpg(
 def reinforce_plus_plus_baseline(
     rewards: Tensor, group_ids: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None
 ) -> Advantages:
-    """REINFORCE++ with baseline, arXiv 2501.03262, appendix A of version 2: the group's mean is subtracted,
-    then the whole batch is normalised.
+    """Compute REINFORCE++ with baseline, arXiv 2501.03262, appendix A of version 2.
 
     A_i = r_i - mean of the group, shifted and scaled to mean 0 and variance 1 over all tokens of the batch.
     """
@@ -163,15 +164,16 @@ def gdpo(
     *,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group reward-decoupled normalisation, arXiv 2601.05242, eqs. 4 to 6 (with weights: eq. 7 for 5): every
-    reward is normalised by itself.
+    """Compute group reward-decoupled normalization, arXiv 2601.05242, eqs. 4 to 6 (with weights: eq. 7 for 5).
 
-    Each reward's GRPO advantages are summed (with its weight), and the sums scaled to mean 0 and deviation 1 over the
-    responses of the batch; the deviation is that of a sample (n - 1), + eps.
+    Each reward is normalized by itself. The GRPO advantages of all rewards are summed (with their weights), and the
+    sums are scaled to mean 0 and deviation 1 over the responses of the batch. The deviation is that of a sample (n -
+    1), + eps.
 
     Args:
         component_rewards: `[batch, rewards]` float.
-        component_weights: `[rewards]` float, of the sum; 1 if not given.
+        component_weights: `[rewards]` float, weights of the sum. None: all 1.
+        For the others see the module.
     """
     if component_rewards.dim() != 2 or not component_rewards.shape[1]:
         raise DataError(f"component_rewards must be [batch, rewards], found {list(component_rewards.shape)}")
@@ -189,18 +191,20 @@ def gdpo(
 def pass_at_k_advantages(
     rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
 ) -> Advantages:
-    """Pass@k training, arXiv 2508.10751, section 2.4, its analytical form, eqs. 11, 12, 14 and 15:
-    groups of k count as one answer.
+    """Compute pass@k training, arXiv 2508.10751, section 2.4, its analytical form, eqs. 11, 12, 14 and 15.
 
-    Of a group of n responses, m are wrong. Over all subsets of k, the mean of "one is right" is
-    R = 1 - C(m, k) / C(n, k), with deviation s = sqrt(R (1 - R)). A response is credited with the mean, over the
-    subsets that it is in, of their advantage: (1 - R) / s if it is right, and if it is wrong
-    (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s. All 0 where s is 0.
+    Groups of k count as one answer. Let m of a group's n responses be wrong. Over all subsets of k, the mean of "one is
+    correct" is R = 1 - C(m, k) / C(n, k), with deviation s = sqrt(R (1 - R)). A response gets the mean advantage of the
+    subsets that contain it: (1 - R) / s if it is correct, and (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s if it is
+    wrong. All are 0 if s is 0.
 
-    Args: k: at least 1, at most the group's size. right_from: a response is right from this reward on.
+    Args:
+        k: at least 1, at most the group's size.
+        right_from: a response is correct from this reward on.
+        For the others see the module.
 
     Raises:
-        DataError: a group of fewer than k.
+        DataError: a group has fewer than k responses.
     """
     check_finite("rewards", rewards)
     wrong = (rewards < right_from).double()
@@ -216,6 +220,7 @@ def pass_at_k_advantages(
 
 
 def _pass_at_k_credit(n: int, m: int, k: int, *, is_wrong: bool) -> float:
+    """Return the advantage of one response, in a group of n with m wrong ones."""
     failing = math.comb(m, k) / math.comb(n, k)
     deviation = math.sqrt(failing * (1.0 - failing))
     if deviation == 0.0:
@@ -225,10 +230,10 @@ def _pass_at_k_credit(n: int, m: int, k: int, *, is_wrong: bool) -> float:
 
 @advantage_estimators.register("best_of_group", of_groups=True)
 def best_of_group(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """The gain of the group's maximum by each response, arXiv 2503.19595 (equation number not checked):
-    A_i = max_j r_j - max_{j != i} r_j.
+    """Compute the gain of the group's maximum by each response, arXiv 2503.19595 (equation number not checked).
 
-    So only a single best response is credited, with its lead over the second: the policy gradient of the best of n.
+    A_i = max_j r_j - max_{j != i} r_j. Only a single best response gets an advantage, its lead over the second: the
+    policy gradient of the best of n.
     """
     check_finite("rewards", rewards)
     credit = torch.zeros_like(rewards, dtype=torch.float64)
@@ -250,15 +255,17 @@ def raft(
     keep: int = 1,
     right_from: float | None = None,
 ) -> Advantages:
-    """Rejection sampling: the best responses of each group are learned as if somebody had written them.
+    """Compute RAFT's rejection sampling, arXiv 2304.06767, algorithm 1.
 
-    RAFT, arXiv 2304.06767, algorithm 1; also the rejection sampling of arXiv 2307.09288, section 3.2.2. With the loss
-    `policy_gradient` and the aggregation `token_mean` the update is that of supervised fine-tuning on what is kept:
-    A_t = (tokens of the batch) / (tokens that are kept) there, and 0 elsewhere.
+    The best responses of each group train like SFT data, the others not at all. Also the rejection sampling of arXiv
+    2307.09288, section 3.2.2. With the loss `policy_gradient` and the aggregation `token_mean` the update equals
+    supervised fine-tuning on the kept responses: there A_t = (tokens of the batch) / (tokens that are kept), and 0
+    elsewhere.
 
     Args:
-        keep: responses of each group, the best ones; of equal ones the first.
+        keep: number of best responses to keep of each group. Of equal ones the first are kept.
         right_from: keep none below this reward.
+        For the others see the module.
     """
     check_finite("rewards", rewards)
     kept = torch.zeros_like(rewards, dtype=torch.bool)
@@ -275,14 +282,17 @@ def raft(
 
 @advantage_estimators.register("nash_md", of_groups=True)
 def nash_md(rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, scale: float = 0.0) -> Advantages:
-    """Nash-MD-PG, arXiv 2312.00886, section 7 (equation number not checked): A_i = P(y_i > y') - 1/2, y' an opponent.
+    """Compute Nash-MD-PG, arXiv 2312.00886, section 7 (equation number not checked): A_i = P(y_i > y') - 1/2.
 
-    The gradient there is (P(y > y') - 1/2 - tau log(pi(y) / mu(y))) grad log pi(y), y of pi and y' of the geometric
-    mixture pi^(1 - beta) mu^beta; the last term is `algorithm.kl` in the loss, of k1 with `score_function`. P(y_i > y')
-    is the mean over the group's opponents, the responses that have no token in the mask; without any, A is 0.
+    The paper's gradient is (P(y > y') - 1/2 - tau log(pi(y) / mu(y))) grad log pi(y), with y from pi and the opponent
+    y' from the geometric mixture pi^(1 - beta) mu^beta. The last term is `algorithm.kl` in the loss, with k1 and
+    `score_function`. P(y_i > y') is the mean over the group's opponents, which are the responses without any token in
+    the mask. Without opponents, A is 0.
 
-    Args: scale: 0: the higher reward is preferred, and of equal ones each by half; above: sigmoid((r - r') / scale)
-        (Bradley-Terry).
+    Args:
+        scale: 0: the higher reward is preferred, and equal ones by half each. Above 0: sigmoid((r - r') / scale)
+            (Bradley-Terry).
+        For the others see the module.
     """
     check_finite("rewards", rewards)
     opponents = ~response_mask.any(dim=1)
@@ -294,6 +304,7 @@ def nash_md(rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, scale:
 
 
 def _same_for_all_tokens(per_sample: Tensor, like: Tensor, response_mask: Tensor) -> Advantages:
+    """Return advantages that give each token its sample's value."""
     return Advantages(torch.where(response_mask, per_sample.to(like.dtype).unsqueeze(1), 0.0), None)
 
 
@@ -308,16 +319,19 @@ def turn_gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Advantages:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) with turns for steps, as in arXiv 2402.19446, where
-    the utterance is the action.
+    """Compute GAE (arXiv 1506.02438, eq. 16) with turns as steps.
 
-    delta_k = R_k + gamma V_{k+1} - V_k, with V_k the value at the turn's first token, and after the last turn 0, or
-    `last_values`, where an episode was cut off. Advantages and returns of a turn stand at all of its tokens.
+    arXiv 2402.19446 takes a whole utterance as the action in the same way. delta_k = R_k + gamma V_{k+1} - V_k, where
+    V_k is the value at the turn's first token. After the last turn it is 0, or `last_values` for an episode that was
+    cut off. Advantages and returns of a turn are repeated at all of its tokens.
 
-    Args: see the module. values: `[batch, response]` float, V of the state in which each token was chosen.
-        last_values: `[batch]` float, the value after each response's last token; 0 if not given.
+    Args:
+        values: `[batch, response]` float, V of the state in which each token was chosen.
+        last_values: `[batch]` float, the value after each response's last token. None: 0.
+        For the others see the module.
 
-    Returns: advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
+    Returns:
+        Advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
     """
     turns = _Turns(turn_ids, response_mask)
     result = gae(turns.sums(token_rewards), turns.firsts(values), turns.exist, last_values, gamma=gamma, lam=lam)
@@ -336,17 +350,16 @@ def turn_grpo(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group-relative credit per turn: each turn against the others' same turn.
+    """Compute group-relative advantages per turn: each turn against the same turn of the others.
 
-    In the spirit of MT-GRPO (arXiv 2505.11821; equation number not checked), which normalises each turn's rewards and
-    the outcome's apart and then adds them up; here discounted sums of rewards are what is normalised.
+    It follows MT-GRPO (arXiv 2505.11821; equation number not checked), which normalizes each turn's rewards and the
+    outcome's separately and adds them up. Here discounted sums of rewards are normalized instead.
 
-    G_k = sum_{j >= k} gamma^(j - k) R_j; A_k = (G_k - mean) / (std + eps) over those responses of the group that have a
-    turn k. With one turn it is GRPO.
+    G_k = sum_{j >= k} gamma^(j - k) R_j; A_k = (G_k - mean) / (std + eps) over the group's responses that have a turn
+    k. With one turn it is GRPO.
 
-    Args: see the module, and `group_advantages`.
-
-    Returns: advantages `[batch, response]` in the dtype of `token_rewards`, 0 outside the mask; no returns.
+    Returns:
+        Advantages `[batch, response]` in the dtype of `token_rewards`, 0 outside the mask; no returns.
     """
     turns = _Turns(turn_ids, response_mask)
     rewards = turns.sums(token_rewards)
@@ -361,7 +374,7 @@ def turn_grpo(
 
 
 class _Turns:
-    """Between tokens `[batch, response]` and turns `[batch, most turns]`."""
+    """Conversion between tokens `[batch, response]` and turns `[batch, most turns]`."""
 
     def __init__(self, turn_ids: Tensor, mask: Tensor) -> None:
         ids = torch.where(mask, turn_ids, 0)
@@ -374,12 +387,12 @@ class _Turns:
         self.exist = self.exist.scatter_add(1, ids, mask.long()) > 0
 
     def sums(self, per_token: Tensor) -> Tensor:
-        """The sum over each turn's tokens; 0 for a turn that is not there."""
+        """Return the sum over each turn's tokens; 0 for a turn that does not exist."""
         kept = torch.where(self.mask, per_token, 0.0)
         return kept.new_zeros(self.exist.shape).scatter_add(1, self.ids, kept)
 
     def firsts(self, per_token: Tensor) -> Tensor:
-        """The value at each turn's first token; 0 for a turn that is not there."""
+        """Return the value at each turn's first token; 0 for a turn that does not exist."""
         length = self.mask.shape[1]
         columns = torch.where(self.mask, torch.arange(length, device=self.mask.device), length)
         first = torch.full(self.exist.shape, length, device=self.mask.device)
@@ -388,5 +401,5 @@ class _Turns:
         return torch.cat([kept, kept.new_zeros(len(kept), 1)], dim=1).gather(1, first)
 
     def spread(self, per_turn: Tensor) -> Tensor:
-        """Each turn's value at all of its tokens, 0 outside the mask."""
+        """Return each turn's value at all of its tokens, 0 outside the mask."""
         return torch.where(self.mask, per_turn.gather(1, self.ids), 0.0) if per_turn.shape[1] else self.mask * 0.0

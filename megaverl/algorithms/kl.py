@@ -1,10 +1,10 @@
-"""Per-token estimates of KL(policy || reference) from samples of the policy, and the coefficient of its penalty.
+"""Estimates of KL(policy || reference) per token from the policy's samples, and the coefficient of the penalty.
 
-Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, with
-r = reference / policy probability of the sampled token.
+Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, with r =
+reference / policy probability of the sampled token.
 
-In the reward, where an estimate weighs the score function and has no gradient of its own, k1 alone has the gradient of
-KL(policy || reference) on average (arXiv 2203.02155, eq. 2; arXiv 2510.01555); as a loss see `kl_loss`.
+In the reward an estimate weights the score function and has no gradient of its own. There only k1 has the gradient of
+KL(policy || reference) on average (arXiv 2203.02155, eq. 2; arXiv 2510.01555). For the loss see `kl_loss`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ kl_estimators: Registry[Tensor] = Registry(
 
 @kl_estimators.register("k1")
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """-log r = log_prob - ref_log_prob: unbiased, of either sign. Shapes: any, all the same."""
+    """Return -log r = log_prob - ref_log_prob, which is unbiased and may be negative. Any shape."""
     return log_probs - ref_log_probs
 
 
 @kl_estimators.register("k2")
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log r)^2 / 2: biased, of low variance; its gradient is unbiased. Shapes: any, all the same."""
+    """Return (log r)^2 / 2, which is biased with low variance; its gradient is unbiased. Any shape."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @kl_estimators.register("k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(r - 1) - log r: unbiased and never negative. Shapes: any, all the same.
+    """Return (r - 1) - log r, which is unbiased and never negative. Any shape.
 
-    log r is held below 20, so that r stays finite: a token that the reference finds e^20 times likelier than
-    the policy that sampled it counts as such, and has no gradient.
+    log r is limited to 20, so r stays finite. A token that the reference finds e^20 times likelier than the policy that
+    sampled it counts with that limit, and has no gradient.
     """
     log_ratio = (ref_log_probs - log_probs).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
@@ -49,13 +49,13 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @kl_estimators.register("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|log r|: biased upwards, never negative, and linear where k2 and k3 grow fast. Shapes: any, all the same."""
+    """Return |log r|, which is biased upwards, never negative, and linear where k2 and k3 grow fast. Any shape."""
     return (log_probs - ref_log_probs).abs()
 
 
 @kl_estimators.register("low_variance")
 def low_variance(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return k3, at most 10, so that a single token cannot rule a step. Shapes: any, all the same.
+    """Return k3, limited to 10, so that a single token cannot dominate a step. Any shape.
 
     verl computes this for both "low_var_kl" and "k3". A token at the limit has no gradient.
     """
@@ -71,30 +71,32 @@ def kl_loss(
     kind: str = "k3",
     gradient: str = "value",
 ) -> LossOutput:
-    """sum_t weight_t KL_t: the KL penalty as a loss, arXiv 2402.03300, eq. 3 and 4 (there with k3).
+    """Compute the KL penalty as a loss, sum_t weight_t KL_t, arXiv 2402.03300, eq. 3 and 4 (there with k3).
 
-    An estimator that is unbiased in value is not so in gradient: on samples of the policy itself, the gradient of k1
-    is 0 on average and that of k3 is the one of KL(reference || policy) near the reference, while that of k2 is exactly
-    that of KL(policy || reference) at each token. The value is the estimate's, and by `gradient` the gradient is:
+    An estimator that is unbiased in value is not unbiased in gradient. On samples of the policy itself, the gradient of
+    k1 is 0 on average, that of k3 is the one of KL(reference || policy) near the reference, and that of k2 is exactly
+    that of KL(policy || reference) at each token. The value is the estimate's. `gradient` chooses the gradient:
 
     - value: the estimate's own.
     - straight_through: that of k2 (arXiv 2510.01555, which compares the two places of the penalty; verl's "k3+").
-    - importance: that of r_t x the estimate, r_t = pi(t) / pi_old(t), which is its value too: unbiased with k1 and k3,
+    - importance: that of r_t x the estimate, r_t = pi(t) / pi_old(t), which is its value too. Unbiased with k1 and k3,
       for samples of the old policy as well (DeepSeek-V3.2, arXiv 2512.02556; equation number not checked).
-    - score: that of sum_t log pi(t) stop_gradient(sum over s >= t of weight_s x estimate_s), for k1 alone: the policy
-      gradient of the KL of whole responses, by which a token answers for those after it too (arXiv 2506.09477, from
-      memory).
+    - score: that of sum_t log pi(t) stop_gradient(sum over s >= t of weight_s x estimate_s), for k1 only. It is the
+      policy gradient of the KL of whole responses, in which a token is credited with those after it too (arXiv
+      2506.09477, from memory).
 
-    Args (all `[batch, response]`):
-        log_probs: float, of the policy; the gradient flows here. ref_log_probs: float, of the reference.
-        weights: float, from `aggregation`; where 0 the other inputs may be anything, NaN included.
-        old_log_probs: float, of the policy that sampled; for importance.
+    Args:
+        log_probs: `[batch, response]` float, of the policy. Gets the gradient.
+        ref_log_probs: `[batch, response]` float, of the reference.
+        weights: `[batch, response]` float, from an aggregation. Where 0, the other inputs may be anything, NaN
+            included.
+        old_log_probs: `[batch, response]` float, of the policy that sampled, for importance.
         kind: name of an estimator, or `module:function`. Not k1 with the gradient `value`.
 
     Metrics: `kl_loss`, the token mean of the estimate.
 
     Raises:
-        ConfigError: unknown `kind`.
+        ConfigError: `kind` is unknown.
     """
     active = weights != 0
     policy, reference = torch.where(active, log_probs, 0.0), torch.where(active, ref_log_probs, 0.0)
@@ -116,7 +118,7 @@ def kl_loss(
 
 
 class FixedKL:
-    """A coefficient that stays as it is."""
+    """Constant coefficient of the KL penalty."""
 
     def __init__(self, coef: float) -> None:
         if not coef >= 0:
@@ -124,25 +126,27 @@ class FixedKL:
         self.coef = coef
 
     def update(self, kl: float) -> None:
-        """Nothing to learn from the measured KL; it must still be a number."""
+        """Check that the measured KL is finite. The coefficient does not change."""
         _check_kl(kl)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
         return {"kind": "fixed", "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Only checks the kind: a fixed coefficient is the configuration's, also of a run that is resumed."""
+        """Check the controller's kind. The coefficient is always the configuration's, also in a resumed run."""
         _check_kind(state, "fixed")
 
 
 class AdaptiveKL:
-    """The log-space proportional controller of arXiv 1909.08593, section 2.2.
+    """Log-space proportional controller of the KL coefficient, arXiv 1909.08593, section 2.2.
 
     error = clip(KL / target - 1, -0.2, 0.2), coef <- coef (1 + gain error), once per step.
 
     Args:
-        coef: where it starts. target: the KL to hold, in nats, in the unit of the KL given to `update` (per
-        token or per response: the caller's choice, but the same). gain: K_beta of the paper, there 0.1.
+        coef: initial coefficient.
+        target: desired KL in nats, in the unit of the KL given to `update` (per token or per response).
+        gain: K_beta of the paper, there 0.1.
     """
 
     def __init__(self, coef: float, target: float, gain: float = 0.1) -> None:
@@ -162,25 +166,29 @@ class AdaptiveKL:
         self.coef *= 1.0 + self.gain * error
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
         return {"kind": "adaptive", "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the coefficient; target and gain are the configuration's."""
+        """Restore the coefficient. Target and gain are the configuration's."""
         _check_kind(state, "adaptive")
         self.coef = float(state["coef"])
 
 
-# Holds `coef`; told the measured KL once per step; its state goes into the checkpoint (plain JSON).
+# Holds `coef`, gets the measured KL once per step, and saves its state in the checkpoint as JSON values.
 KLController = FixedKL | AdaptiveKL
 
 
 class AdaptiveEntropy:
-    """The adaptive entropy control of Skywork-OR1, arXiv 2505.22312 (from memory): the coefficient of the entropy bonus
-    rises by `step` where the policy's entropy is below the target, else falls by it, never below 0; and it is applied
-    only while the entropy is at or below the target.
+    """Adaptive entropy control of Skywork-OR1, arXiv 2505.22312 (from memory).
+
+    The coefficient of the entropy bonus rises by `step` while the policy's entropy is below the target, else it falls
+    by `step`, but never below 0. It is applied only while the entropy is at or below the target.
 
     Args:
-        coef: where it starts. target: nats per token. step: per training step.
+        coef: initial coefficient.
+        target: entropy in nats per token.
+        step: change per training step.
     """
 
     def __init__(self, coef: float, target: float, step: float) -> None:
@@ -188,7 +196,7 @@ class AdaptiveEntropy:
 
     @property
     def weight(self) -> float:
-        """What is applied in the next step."""
+        """Coefficient that the next step applies."""
         return self.coef if self.is_low else 0.0
 
     def update(self, entropy: float) -> float:
@@ -204,19 +212,22 @@ class AdaptiveEntropy:
         return applied
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
         return {"entropy_coef": self.coef, "entropy_is_low": self.is_low}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where that left off; a run that had none before starts anew."""
+        """Restore the state. A checkpoint without one keeps the initial values."""
         self.coef, self.is_low = state.get("entropy_coef", self.coef), state.get("entropy_is_low", self.is_low)
 
 
 def _check_kl(kl: float) -> None:
+    """Raise TrainingStopped if the measured KL is not finite."""
     if not math.isfinite(kl):
         raise TrainingStopped(f"the measured KL is {kl}: log-probs of the policy or of the reference are not finite")
 
 
 def _check_kind(state: dict[str, Any], expected: str) -> None:
+    """Raise CheckpointError if a checkpoint holds another kind of controller."""
     if state.get("kind") != expected:
         raise CheckpointError(
             f"the checkpoint holds a KL controller of kind {state.get('kind')!r}, the configuration asks for "

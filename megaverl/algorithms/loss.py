@@ -1,12 +1,11 @@
-"""What every loss returns, how several are put together into one, and how per-token losses become one number; metrics
-as sums; and the losses of the critic.
+"""Common parts of all losses: their result, aggregation over tokens, metrics as sums, and the critic's losses.
 
-Each aggregation returns weights `[batch, response]`: the mask, times what the mode gives a token, over the
-denominators of the WHOLE mini-batch. Then `sum(weights * per_token_loss)`, added over any split into
-micro-batches and ranks, is the loss of the mini-batch.
+An aggregation returns weights `[batch, response]`: the mask times the mode's weight of a token, divided by the
+denominators of the WHOLE mini-batch. Then `sum(weights * per_token_loss)`, added over any split into micro-batches and
+ranks, is the loss of the mini-batch.
 
-A metric is a tensor of three float64 numbers `[count, sum, sum of squares]`. Two of them are joined by
-adding, so a metric never depends on how the batch was split; a mean of means would. pass@k is here too.
+A metric is a tensor of three float64 numbers `[count, sum, sum of squares]`. Two of them are combined by addition, so a
+metric never depends on how the batch was split, unlike a mean of means. pass@k is here too.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ MetricSums = dict[str, Tensor]  # name -> [3]: count, sum, sum of squares
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """`[count, sum, sum of squares]` (float64, detached) of the values under the mask.
+    """Return `[count, sum, sum of squares]` of the values under the mask, float64 without gradient.
 
     Args:
-        values: any shape; what stands outside the mask may be anything, NaN included.
+        values: any shape. Values outside the mask may be anything, NaN included.
         mask: bool, the same shape.
     """
     kept = torch.where(mask, values.detach().double(), 0.0)
@@ -35,7 +34,7 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def add_metrics(total: MetricSums, more: Mapping[str, Tensor]) -> MetricSums:
-    """`total` plus `more`, name by name; neither is changed."""
+    """Return the sum of two sets of metrics, name by name, as a new dictionary."""
     joined = dict(total)
     for name, sums in more.items():
         joined[name] = joined[name] + sums if name in joined else sums
@@ -43,40 +42,45 @@ def add_metrics(total: MetricSums, more: Mapping[str, Tensor]) -> MetricSums:
 
 
 def mean(sums: Tensor) -> float:
-    """Sum over count; 0.0 where nothing was counted."""
+    """Return sum over count, or 0.0 if nothing was counted."""
     count, total, _ = sums.tolist()
     return total / count if count else 0.0
 
 
 def variance(sums: Tensor) -> float:
-    """Population variance; 0.0 where nothing was counted."""
+    """Return the population variance, or 0.0 if nothing was counted."""
     count, total, squares = sums.tolist()
     return max(squares / count - (total / count) ** 2, 0.0) if count else 0.0
 
 
 def explained_variance(returns: Tensor, value_error: Tensor) -> float:
-    """1 - Var[return - value] / Var[return]: 1 for a perfect critic, 0 for a constant, less for a worse one.
+    """Return 1 - Var[return - value] / Var[return]: 1 for a perfect critic, 0 for a constant, less for a worse one.
 
     Args:
         returns: moments of the returns.
         value_error: moments of return - value.
 
-    Returns 0.0 where the returns do not vary, as there is nothing to explain.
+    Returns:
+        The explained variance, or 0.0 if the returns do not vary.
     """
     spread, centre = variance(returns), mean(returns)
+    # Rounding leaves this much of a constant.
     if spread <= 1e-12 * max(1.0, centre * centre):  # what rounding leaves of a constant
         return 0.0
     return 1.0 - variance(value_error) / spread
 
 
-# A metric that needs more than one mean: name -> (the sums that it reads, function).
+# Metrics that need more than one mean: name -> (sums that it reads, function).
 _DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "explained_variance": (("returns", "value_error"), explained_variance),
 }
 
 
 def finalize(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """The mean of every metric, and the metrics derived from several of them: of those without, and with, a `role/`."""
+    """Return the mean of every metric, and the metrics derived from several means.
+
+    A metric with a `role/` prefix is combined only with others of that role.
+    """
     result = {name: mean(value) for name, value in sums.items()}
     for role in {name[: name.rfind("/") + 1] for name in sums}:
         for name, (needs, function) in _DERIVED.items():
@@ -86,17 +90,19 @@ def finalize(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean of the values under the mask, in float64; 0.0 for an empty mask."""
+    """Return the mean of the values under the mask, computed in float64; 0.0 for an empty mask."""
     return mean(moments(values, mask))
 
 
 def masked_std(values: Tensor, mask: Tensor) -> float:
-    """Population standard deviation of the values under the mask, in float64; 0.0 for an empty mask."""
+    """Return the population standard deviation under the mask, computed in float64; 0.0 for an empty mask."""
     return math.sqrt(variance(moments(values, mask)))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate from n samples, c of them right: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374, eq. 1.
+    """Estimate without bias how often k samples contain a correct one, arXiv 2107.03374, eq. 1.
+
+    For n samples, c of them correct: 1 - C(n - c, k) / C(n, k).
 
     Raises:
         ValueError: not 0 <= num_correct <= num_samples, or not 1 <= k <= num_samples.
@@ -107,13 +113,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(correct: Tensor, group_ids: Tensor, k: int) -> float:
-    """The mean of `pass_at_k` over prompts; 0.0 for an empty batch.
+    """Return the mean of `pass_at_k` over prompts; 0.0 for an empty batch.
 
     Args:
-        correct: `[batch]` bool. group_ids: `[batch]` int64, equal for the samples of one prompt.
+        correct: `[batch]` bool.
+        group_ids: `[batch]` int64, equal for the samples of one prompt.
 
     Raises:
-        ValueError: a prompt with fewer than k samples.
+        ValueError: a prompt has fewer than k samples.
     """
     ids, index = torch.unique(group_ids, return_inverse=True)
     sizes = torch.bincount(index, minlength=len(ids)).tolist()
@@ -122,30 +129,31 @@ def mean_pass_at_k(correct: Tensor, group_ids: Tensor, k: int) -> float:
     return sum(scores) / len(scores) if scores else 0.0
 
 
-# exp() of a log-ratio stays finite in float32, and so do sums and squares of it: e^20 is about 4.9e8.
+# exp() of a log-ratio must stay finite in float32, including sums and squares of it. e^20 is about 4.9e8.
 MAX_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamp a log-ratio to +-20, as exp() takes it; beyond, it has no gradient. NaN stays NaN. Shapes: any.
+    """Clamp a log-ratio to +-20 before exp(). Beyond that it has no gradient. NaN stays NaN. Any shape.
 
-    Only what goes into exp() is clamped: the log-ratio of a response is the sum or mean of its tokens' unbounded ones.
+    Only arguments of exp() are clamped. The log-ratio of a response is the sum or mean of its tokens' unclamped ones.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def nan_if_infinite(values: Tensor) -> Tensor:
-    """Return `values` with NaN in place of an infinity, which a clamp or a sigmoid further on would hide."""
+    """Return `values` with infinities replaced by NaN, because a later clamp or sigmoid would hide them."""
     return values + 0.0 * values.detach()
 
 
 class LossOutput(NamedTuple):
-    """A loss of one micro-batch.
+    """Loss of one micro-batch.
 
-    loss: scalar, the SUM over this micro-batch's tokens of weight x per-token loss. The weights (see
-        `aggregation`) hold the mask and one over the global denominator, so these sums added over all
-        micro-batches and data-parallel ranks are the loss of the whole mini-batch.
-    metrics: see `metrics`: sums that add up in the same way.
+    Attributes:
+        loss: scalar, the SUM over this micro-batch's tokens of weight x per-token loss. The weights (see the module)
+            contain the mask and one over the global denominator, so the sums of all micro-batches and data-parallel
+            ranks add up to the loss of the whole mini-batch.
+        metrics: sums that add up in the same way.
     """
 
     loss: Tensor
@@ -153,7 +161,7 @@ class LossOutput(NamedTuple):
 
 
 def loss_problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
-    """What is wrong with what a loss of the user's own returned (see `registry.Problem`)."""
+    """Return what is wrong with the result of a user's loss, or None (see `registry.Problem`)."""
     if not isinstance(result, LossOutput):
         return f"{type(result).__name__}; expected LossOutput(loss, metrics)"
     if wrong := tensor_problem(result.loss, (), "as loss "):
@@ -165,12 +173,12 @@ def loss_problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
 
 
 def combine(*terms: tuple[float, LossOutput]) -> LossOutput:
-    """The weighted sum of several losses: `combine((1, policy), (kl_coef, kl), (-entropy_coef, entropy))`.
+    """Return the weighted sum of several losses: `combine((1, policy), (kl_coef, kl), (-entropy_coef, entropy))`.
 
-    A term with coefficient 0 gives its metrics and no gradient.
+    A term with coefficient 0 contributes its metrics and no gradient.
 
     Raises:
-        ValueError: no terms.
+        ValueError: there are no terms.
     """
     if not terms:
         raise ValueError("combine() needs at least one loss")
@@ -189,7 +197,13 @@ aggregations: Registry[Tensor] = Registry(
 
 
 class Denominators(NamedTuple):
-    """Counts over a whole mini-batch, all ranks and micro-batches together."""
+    """Counts over a whole mini-batch, over all ranks and micro-batches.
+
+    Attributes:
+        num_tokens: tokens under the mask.
+        num_sequences: responses with at least one such token. Empty ones and padding rows do not count.
+        num_episodes: the same, with all responses of an episode counted as one.
+    """
 
     num_tokens: int  # tokens under the mask
     num_sequences: int  # responses with at least one such token: empty ones and padding rows do not count
@@ -202,17 +216,27 @@ def count_denominators(response_mask: Tensor) -> Denominators:
 
 
 def of_counts(num_tokens: Tensor, episode_shares: Tensor | None = None) -> Denominators:
-    """The same from the tokens of each response, and its share of an episode, both `[mini-batch]`."""
+    """Count the denominators of a mini-batch.
+
+    Args:
+        num_tokens: `[mini-batch]`, trained tokens of each response.
+        episode_shares: `[mini-batch]`, as `episode_shares` returns them. None: each response is an episode.
+    """
     num_sequences = int((num_tokens > 0).sum())
     num_episodes = num_sequences if episode_shares is None else float(episode_shares.sum())
     return Denominators(int(num_tokens.sum()), num_sequences, num_episodes)
 
 
 def episode_shares(num_tokens: Tensor, episodes: Tensor) -> Tensor:
-    """`[batch]` float64: one over the number of responses of a response's episode, empty ones left out; theirs are 0.
+    """Return each response's share of its episode: one over the number of its non-empty responses.
 
-    Args (both `[batch]`, of the WHOLE batch, so that an episode may lie in several mini-batches):
-        num_tokens: of each response. episodes: the same number for those of one episode.
+    Args:
+        num_tokens: `[batch]`, tokens of each response of the WHOLE batch, since an episode may be in several
+            mini-batches.
+        episodes: `[batch]`, equal for responses of one episode.
+
+    Returns:
+        `[batch]` float64; 0 for empty responses.
     """
     counted = (num_tokens > 0).double()
     _, number = episodes.unique(return_inverse=True)
@@ -221,15 +245,16 @@ def episode_shares(num_tokens: Tensor, episodes: Tensor) -> Tensor:
 
 @aggregations.register("token_mean")
 def token_mean(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every token weighs the same: 1 / (tokens in the mini-batch).
+    """Weight every token equally: 1 / (tokens in the mini-batch).
 
     Source: DAPO, arXiv 2503.14476, eq. 12 ("token-level loss"); PPO's own mean over time steps.
 
     Args:
-        response_mask: bool `[batch, response]`.
+        response_mask: `[batch, response]` bool.
         denominators: of the whole mini-batch.
 
-    Returns: weights `[batch, response]`, all 0 where the mini-batch holds no token at all.
+    Returns:
+        Weights `[batch, response]`, all 0 if the mini-batch has no token at all.
     """
     return response_mask.to(dtype) / max(denominators.num_tokens, 1)
 
@@ -242,19 +267,23 @@ def seq_mean_token_mean(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Every response weighs the same, its tokens share it: 1 / (responses x tokens in this response).
+    """Weight every response equally, shared by its tokens: 1 / (responses x tokens in this response).
 
     Source: GRPO, arXiv 2402.03300, eq. 3 (1/G sum over outputs of 1/|o_i| sum over tokens).
-    Arguments and result as in `token_mean`; episode_shares: `[batch]`, of a response in its episode, which weighs as
-    much as one response however many it has; None: each is an episode.
+
+    Args:
+        episode_shares: `[batch]`, share of a response in its episode, which weighs as much as one response in total.
+            None: each response is an episode.
+        For the others and the result see `token_mean`.
     """
     mask = response_mask.to(dtype)
+    # An empty response has no token to weight, and must not divide by 0.
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # an empty response has no token to weigh
     return mask / lengths / _episodes(denominators, episode_shares, dtype)
 
 
 def _episodes(denominators: Denominators, shares: Tensor | None, dtype: torch.dtype) -> float | Tensor:
-    """How many of a response make the mini-batch: a number, or `[batch, 1]`."""
+    """Return the mini-batch's size in units of each response: a number, or `[batch, 1]`."""
     if shares is None:
         return max(denominators.num_sequences, 1)
     return (denominators.num_episodes or 1.0) / shares.unsqueeze(1).to(dtype)
@@ -268,17 +297,17 @@ def seq_mean_token_sum(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The mean over responses of the sum over tokens: 1 / (responses).
+    """Weight every token by 1 / (responses), which gives the mean over responses of the sum over tokens.
 
-    Source: the policy gradient of a whole trajectory, mean over trajectories (Sutton et al. 1999);
-    Dr. GRPO, arXiv 2503.20783, section 3.2, up to its constant. Arguments and result as in `seq_mean_token_mean`.
+    Source: the policy gradient of a whole trajectory, mean over trajectories (Sutton et al. 1999); Dr. GRPO, arXiv
+    2503.20783, section 3.2, up to its constant. Arguments and result as in `seq_mean_token_mean`.
     """
     return response_mask.to(dtype) / _episodes(denominators, episode_shares, dtype)
 
 
 @aggregations.register("token_sum")
 def token_sum(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every token weighs 1: the sum, whose size grows with the batch. Arguments and result as in `token_mean`."""
+    """Weight every token by 1. The loss grows with the batch. Arguments and result as in `token_mean`."""
     return response_mask.to(dtype)
 
 
@@ -291,20 +320,24 @@ def fixed_length(
     max_tokens: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Every token weighs 1 / (responses x max_tokens), however long its response is.
+    """Weight every token by 1 / (responses x max_tokens), whatever the length of its response.
 
-    Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over tokens over a constant, the largest
-    number of generated tokens). Arguments and result as in `seq_mean_token_mean`; max_tokens: that constant.
+    Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over tokens divided by a constant, the
+    largest number of generated tokens).
+
+    Args:
+        max_tokens: that constant.
+        For the others and the result see `seq_mean_token_mean`.
     """
     return response_mask.to(dtype) / (_episodes(denominators, episode_shares, dtype) * max_tokens)
 
 
 def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:
-    """sum_t weight_t H_t: subtract it, times a coefficient, from the policy loss (arXiv 1707.06347, eq. 9).
+    """Return sum_t weight_t H_t, to be subtracted from the policy loss with a coefficient (arXiv 1707.06347, eq. 9).
 
-    Args (both `[batch, response]`):
-        entropies: float, in nats, of the policy's distribution over the vocabulary at each token.
-        weights: float, from `aggregation`; where 0 the entropy may be anything, NaN included.
+    Args:
+        entropies: `[batch, response]` float, in nats, of the policy's distribution at each token.
+        weights: `[batch, response]` float, from an aggregation. Where 0, the entropy may be anything, NaN included.
 
     Metrics: `entropy`, the token mean.
     """
@@ -314,11 +347,14 @@ def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:
 
 
 def likelihood_sum(log_probs: Tensor, weights: Tensor) -> LossOutput:
-    """- sum_t weight_t log_prob_t over the tokens of right responses: VAPO's positive-example loss, arXiv 2504.05118
-    (equation number not checked), where a weight is one over the number of such tokens in the mini-batch.
+    """Compute VAPO's positive-example loss, arXiv 2504.05118 (equation number not checked).
 
-    Args (both `[batch, response]`): log_probs: float; the gradient flows here. weights: float; where 0 the log-prob may
-        be anything, NaN included.
+    loss = - sum_t weight_t log_prob_t. The sum is over tokens of correct responses, and a weight is one over the number
+    of such tokens in the mini-batch.
+
+    Args:
+        log_probs: `[batch, response]` float. Gets the gradient.
+        weights: `[batch, response]` float. Where 0, the log-prob may be anything, NaN included.
 
     Metrics: `positive_loss`, the token mean.
     """
@@ -331,12 +367,12 @@ _EPSILON = 1e-6
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What a gradient of this norm is multiplied by, so that its norm is at most `max_norm`; 1 where it is.
+    """Return the factor that limits a gradient of this norm to `max_norm`; 1 if it is within the limit.
 
-    As megatron-core's `clip_grads.clip_grad_by_total_norm_fp32` has it, so that the numbers are the same.
+    The formula is that of megatron-core's `clip_grads.clip_grad_by_total_norm_fp32`, so that numbers agree.
 
     Args:
-        max_norm: 0 or less: nothing is clipped.
+        max_norm: 0 or less disables clipping.
     """
     return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0
 
@@ -348,20 +384,20 @@ value_losses: Registry[LossOutput] = Registry("value loss", loss_problem)
 def clipped(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_range: float | None = 0.2
 ) -> LossOutput:
-    """Compute the squared error, with the value kept near its old one, arXiv 2005.12729, section 3 ("value clipping").
+    """Compute the squared error with the value kept near its old one, arXiv 2005.12729, section 3 ("value clipping").
 
-    loss = sum_t weight_t 1/2 max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, +-clip_range).
-    The maximum takes the gradient away from a value that has already moved `clip_range` towards its target.
+    loss = sum_t weight_t 1/2 max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, +-clip_range). The
+    maximum removes the gradient of a value that has already moved by `clip_range` towards its target.
 
-    Args (all `[batch, response]`):
-        values: float, of the critic being trained; the gradient flows here.
-        old_values: float, of the critic at the start of the update.
-        returns: float, the targets.
-        weights: float, from `aggregation`; where 0 the other inputs may be anything, NaN included.
-        clip_range: in units of the value; None for the plain squared error.
+    Args:
+        values: `[batch, response]` float, of the critic being trained. Gets the gradient.
+        old_values: `[batch, response]` float, of the critic at the start of the update.
+        returns: `[batch, response]` float, the targets.
+        weights: `[batch, response]` float, from an aggregation. Where 0, the other inputs may be anything, NaN
+            included.
+        clip_range: in units of the value. None: the plain squared error.
 
-    Metrics: `value_clip_fraction`, `values`, `returns`, `value_error`; the last two also give
-    `explained_variance`.
+    Metrics: `value_clip_fraction`, `values`, `returns`, `value_error`; the last two also give `explained_variance`.
     """
     active = weights != 0
     values = torch.where(active, values, 0.0)
@@ -372,7 +408,7 @@ def clipped(
     if clip_range is not None:
         moved = values - old_values
         clipped_error = (old_values + moved.clamp(-clip_range, clip_range) - returns).square()
-        # Within the limit both are the same up to rounding. An old value that is NaN is not within it.
+        # Within the limit both are equal up to rounding. An old value of NaN is not within it.
         limited = torch.where(moved.abs() <= clip_range, error, clipped_error)
     loss = 0.5 * (weights * torch.maximum(error, limited)).sum()
     metrics = {

@@ -1,23 +1,23 @@
-"""Policy losses: per-token surrogates, weighted and summed: PPO's clip, plain policy gradients, ratios of whole
-responses (GSPO, GMPO, VESPO), bounds by divergence (DPPO), a square (DRO).
+"""Policy losses: per-token surrogates, weighted and summed.
 
-Every loss gets the same inputs, all `[batch, response]`:
-    log_probs: float, of the policy being trained; the gradient flows here.
+They are PPO's clip, plain policy gradients, ratios of whole responses (GSPO, GMPO, VESPO), bounds by divergence (DPPO),
+and a square (DRO). Every loss gets the same inputs, all `[batch, response]`:
+    log_probs: float, of the policy being trained. Get the gradient.
     old_log_probs: float, of the policy at the start of the update.
     advantages: float.
-    weights: float, from an aggregation (`loss`); where 0 the other inputs may be anything, NaN included.
-A row is a whole response, so that losses over whole responses do not see how the batch was split either.
+    weights: float, from an aggregation (`loss`). Where 0, the other inputs may be anything, NaN included.
+A row is a whole response, so losses over whole responses do not depend on how the batch was split either.
 
-All are linear in the size of the advantages, penalties aside (`dro`, `kl_cov`). A correction for stale samples
-(`rollout_correction`) and `algorithm.top_entropy` therefore work on the advantages of a loss that looks at each token
-alone. A loss over whole responses must tell a token without an advantage from a token that is left out, so it may
-declare these optional inputs, all `[batch, response]`, and then gets the advantages as the estimator made them:
+All are linear in the size of the advantages, except for penalties (`dro`, `kl_cov`). A correction for stale samples
+(`rollout_correction`) and `algorithm.top_entropy` therefore change the advantages of a loss that treats tokens
+separately. A loss over whole responses must distinguish a token without an advantage from one that is left out. It may
+declare these optional inputs, all `[batch, response]`, and then gets the estimator's advantages unchanged:
     correction_factors: float, to multiply the advantages by. A token with a factor of 0 is rejected, and counts in no
         mean or sum over its response.
-    importance_weights: float, the factors of the corrections that weigh single tokens (`token_truncate`,
-        `token_mask`); `correction_factors` then holds the product of the others.
-    trained_tokens: bool, the tokens that `top_entropy` selects. The others count in means and sums over their
-        response; their log-probs come without a gradient.
+    importance_weights: float, factors of the corrections that weight single tokens (`token_truncate`, `token_mask`).
+        `correction_factors` is then the product of the others.
+    trained_tokens: bool, the tokens that `top_entropy` selects. The others count in means and sums over their response,
+        but their log-probs have no gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ policy_losses: Registry[LossOutput] = Registry("policy loss", loss_problem)
 
 
 class Tokens(NamedTuple):
-    """What most surrogates are made of, `[batch, response]`, 0 where there is no token to train."""
+    """Inputs of most surrogates, `[batch, response]`, 0 for tokens that do not train.
+
+    Attributes:
+        log_ratio: log_prob - old_log_prob, unlimited; apply `bounded` before exp().
+        advantages: advantages.
+        active: bool, tokens that train.
+    """
 
     log_ratio: Tensor  # log_prob - old_log_prob, of any size: `bounded` before exp()
     advantages: Tensor
@@ -42,7 +48,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> Tokens:
-    """The log-ratio and the advantages of the tokens that train; what stands elsewhere is 0, NaN included."""
+    """Return log-ratio and advantages of the tokens that train, and 0 elsewhere, even for NaN."""
     active = weights != 0
     log_ratio = torch.where(active, log_probs - old_log_probs, 0.0)
     return Tokens(log_ratio, torch.where(active, advantages, 0.0), active)
@@ -51,8 +57,10 @@ def tokens_of(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weig
 def without_rejected(tokens: Tokens, correction_factors: Tensor | None) -> tuple[Tokens, Tensor]:
     """Apply a correction to the tokens of a loss over whole responses.
 
-    Returns: the tokens with corrected advantages; and `[batch, response]` bool, the tokens that count in a mean or sum
-        over a response: those that the correction does not reject, or all of a response that it rejects as a whole.
+    Returns:
+        The tokens with corrected advantages. And `[batch, response]` bool, the tokens that count in a mean or sum over
+            a response: those that the correction does not reject, or all tokens of a response that is rejected as a
+            whole.
     """
     if correction_factors is None:
         return tokens, tokens.active
@@ -63,7 +71,7 @@ def without_rejected(tokens: Tokens, correction_factors: Tensor | None) -> tuple
 
 
 def ratio_metrics(log_ratio: Tensor, active: Tensor, clipped: Tensor) -> MetricSums:
-    """`clip_fraction` (tokens whose gradient was taken away), `approx_kl` (k3 of old against new), `ratio`."""
+    """Return `clip_fraction` (tokens that lost their gradient), `approx_kl` (k3 of old against new) and `ratio`."""
     log_ratio = bounded(log_ratio.detach())
     return {
         "clip_fraction": moments(clipped, active),
@@ -82,14 +90,16 @@ def ppo_clip(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> LossOutput:
-    """PPO's clipped surrogate, arXiv 1707.06347, eq. 7, negated.
+    """Compute PPO's clipped surrogate, arXiv 1707.06347, eq. 7, negated.
 
-    loss = - sum_t weight_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), with
-    r_t = exp(log_prob - old_log_prob). GRPO (arXiv 2402.03300, eq. 3) uses the same; with clip_high above clip_low
-    it is DAPO's decoupled clip (arXiv 2503.14476, eq. 10, "clip-higher"). Beyond a log-ratio of +-20 a token has no
-    gradient (`bounded`), so that nothing overflows.
+    loss = - sum_t weight_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), with r_t = exp(log_prob -
+    old_log_prob). GRPO (arXiv 2402.03300, eq. 3) uses the same. With clip_high above clip_low it is DAPO's decoupled
+    clip (arXiv 2503.14476, eq. 10, "clip-higher"). Beyond a log-ratio of +-20 a token has no gradient (`bounded`), so
+    nothing overflows.
 
-    Args: see the module. clip_low, clip_high: how far the ratio may fall below, and rise above, 1.
+    Args:
+        clip_low, clip_high: how far the ratio may fall below, and rise above, 1.
+        For the others see the module.
 
     Metrics: `clip_fraction`, `approx_kl`, `ratio`.
     """
@@ -112,14 +122,16 @@ def dual_clip(
     clip_high: float = 0.2,
     clip_dual: float = 3.0,
 ) -> LossOutput:
-    """PPO's clip with a floor for negative advantages, arXiv 1912.09729, eq. 5 (dual-clip PPO), negated.
+    """Compute PPO's clip with a floor for negative advantages, arXiv 1912.09729, eq. 5 (dual-clip PPO), negated.
 
-    Where A_t < 0 the surrogate is max(min(r_t A_t, clip(r_t) A_t), clip_dual A_t): a ratio far above 1 can no longer
-    make the loss grow without bound. Where A_t >= 0 it is PPO's.
+    If A_t < 0 the surrogate is max(min(r_t A_t, clip(r_t) A_t), clip_dual A_t), so a ratio far above 1 no longer makes
+    the loss grow without bound. If A_t >= 0 it is PPO's.
 
-    Args: as `ppo_clip`. clip_dual: c of the paper, above 1 + clip_high.
+    Args:
+        clip_dual: c of the paper, above 1 + clip_high.
+        For the others see `ppo_clip`.
 
-    Metrics: those of `ppo_clip`, and `dual_clip_fraction`, the tokens on the floor.
+    Metrics: those of `ppo_clip`, and `dual_clip_fraction`, the share of tokens on the floor.
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
     ratio = bounded(log_ratio).exp()
@@ -135,12 +147,12 @@ def dual_clip(
 @policy_losses.register("gpg")
 @policy_losses.register("policy_gradient")
 def policy_gradient(log_probs: Tensor, advantages: Tensor, weights: Tensor) -> LossOutput:
-    """REINFORCE: loss = - sum_t weight_t A_t log_prob_t (Williams 1992; Sutton et al. 1999, theorem 1).
+    """Compute REINFORCE: loss = - sum_t weight_t A_t log_prob_t (Williams 1992; Sutton et al. 1999, theorem 1).
 
-    GPG (arXiv 2504.02546) uses the same, with its own advantages. Right for samples of the very policy that is
-    trained: one update per batch.
+    GPG (arXiv 2504.02546) uses the same with its own advantages. It is correct only for samples of the very policy
+    being trained, that is, one update per batch.
 
-    Args: see `policy_losses`.
+    Arguments are those of the module.
 
     Metrics: `log_prob`, the token mean.
     """
@@ -152,9 +164,9 @@ def policy_gradient(log_probs: Tensor, advantages: Tensor, weights: Tensor) -> L
 
 @policy_losses.register("importance_sampling")
 def importance_sampling(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> LossOutput:
-    """The unclipped surrogate: loss = - sum_t weight_t r_t A_t, arXiv 1707.06347, eq. 6 ("CPI").
+    """Compute the unclipped surrogate: loss = - sum_t weight_t r_t A_t, arXiv 1707.06347, eq. 6 ("CPI").
 
-    Args: see `policy_losses`.
+    Arguments are those of the module.
 
     Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`.
     """
@@ -173,13 +185,14 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> LossOutput:
-    """Clipped importance weights on the policy gradient, arXiv 2506.13585, eq. 4 and 5.
+    """Compute the policy gradient with clipped importance weights, arXiv 2506.13585, eq. 4 and 5.
 
-    loss = - sum_t weight_t stop_gradient(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_prob_t: the weight is
-    limited, and no token loses its gradient. The paper tunes only the upper limit and leaves the lower one out, as
-    clip_low=1 does.
+    loss = - sum_t weight_t stop_gradient(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_prob_t. The weight is limited,
+    and no token loses its gradient. The paper tunes only the upper limit and has no lower one, as with clip_low=1.
 
-    Args: see `policy_losses`. clip_low, clip_high: how far the weight may fall below, and rise above, 1.
+    Args:
+        clip_low, clip_high: how far the weight may fall below, and rise above, 1.
+        For the others see the module.
 
     Metrics: `clip_fraction` (weights that were limited), `approx_kl`, `ratio`.
     """
@@ -201,12 +214,14 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> LossOutput:
-    """Soft adaptive policy optimization, arXiv 2511.20347, eq. 5 and 6: a sigmoid gate in place of the clip.
+    """Compute soft adaptive policy optimization, arXiv 2511.20347, eq. 5 and 6: a sigmoid gate instead of the clip.
 
-    loss = - sum_t weight_t f(r_t) A_t with f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_positive where A_t > 0, else
-    tau_negative. The slope of f is 1 at r = 1 and falls off to both sides, faster for a larger tau.
+    loss = - sum_t weight_t f(r_t) A_t with f(r) = 4 / tau sigmoid(tau (r - 1)), and tau = tau_positive if A_t > 0, else
+    tau_negative. The slope of f is 1 at r = 1 and decreases on both sides, faster for a larger tau.
 
-    Args: see `policy_losses`. tau_positive, tau_negative: temperatures, above 0.
+    Args:
+        tau_positive, tau_negative: temperatures, above 0.
+        For the others see the module.
 
     Metrics: `clip_fraction` (tokens whose slope is below a half), `approx_kl`, `ratio`.
     """
@@ -219,7 +234,7 @@ def sapo(
 
 
 def mean_over_tokens(values: Tensor, active: Tensor) -> Tensor:
-    """`[batch, 1]`: the mean of each row of `values` under `active`; 0 for an empty row."""
+    """Return the mean of each row of `values` under `active`, `[batch, 1]`; 0 for an empty row."""
     total = torch.where(active, values, 0.0).sum(dim=1, keepdim=True)
     return total / active.sum(dim=1, keepdim=True).clamp(min=1)
 
@@ -237,15 +252,16 @@ def gspo(
 ) -> LossOutput:
     """Compute group sequence policy optimization, arXiv 2507.18071, eq. 5 to 7, in the per-token form of eq. 13 and 14.
 
-    s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|), loss = - sum_t weight_t min(s_i A_t, clip(s_i) A_t); with respect to the
-    policy, s_i counts as stop_gradient(s_i) pi_t / stop_gradient(pi_t). With the same advantage at every token of a
-    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens that a correction
-    rejects do not count in s_i. All others do, also those with an advantage of 0.
+    s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|), loss = - sum_t weight_t min(s_i A_t, clip(s_i) A_t). For the gradient,
+    s_i counts as stop_gradient(s_i) pi_t / stop_gradient(pi_t). With equal advantages within a response and weights of
+    `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens that a correction rejects do not count in s_i.
+    All others do, including those with an advantage of 0.
 
-    Args: see the module. clip_low, clip_high: how far s_i may fall below, and rise above, 1; the defaults are
-        section 5.1's.
+    Args:
+        clip_low, clip_high: how far s_i may fall below, and rise above, 1. The defaults are from section 5.1.
+        For the others see the module.
 
-    Metrics: `clip_fraction`, `approx_kl`, `ratio` (of responses, weighed by their tokens).
+    Metrics: `clip_fraction`, `approx_kl`, `ratio` (of responses, weighted by their tokens).
     """
     tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
     (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
@@ -269,18 +285,21 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> LossOutput:
-    """Compute geometric-mean policy optimization, arXiv 2507.20673, section 3, eq. 4: the geometric mean of token-wise
-    clipped ratios.
+    """Compute geometric-mean policy optimization, arXiv 2507.20673, section 3, eq. 4.
 
-    With l_t = log r_t, c_t = min(l_t, clip_high) where A_t > 0, max(l_t, -clip_low) where A_t < 0, and
-    g_i = exp(mean_t c_t): loss = - sum_i weight_i g_i A_i, weight_i the sum of the tokens' weights and A_i the mean of
-    their advantages. So a token's ratio may go to e^-clip_low and e^clip_high. The paper's mean over responses is the
-    aggregation `seq_mean_token_mean`.
+    Let l_t = log r_t, c_t = min(l_t, clip_high) if A_t > 0, max(l_t, -clip_low) if A_t < 0, and g_i = exp(mean_t c_t),
+    the geometric mean of token-wise clipped ratios. loss = - sum_i weight_i g_i A_i, where weight_i is the sum of the
+    tokens' weights and A_i the mean of their advantages. So a token's ratio may reach e^-clip_low and e^clip_high. The
+    paper's mean over responses is the aggregation `seq_mean_token_mean`.
 
-    Tokens that a correction rejects leave all means over t: a response is what remains of it, with its whole weight.
+    Tokens that a correction rejects are left out of all means over t. The response consists of the rest, with its whole
+    weight.
 
-    Args: see the module; the paper has one advantage per response. clip_low, clip_high: of the log-ratio.
-        trained_tokens: only these get a gradient. Without it every token gets one.
+    Args:
+        advantages: the paper has one per response.
+        clip_low, clip_high: limits of the log-ratio.
+        trained_tokens: only these get a gradient. None: all.
+        For the others see the module.
 
     Metrics: `clip_fraction`, `approx_kl`, `ratio` (of tokens, unclipped).
     """
@@ -295,7 +314,7 @@ def gmpo(
     return LossOutput(loss, ratio_metrics(log_ratio, active, limited.detach() != log_ratio.detach()))
 
 
-# The authors' program and TRL take no smaller weight of a token into the ratio of its response.
+# Lower limit of a token's weight in the ratio of its response, as in the authors' program and TRL.
 SMALLEST_WEIGHT = 1e-8
 
 
@@ -314,19 +333,22 @@ def vespo(
     decay_negative: float = 2.0,
     correction_in: Literal["ratio", "advantages"] = "ratio",
 ) -> LossOutput:
-    """Compute variational sequence-level soft policy optimization, arXiv 2602.10693 (equation number not checked): a
-    policy gradient with a smooth kernel of the whole response's ratio W, not normalised by length.
+    """Compute variational sequence-level soft policy optimization, arXiv 2602.10693 (equation number not checked).
 
-    loss = - sum_t weight_t stop_gradient(phi(W)) A_t log_prob_t, phi(W) = W^power exp(decay (1 - W)), which is 1 at
-    W = 1, and falls off to 0 to both sides.
+    It is a policy gradient with a smooth kernel of the whole response's ratio W, not normalized by length: loss = -
+    sum_t weight_t stop_gradient(phi(W)) A_t log_prob_t, phi(W) = W^power exp(decay (1 - W)), which is 1 at W = 1 and
+    decreases to 0 on both sides.
 
     W is the ratio to the policy that sampled the response. Without a correction that is pi(y) / pi_old(y). A correction
-    that weighs tokens by pi_old / pi_rollout completes it: W = pi(y) / pi_old(y) x the product of these weights, each
+    that weights tokens by pi_old / pi_rollout completes it: W = pi(y) / pi_old(y) x the product of these weights, each
     at least 1e-8, as in the authors' program and TRL. Tokens that another correction rejects do not count in W.
 
-    Args: see the module. power, decay: c_1 and c_2 of the paper, of tokens with A_t >= 0 and A_t < 0. The defaults
-        are TRL's. correction_in: "ratio" as above; "advantages" multiplies A_t by the weights instead, as other losses
-        do, and leaves W as it is without a correction.
+    Args:
+        power_positive, decay_positive: c_1 and c_2 of the paper, for tokens with A_t >= 0. Defaults are TRL's.
+        power_negative, decay_negative: the same for tokens with A_t < 0.
+        correction_in: "ratio" as above. "advantages" multiplies A_t by the weights instead, like other losses, and W is
+            that without a correction.
+        For the others see the module.
 
     Metrics: `clip_fraction` (tokens whose kernel is below a half), `approx_kl`, `ratio` (of tokens), `kernel`.
     """
@@ -358,18 +380,21 @@ def dro(
     beta: float = 0.05,
     over: Literal["response", "token"] = "response",
 ) -> LossOutput:
-    """Compute direct reward optimisation, arXiv 2405.19107, as arXiv 2501.12599 (section 2.3.2) has it for groups
-    (equation numbers not checked): for samples of any policy, without a ratio.
+    """Compute direct reward optimization, arXiv 2405.19107, in the form for groups of arXiv 2501.12599 (section 2.3.2).
 
-    loss = - sum_i weight_i (A_i log pi(y_i) - beta / 2 (log pi(y_i) / pi_old(y_i))^2), weight_i that of a token: up to
-    a constant the square of A_i - beta log pi(y_i) / pi_old(y_i), over 2 beta. With `seq_mean_token_sum` it is the mean
-    over responses. The paper's A_i is a reward less a value: use `dr_grpo`'s.
+    Equation numbers not checked. It works on samples of any policy, without a ratio: loss = - sum_i weight_i (A_i log
+    pi(y_i) - beta / 2 (log pi(y_i) / pi_old(y_i))^2), with weight_i that of a token. Up to a constant that is the
+    square of A_i - beta log pi(y_i) / pi_old(y_i), divided by 2 beta. With `seq_mean_token_sum` it is the mean over
+    responses. The paper's A_i is a reward minus a value: use `dr_grpo`'s.
 
-    Args: see the module. beta: tau of the paper. over: "response" as above. "token" squares each token's log-ratio
-        instead of their sum over the response, as verl does.
+    Args:
+        beta: tau of the paper.
+        over: "response" as above. "token" squares each token's log-ratio instead of their sum over the response, as
+            verl does.
+        For the others see the module.
 
-    Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `square_penalty` (of responses, weighed by their tokens;
-        of tokens with over="token").
+    Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `square_penalty` (of responses, weighted by their tokens;
+    of tokens with over="token").
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
     gains = (weights * advantages * torch.where(active, log_probs, 0.0)).sum()
@@ -393,17 +418,21 @@ def dppo_tv(
     threshold: float = 0.15,
     ratio_max: float | None = None,
 ) -> LossOutput:
-    """Compute divergence PPO with the binary total variation, arXiv 2602.04879, eq. 12, with the binary approximation.
+    """Compute divergence PPO, arXiv 2602.04879, eq. 12, with the binary approximation of total variation.
 
-    loss = - sum_t weight_t M_t r_t A_t with r_t = pi_t / mu_t, mu the policy that sampled. M_t is 0 where the update
-    would lead on outwards from a token that is already far, (A_t > 0 and r_t > 1 or A_t < 0 and r_t < 1) and
-    D_t > threshold, else 1. Here D_t = |pi_t - mu_t|, the total variation of "this token or another".
+    loss = - sum_t weight_t M_t r_t A_t with r_t = pi_t / mu_t, where mu is the policy that sampled. M_t is 0 if the
+    update would move a token further that is already far away: (A_t > 0 and r_t > 1 or A_t < 0 and r_t < 1) and D_t >
+    threshold. Else it is 1. Here D_t = |pi_t - mu_t|, the total variation of "this token or another".
 
-    The ratio already is to the engine's policy: no `correction` beside it.
+    The ratio is to the engine's policy already, so no `correction` is needed.
 
-    Args: see the module. rollout_log_probs: of mu, as the engine reported them. threshold: delta. ratio_max: truncate
-        the ratio. The loss is then - sum_t weight_t M_t stop_gradient(min(r_t, ratio_max)) A_t log_prob_t, as in verl:
-        below the limit it has the same gradient. None: no limit, as in the paper's equation.
+    Args:
+        rollout_log_probs: of mu, as the engine reported them.
+        threshold: delta of the paper.
+        ratio_max: limit of the ratio. The loss is then - sum_t weight_t M_t stop_gradient(min(r_t, ratio_max)) A_t
+            log_prob_t, as in verl, which has the same gradient below the limit. None: no limit, as in the paper's
+            equation.
+        For the others see the module.
 
     Metrics: `clip_fraction` (tokens with M_t = 0), `approx_kl`, `ratio`.
     """
@@ -422,7 +451,7 @@ def dppo_kl(
     threshold: float = 0.05,
     ratio_max: float | None = None,
 ) -> LossOutput:
-    """Compute divergence PPO with the binary KL, arXiv 2602.04879, eq. 12, with the binary KL of its eq. 14.
+    """Compute divergence PPO, arXiv 2602.04879, eq. 12, with the binary KL of its eq. 14.
 
     As `dppo_tv`, with D_t = mu_t log(mu_t / pi_t) + (1 - mu_t) log((1 - mu_t) / (1 - pi_t)).
     """
@@ -432,26 +461,27 @@ def dppo_kl(
 
 
 def binary_tv(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
-    """|pi - mu| of the sampled token. Shapes: any, both the same; log-probs at most 0."""
+    """Return |pi - mu| of the sampled token. Any shape; log-probs are at most 0."""
     return (log_probs.exp() - sampled_log_probs.exp()).abs()
 
 
 def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
-    """KL(mu || pi) of "the sampled token, or another", in nats. Shapes: any, both the same; log-probs at most 0."""
+    """Return KL(mu || pi) of "the sampled token, or another", in nats. Any shape; log-probs are at most 0."""
     mu = sampled_log_probs.exp()
-    # 1 - p without loss for a p near 0; where p is 1 to the last bit, the other tokens still have some probability.
+    # expm1 computes 1 - p accurately for small p. If p is 1 up to rounding, the other tokens still have some
+    # probability.
     smallest = torch.finfo(mu.dtype).tiny
     others_mu, others_pi = -torch.expm1(sampled_log_probs), (-torch.expm1(log_probs)).clamp(min=smallest)
     return mu * (sampled_log_probs - log_probs) + torch.special.xlogy(others_mu, others_mu / others_pi)
 
 
 def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:
-    """Log-probs without gradient where a token trains, else log 1; at most 0."""
+    """Return log-probs without gradient for tokens that train, else 0; at most 0."""
     return [torch.where(active, each.detach(), 0.0).clamp(max=0.0) for each in log_probs]
 
 
 def _held_back(tokens: Tokens, log_probs: Tensor, weights: Tensor, far: Tensor, ratio_max: float | None) -> LossOutput:
-    """Compute the surrogate without the tokens that are `far` and would move further."""
+    """Compute the surrogate without tokens that are `far` and would move further."""
     log_ratio, advantages, active = tokens
     outwards = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     blocked = outwards & far
@@ -459,6 +489,6 @@ def _held_back(tokens: Tokens, log_probs: Tensor, weights: Tensor, far: Tensor, 
     if ratio_max is not None:
         limited = bounded(log_ratio.detach()).exp().clamp(max=ratio_max)
         surrogate = limited * advantages * torch.where(active, log_probs, 0.0)
-    # A product and no torch.where: what is not finite at a blocked token must reach the loss.
+    # A product instead of torch.where: a value that is not finite at a blocked token must reach the loss.
     loss = -(weights * (surrogate * ~blocked)).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, blocked))

@@ -1,15 +1,15 @@
-"""Losses that learn from preferences between whole responses, offline: DPO and its relatives, and Bradley-Terry for
-reward models.
+"""Offline losses on preferences between whole responses: DPO and its relatives, and Bradley-Terry for reward models.
 
-Shapes, in all of them: `[pairs]` float, one number per response (`[samples]` in KTO). More relatives of DPO are in
-`preference_variants`.
-    chosen_log_probs, rejected_log_probs: the sum over a response's tokens of the policy's log-probs (see
-        `response_log_probs`); the gradient flows here. ref_...: the same of the frozen reference.
-    chosen_lengths, rejected_lengths: the number of those tokens.
-    weights: one over the number of pairs in the whole mini-batch, so that shares of micro-batches add up; 0 for
+Shapes in all of them: `[pairs]` float, one number per response (`[samples]` in KTO). `preference_variants` has more
+relatives of DPO.
+    chosen_log_probs, rejected_log_probs: sum of the policy's log-probs over a response's tokens (see
+        `response_log_probs`). Get the gradient. ref_...: the same of the frozen reference.
+    chosen_lengths, rejected_lengths: number of those tokens.
+    weights: one over the number of pairs in the whole mini-batch, so that losses of micro-batches add up; 0 for
         padding, where the other inputs may be anything.
-Metrics of the pairwise ones: `preference_accuracy` (is the chosen response's reward the higher one), `margin` (of the
-rewards), `chosen_reward`, `rejected_reward`; a reward is what the method's own paper calls the implicit reward.
+
+Metrics of pairwise losses: `preference_accuracy` (the chosen response has the higher reward), `margin` (of the
+rewards), `chosen_reward`, `rejected_reward`. A reward is what the method's paper calls the implicit reward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ preference_losses: Registry[LossOutput] = Registry("preference loss", loss_probl
 
 
 def response_log_probs(log_probs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sums, lengths), both `[batch]`, of per-token log-probs `[batch, response]` under a bool mask of that shape."""
+    """Return sums and lengths, both `[batch]`, of log-probs `[batch, response]` under a bool mask of the same shape."""
     return torch.where(response_mask, log_probs, 0.0).sum(dim=1), response_mask.sum(dim=1)
 
 
@@ -40,10 +40,15 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> LossOutput:
-    """Direct preference optimization, arXiv 2305.18290, eq. 7: - log sigmoid(r_w - r_l), r = beta log(pi / pi_ref).
+    """Compute direct preference optimization, arXiv 2305.18290, eq. 7.
 
-    Args: see the module. beta: of the KL. label_smoothing: the chance that a label is the wrong way round, from 0 to a
-        half (the "conservative DPO" of Mitchell 2023): - (1 - s) log sigmoid(m) - s log sigmoid(-m).
+    loss = - log sigmoid(r_w - r_l), with r = beta log(pi / pi_ref).
+
+    Args:
+        beta: strength of the KL constraint.
+        label_smoothing: probability that a label is wrong, from 0 to a half ("conservative DPO", Mitchell 2023): - (1 -
+            s) log sigmoid(m) - s log sigmoid(-m).
+        For the others see the module.
     """
     active = weights != 0
     chosen = beta * _difference(chosen_log_probs, ref_chosen_log_probs, active)
@@ -66,13 +71,17 @@ def ipo(
     beta: float = 0.1,
     average_log_prob: bool = True,
 ) -> LossOutput:
-    """Identity preference optimization, arXiv 2310.12036, eq. 17: (h - 1 / (2 beta))^2, h the difference of the two
-    log(pi / pi_ref), beta the paper's tau.
+    """Compute identity preference optimization, arXiv 2310.12036, eq. 17: (h - 1 / (2 beta))^2.
 
-    Args: see the module. average_log_prob: take log(pi / pi_ref) per token, divided by the response's length, so that
-        beta means the same for short and long responses. So does TRL by default, on the authors' word that their
-        results are of this form (huggingface.co/blog/pref-tuning). False: of whole responses, as eq. 17 stands.
-        Rewards in the metrics: beta log(pi / pi_ref), averaged likewise.
+    h is the difference of the two log(pi / pi_ref), and beta the paper's tau.
+
+    Args:
+        average_log_prob: use log(pi / pi_ref) per token, so that beta means the same for short and long responses. TRL
+            does so by default, because the authors said that their results have this form
+            (huggingface.co/blog/pref-tuning). False: of whole responses, as in eq. 17.
+        For the others see the module.
+
+    Metrics: those of the module, with rewards beta log(pi / pi_ref), averaged likewise.
     """
     active = weights != 0
     chosen = _difference(chosen_log_probs, ref_chosen_log_probs, active)
@@ -97,9 +106,11 @@ def simpo(
     beta: float = 2.0,
     gamma: float = 1.0,
 ) -> LossOutput:
-    """SimPO, arXiv 2405.14734, eq. 6: - log sigmoid(r_w - r_l - gamma), r = beta / length log pi. No reference.
+    """Compute SimPO, arXiv 2405.14734, eq. 6: - log sigmoid(r_w - r_l - gamma), r = beta / length log pi. No reference.
 
-    Args: see the module. gamma: the margin by which the chosen one should win.
+    Args:
+        gamma: margin by which the chosen response should win.
+        For the others see the module.
     """
     active = weights != 0
     chosen = beta * mean_log_probs(chosen_log_probs, chosen_lengths, active)
@@ -118,13 +129,16 @@ def orpo(
     *,
     lam: float = 0.1,
 ) -> LossOutput:
-    """ORPO, arXiv 2403.07691, eq. 6 and 7: SFT on the chosen response, plus lam x - log sigmoid(log odds ratio).
+    """Compute ORPO, arXiv 2403.07691, eq. 6 and 7.
 
-    With P = exp(log pi / length), odds = P / (1 - P), and the SFT term is - log P of the chosen response. No reference.
+    loss = SFT on the chosen response + lam x (- log sigmoid(log odds ratio)). With P = exp(log pi / length), odds = P /
+    (1 - P), and the SFT term is - log P of the chosen response. No reference.
 
-    Args: see the module. lam: the paper's lambda. Rewards in the metrics: lam log P.
+    Args:
+        lam: the paper's lambda.
+        For the others see the module.
 
-    Metrics: those of the module, and `log_odds_ratio`, `sft_loss`.
+    Metrics: those of the module, with rewards lam log P, and `log_odds_ratio`, `sft_loss`.
     """
     active = weights != 0
     chosen = mean_log_probs(chosen_log_probs, chosen_lengths, active)
@@ -148,15 +162,17 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> LossOutput:
-    """Kahneman-Tversky optimization, arXiv 2402.01306, eq. 8: single responses, each desirable or not.
+    """Compute Kahneman-Tversky optimization, arXiv 2402.01306, eq. 8: single responses, each desirable or not.
 
-    loss = sum_i weight_i lambda_i (1 - sigmoid(+- beta (r_i - z))), + where desirable, r = log(pi / pi_ref);
-    z = max(0, mean of log(pi / pi_ref) over mismatched prompts and responses of the mini-batch), without gradient.
+    loss = sum_i weight_i lambda_i (1 - sigmoid(+- beta (r_i - z))), + for desirable ones, r = log(pi / pi_ref); z =
+    max(0, mean of log(pi / pi_ref) over mismatched prompts and responses of the mini-batch), without gradient.
 
-    Args (`[samples]`):
-        log_probs, ref_log_probs: sums over a response's tokens. desirable: bool.
-        reference_kl: scalar, the mean that z is made of (`kto_reference_kl`); the same for all micro-batches.
-        weights: see the module. desirable_weight, undesirable_weight: lambda_D and lambda_U.
+    Args:
+        log_probs, ref_log_probs: `[samples]`, sums over a response's tokens.
+        desirable: `[samples]` bool.
+        reference_kl: scalar, the mean in z (`kto_reference_kl`), equal for all micro-batches.
+        weights: see the module.
+        desirable_weight, undesirable_weight: lambda_D and lambda_U.
 
     Metrics: `desirable_reward`, `undesirable_reward` (beta r), `reference_kl` (z).
     """
@@ -175,37 +191,43 @@ def kto(
 
 
 def kto_reference_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The mean of log(pi / pi_ref) over pairs of a prompt and ANOTHER prompt's response, arXiv 2402.01306, section 4.1.
+    """Estimate the reference point of KTO, arXiv 2402.01306, section 4.1.
 
-    Args: `[samples]` float, sums over the tokens of the mismatched responses, of the WHOLE mini-batch.
+    It is the mean of log(pi / pi_ref) over pairs of a prompt and ANOTHER prompt's response.
 
-    Returns: scalar; 0 for no samples.
+    Args:
+        log_probs, ref_log_probs: `[samples]` float, sums over tokens of the mismatched responses of the WHOLE
+            mini-batch.
+
+    Returns:
+        A scalar; 0 for no samples.
     """
     return (log_probs - ref_log_probs).detach().sum() / max(log_probs.numel(), 1)
 
 
 def finite_where(active: Tensor, values: Tensor) -> Tensor:
-    """Return `values` where `active`, else 0. An infinite one becomes NaN: its sigmoid would hide it."""
+    """Return `values` where `active`, else 0. Infinities become NaN, because a sigmoid would hide them."""
     return nan_if_infinite(torch.where(active, values, 0.0))
 
 
 def _difference(log_probs: Tensor, ref_log_probs: Tensor, active: Tensor) -> Tensor:
+    """Return the log-ratio to the reference where `active`, else 0."""
     return finite_where(active, log_probs - ref_log_probs)
 
 
 def mean_log_probs(log_probs: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
-    """Return the log-prob per token, `[pairs]`: 0, as of a certainty, for an empty response and where not `active`."""
+    """Return the log-prob per token, `[pairs]`; 0 for an empty response and where not `active`."""
     return finite_where(active, log_probs) / lengths.clamp(min=1)
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)); a certainty counts as one to the last bit, so that its odds are finite."""
+    """Return log(p / (1 - p)). A probability of 1 is lowered by one bit, so that its odds are finite."""
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     return log_p - torch.log(-torch.expm1(log_p))
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, active: Tensor) -> MetricSums:
-    """Those of the module, of these rewards `[pairs]`, where `active`."""
+    """Return the module's metrics for these rewards `[pairs]`, where `active`."""
     return {
         "preference_accuracy": moments(chosen > rejected, active),
         "margin": moments(chosen - rejected, active),
@@ -226,16 +248,17 @@ def bradley_terry(
     *,
     center_coef: float = 0.0,
 ) -> LossOutput:
-    """The Bradley-Terry model: - log sigmoid(r_w - r_l), arXiv 2203.02155, section 3.5, eq. 1.
+    """Compute the Bradley-Terry loss: - log sigmoid(r_w - r_l), arXiv 2203.02155, section 3.5, eq. 1.
 
-    With margins, - log sigmoid(r_w - r_l - m), arXiv 2307.09288, eq. 2: the more a response was preferred, the further
-    apart the two should be. The model fixes rewards up to a constant; `center_coef` x (r_w + r_l)^2 keeps them around 0
-    (arXiv 2312.09244, eq. 2).
+    With margins it is - log sigmoid(r_w - r_l - m), arXiv 2307.09288, eq. 2: the clearer the preference, the larger the
+    difference should be. The model determines rewards only up to a constant. `center_coef` x (r_w + r_l)^2 keeps them
+    near 0 (arXiv 2312.09244, eq. 2).
 
-    Args (`[pairs]`):
-        chosen_rewards, rejected_rewards: float; the gradient flows here.
-        weights: float, one over the number of pairs in the whole mini-batch; 0 for padding, where the other inputs may
-            be anything. margins: float, at least 0.
+    Args:
+        chosen_rewards, rejected_rewards: `[pairs]` float. Get the gradient.
+        weights: `[pairs]` float, one over the number of pairs in the whole mini-batch; 0 for padding, where the other
+            inputs may be anything.
+        margins: `[pairs]` float, at least 0. None: no margins.
 
     Metrics: `preference_accuracy`, `margin`, `chosen_reward`, `rejected_reward`.
     """

@@ -1,10 +1,10 @@
-"""DPO's relatives, each a formula of its own over the same two numbers of a pair.
+"""Relatives of DPO, each a formula of the same two numbers of a pair.
 
-Shapes, in all of them: `[pairs]` float (`[samples]` in `bco`).
-    chosen_log_ratios, rejected_log_ratios: h = log(pi / pi_ref) of whole responses; the gradient flows here.
-    weights and metrics: as in `preference_losses`. A reward is beta h, where a function says nothing else.
+Shapes in all of them: `[pairs]` float (`[samples]` in `bco`).
+    chosen_log_ratios, rejected_log_ratios: h = log(pi / pi_ref) of whole responses. Get the gradient.
+    weights and metrics: as in `preference_losses`. A reward is beta h, unless a function says otherwise.
 
-"From memory": an equation from memory of the paper, which was not read again, sections as others name them.
+"From memory" marks an equation that was not compared with the paper again; its section is named as others cite it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from megaverl.errors import DataError
 
 
 def _output(losses: Tensor, chosen: Tensor, rejected: Tensor, weights: Tensor) -> LossOutput:
-    """The weighted sum, with the metrics of these rewards."""
+    """Return the weighted sum of losses with the metrics of these rewards."""
     return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, weights != 0))
 
 
 def _rewards(beta: float, weights: Tensor, *log_ratios: Tensor) -> list[Tensor]:
-    """Return beta h of each; 0 where there is no pair."""
+    """Return beta h for each log-ratio, 0 for padding."""
     return [beta * finite_where(weights != 0, each) for each in log_ratios]
 
 
 @preference_losses.register("hinge")
 def hinge(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1) -> LossOutput:
-    """SLiC's hinge (arXiv 2305.10425, section 2, from memory) on DPO's rewards, as in RSO
-    (arXiv 2309.06657, from memory): max(0, 1 - (r_w - r_l)).
+    """Compute SLiC's hinge loss (arXiv 2305.10425, section 2, from memory) on DPO's rewards: max(0, 1 - (r_w - r_l)).
+
+    RSO uses it in this form (arXiv 2309.06657, from memory).
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     return _output((1.0 - (chosen - rejected)).clamp(min=0.0), chosen, rejected, weights)
@@ -49,12 +50,14 @@ def robust(
     beta: float = 0.1,
     label_smoothing: float = 0.1,
 ) -> LossOutput:
-    """Robust DPO, arXiv 2403.00409, section 3.1 (from memory): with e the share of labels that are the wrong way round,
-    (- (1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e), m = r_w - r_l.
+    """Compute robust DPO, arXiv 2403.00409, section 3.1 (from memory).
 
-    On labels flipped with that chance its mean is DPO's loss on the true ones; it has no lower bound.
+    loss = (- (1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e), m = r_w - r_l, where e is the share of wrong
+    labels. On labels flipped with that probability its mean is DPO's loss on the true ones. It has no lower bound.
 
-    Args: see the module. label_smoothing: e, from 0 to a half.
+    Args:
+        label_smoothing: e, from 0 to a half.
+        For the others see the module.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     right, wrong = logsigmoid(chosen - rejected), logsigmoid(rejected - chosen)
@@ -71,10 +74,14 @@ def exo(
     beta: float = 0.1,
     epsilon: float = 1e-3,
 ) -> LossOutput:
-    """EXO on preferences, arXiv 2402.00856, section 3.2 (from memory): KL(p || q) of p = (sigmoid(m), sigmoid(-m)),
-    m = r_w - r_l, and the labels q = (1 - epsilon, epsilon). DPO is the other way round, KL(q || p).
+    """Compute EXO on preferences, arXiv 2402.00856, section 3.2 (from memory).
 
-    Args: see the module. epsilon: of the labels' smoothing, above 0: without it the KL is infinite.
+    loss = KL(p || q) of p = (sigmoid(m), sigmoid(-m)), m = r_w - r_l, and the labels q = (1 - epsilon, epsilon). DPO is
+    the reverse, KL(q || p).
+
+    Args:
+        epsilon: smoothing of the labels, above 0. Without it the KL is infinite.
+        For the others see the module.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     losses = torch.zeros_like(chosen)
@@ -86,8 +93,9 @@ def exo(
 
 @preference_losses.register("nca")
 def nca(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.01) -> LossOutput:
-    """Noise contrastive alignment of pairs, arXiv 2402.05369, section 4.1 (from memory):
-    - log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l): it holds the chosen likelihood up, too.
+    """Compute noise contrastive alignment of pairs, arXiv 2402.05369, section 4.1 (from memory).
+
+    loss = - log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l). It also keeps the chosen response likely.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     losses = -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
@@ -96,8 +104,9 @@ def nca(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor,
 
 @preference_losses.register("sppo")
 def sppo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 1e-3) -> LossOutput:
-    """Self-play preference optimization with hard labels, arXiv 2405.00675, section 3 (from memory):
-    (h_w - eta (P - 1/2))^2 + (h_l - eta (1 - P - 1/2))^2 with P = 1 and eta = 1 / beta.
+    """Compute self-play preference optimization with hard labels, arXiv 2405.00675, section 3 (from memory).
+
+    loss = (h_w - eta (P - 1/2))^2 + (h_l - eta (1 - P - 1/2))^2 with P = 1 and eta = 1 / beta.
     """
     chosen, rejected = _rewards(1.0, weights, chosen_log_ratios, rejected_log_ratios)
     losses = (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
@@ -108,9 +117,10 @@ def sppo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor
 def apo_zero(
     chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1
 ) -> LossOutput:
-    """Anchored preference optimization, arXiv 2408.06266, section 4 (from memory): - sigmoid(r_w) + sigmoid(r_l).
+    """Compute anchored preference optimization, APO-zero of arXiv 2408.06266, section 4 (from memory).
 
-    The chosen one becomes likelier and the rejected one less likely: for chosen responses better than the policy's own.
+    loss = - sigmoid(r_w) + sigmoid(r_l). The chosen response becomes likelier and the rejected one less likely. Meant
+    for chosen responses that are better than the policy's own.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     return _output(torch.sigmoid(rejected) - torch.sigmoid(chosen), chosen, rejected, weights)
@@ -120,9 +130,10 @@ def apo_zero(
 def apo_down(
     chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1
 ) -> LossOutput:
-    """Anchored preference optimization, arXiv 2408.06266, section 4 (from memory): sigmoid(r_w) - sigmoid(r_w - r_l).
+    """Compute anchored preference optimization, APO-down of arXiv 2408.06266, section 4 (from memory).
 
-    Both become less likely, the rejected one more so: for chosen responses worse than the policy's own.
+    loss = sigmoid(r_w) - sigmoid(r_w - r_l). Both responses become less likely, the rejected one more so. Meant for
+    chosen responses that are worse than the policy's own.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     return _output(torch.sigmoid(chosen) - torch.sigmoid(chosen - rejected), chosen, rejected, weights)
@@ -137,11 +148,15 @@ def discopop(
     beta: float = 0.05,
     tau: float = 0.05,
 ) -> LossOutput:
-    """DiscoPOP, the log-ratio modulated loss of arXiv 2406.08414, section 3
-    (from memory, and as in its authors' model card):
-    (1 - s) x - log sigmoid(m) + s exp(-m), m = r_w - r_l, s = sigmoid(m / tau).
+    """Compute DiscoPOP, the log-ratio modulated loss of arXiv 2406.08414, section 3.
 
-    Args: see the module. tau: temperature of the blend of the two. The exponential is held within e^+-20.
+    Written from memory and from the authors' model card.
+
+    loss = (1 - s) x - log sigmoid(m) + s exp(-m), m = r_w - r_l, s = sigmoid(m / tau).
+
+    Args:
+        tau: temperature of the blend. The exponential is limited to e^+-20.
+        For the others see the module.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     margin = chosen - rejected
@@ -160,14 +175,16 @@ def f_dpo(
     divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon", "alpha"] = "forward_kl",
     alpha: float = 0.5,
 ) -> LossOutput:
-    """f-DPO, arXiv 2309.16240 (from memory): DPO under another divergence from the reference, - log sigmoid(r_w - r_l),
-    r = beta f'(u), u = pi / pi_ref.
+    """Compute f-DPO, arXiv 2309.16240 (from memory): DPO under another divergence from the reference.
 
-    f'(u) is log u for reverse_kl (DPO itself), -1 / u for forward_kl, log(2 u / (1 + u)) for jensen_shannon and
-    (1 - u^-alpha) / alpha for alpha, each up to a constant, which falls out.
+    loss = - log sigmoid(r_w - r_l), r = beta f'(u), u = pi / pi_ref. f'(u) is log u for reverse_kl (DPO itself), -1 / u
+    for forward_kl, log(2 u / (1 + u)) for jensen_shannon and (1 - u^-alpha) / alpha for alpha, each up to a constant,
+    which cancels.
 
-    Args: see the module. alpha: of the divergence of that name, above 0 and below 1. Log-ratios are held within +-20
-        where they go into exp(); beyond, they have no gradient.
+    Args:
+        alpha: parameter of the divergence of that name, above 0 and below 1. Log-ratios are limited to +-20 inside
+            exp(); beyond, they have no gradient.
+        For the others see the module.
     """
 
     def slope(h: Tensor) -> Tensor:
@@ -192,15 +209,17 @@ def wpo(
     beta: float = 0.1,
     max_weight: float | None = 1.0,
 ) -> LossOutput:
-    """Compute weighted preference optimization, arXiv 2406.11827 (from memory), with its sampled alignment: DPO's loss,
-    times w(y_w) w(y_l), without gradient. So pairs that the policy would not write itself count less.
+    """Compute weighted preference optimization, arXiv 2406.11827 (from memory), with its sampled alignment.
 
-    log w(y) = mean over tokens of log pi(y_t) - log sum_v pi(v)^2: how likely a token is, next to what a token that is
-    drawn from the policy has on average.
+    It is DPO's loss times w(y_w) w(y_l), without gradient, so pairs that the policy would not write itself count less.
+    log w(y) = mean over tokens of log pi(y_t) - log sum_v pi(v)^2: the likelihood of a token relative to the average of
+    tokens drawn from the policy.
 
-    Args: see the module. chosen_alignment, rejected_alignment: log w, of the policy at the start of the update.
+    Args:
+        chosen_alignment, rejected_alignment: log w, of the policy at the start of the update.
         max_weight: upper limit of w(y_w) w(y_l), 1 in the authors' program. None: no limit, as in TRL's
             `use_weighting`.
+        For the others see the module.
 
     Metrics: those of the module, and `pair_weight`.
     """
@@ -221,14 +240,16 @@ def aot(
     *,
     beta: float = 0.1,
 ) -> LossOutput:
-    """Alignment by optimal transport, paired, arXiv 2406.05882, section 3 (from memory): over the mini-batch the k-th
-    largest of the policy's log pi(y_w) / pi(y_l) should be above the k-th largest of the reference's.
+    """Compute alignment by optimal transport, paired, arXiv 2406.05882, section 3 (from memory).
 
-    loss = mean over k of - log sigmoid(beta (policy's k-th - reference's k-th)).
+    Over the mini-batch the k-th largest of the policy's log pi(y_w) / pi(y_l) should exceed the k-th largest of the
+    reference's: loss = mean over k of - log sigmoid(beta (policy's k-th - reference's k-th)).
 
-    Args: see the module. margin_shifts: what makes of h_w - h_l the difference of those two: the reference's
-        log pi(y_w) / pi(y_l) of this pair, less the one of the pair that has the rank among the reference's which this
-        one has among the policy's, at the start of the update.
+    Args:
+        margin_shifts: difference between that and h_w - h_l: the reference's log pi(y_w) / pi(y_l) of this pair, minus
+            that of the pair whose rank in the reference equals this pair's rank in the policy, at the start of the
+            update.
+        For the others see the module.
     """
     active = weights != 0
     margins = finite_where(active, chosen_log_ratios - rejected_log_ratios + margin_shifts.detach())
@@ -246,19 +267,24 @@ def aot_unpaired(
     *,
     beta: float = 0.1,
 ) -> LossOutput:
-    """Alignment by optimal transport, unpaired, arXiv 2406.05882, section 3 (from memory): the k-th largest reward
-    of the mini-batch's chosen responses should be above the k-th largest of its rejected ones, of whichever prompts.
+    """Compute alignment by optimal transport, unpaired, arXiv 2406.05882, section 3 (from memory).
 
-    loss = mean over k of - log sigmoid(k-th chosen r - k-th rejected r).
+    The k-th largest reward of the mini-batch's chosen responses should exceed the k-th largest of its rejected ones,
+    whatever their prompts: loss = mean over k of - log sigmoid(k-th chosen r - k-th rejected r).
 
-    Args: see the module. chosen_matched: for each chosen response the rejected one's log-ratio of the same rank at the
-        start of the update; rejected_matched: for each rejected one the chosen one's. Each response has the gradient of
-        the match that it is in, and each match counts once.
+    Args:
+        chosen_matched: for each chosen response the log-ratio of the rejected one with the same rank at the start of
+            the update.
+        rejected_matched: for each rejected response that of the chosen one.
+        For the others see the module.
+
+    Each response gets the gradient of its match, and each match counts once.
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     above = beta * finite_where(active, rejected_matched).detach()
     below = beta * finite_where(active, chosen_matched).detach()
+    # This has the right gradient and twice the value.
     both = -logsigmoid(chosen - below) - logsigmoid(above - rejected)  # its gradient, and twice its value
     return _output(both - 0.5 * both.detach(), chosen, rejected, weights)
 
@@ -274,17 +300,19 @@ def cpo(
     lam: float = 1.0,
     sft_over: Literal["response", "token"] = "response",
 ) -> LossOutput:
-    """Compute contrastive preference optimization, arXiv 2401.08417, section 3 (from memory):
-    - log sigmoid(beta log pi(y_w) - beta log pi(y_l)) - lam log pi(y_w). No reference.
+    """Compute contrastive preference optimization, arXiv 2401.08417, section 3 (from memory).
 
-    Args: log-probs as in `preference_losses`, of whole responses. lam: of the second term, in the paper 1. Rewards in
-        the metrics: beta log pi.
-        mean_chosen_length: scalar, tokens of a chosen response in the mean over the mini-batch; for sft_over="token".
-        sft_over: what the second term is a mean over. "response": the sum over a response's tokens, as in the paper.
-            "token": all tokens of the mini-batch's chosen responses, as in TRL, whose `cpo_alpha` is lam. This term is
-            smaller by the factor `mean_chosen_length`.
+    loss = - log sigmoid(beta log pi(y_w) - beta log pi(y_l)) - lam log pi(y_w). No reference.
 
-    Metrics: those of the module, and `sft_loss`, as `sft_over` says.
+    Args:
+        chosen_log_probs, rejected_log_probs: of whole responses, as in `preference_losses`.
+        mean_chosen_length: scalar, mean tokens of a chosen response in the mini-batch, for sft_over="token".
+        lam: factor on the second term, 1 in the paper.
+        sft_over: averaging of the second term. "response": the sum over a response's tokens, as in the paper. "token":
+            all tokens of the mini-batch's chosen responses, as in TRL, whose `cpo_alpha` is lam. That is smaller by the
+            factor `mean_chosen_length`.
+
+    Metrics: those of the module, with rewards beta log pi, and `sft_loss`, averaged as `sft_over` says.
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_probs, rejected_log_probs)
@@ -309,10 +337,13 @@ def alphapo(
     gamma: float = 0.25,
     alpha: float = 0.25,
 ) -> LossOutput:
-    """AlphaPO, arXiv 2501.03884 (from memory): - log sigmoid(r_w - r_l - gamma), r = beta (1 - p^-alpha) / alpha,
-    p = pi^(1 / length). No reference.
+    """Compute AlphaPO, arXiv 2501.03884 (from memory): - log sigmoid(r_w - r_l - gamma). No reference.
 
-    Args: as `simpo`, which it is at alpha 0. alpha: shape of the reward, of either sign.
+    r = beta (1 - p^-alpha) / alpha, p = pi^(1 / length).
+
+    Args:
+        alpha: shape of the reward, of either sign. At 0 the loss is SimPO's.
+        For the others see `simpo`.
     """
     active = weights != 0
     chosen, rejected = (
@@ -335,14 +366,15 @@ def bco(
     *,
     beta: float = 0.1,
 ) -> LossOutput:
-    """Binary classifier optimization, arXiv 2404.04656, section 4 (from memory): single responses, each desirable
-    or not.
+    """Compute binary classifier optimization, arXiv 2404.04656, section 4 (from memory): single responses with a label.
 
-    loss = sum_i weight_i x - log sigmoid(+- (r_i - delta)), + where desirable, delta the reward shift: the mean of the
-    desirable and the undesirable ones' mean reward. The paper averages delta over steps too, and reweighs prompts that
-    only one of the two has; here it is of the mini-batch.
+    loss = sum_i weight_i x - log sigmoid(+- (r_i - delta)), + for desirable ones. delta is the reward shift: the mean
+    of the desirable and the undesirable responses' mean reward. The paper averages delta over steps too, and reweights
+    prompts that have only one kind; here it is that of the mini-batch.
 
-    Args (`[samples]`): as `kto`. reward_shift: scalar, delta / beta (`mean_log_ratio`), the same for all micro-batches.
+    Args:
+        reward_shift: scalar, delta / beta (`mean_log_ratio`), equal for all micro-batches.
+        For the others see `kto`.
 
     Metrics: `desirable_reward`, `undesirable_reward` (r), `reward_shift` (delta).
     """
@@ -359,12 +391,16 @@ def bco(
 
 
 def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
-    """The mean of the desirable and the undesirable responses' mean log(pi / pi_ref), without gradient; of the one kind
-    alone where there is no other.
+    """Return the mean of the desirable and the undesirable responses' mean log(pi / pi_ref), without gradient.
 
-    Args (`[samples]`, of the WHOLE mini-batch): log_ratios: float. desirable: bool.
+    If there is only one kind, its mean is returned.
 
-    Returns: scalar; 0 for no samples.
+    Args:
+        log_ratios: `[samples]` float, of the WHOLE mini-batch.
+        desirable: `[samples]` bool.
+
+    Returns:
+        A scalar; 0 for no samples.
     """
     kept = log_ratios.detach()
     kinds = [kept[each].mean() for each in (desirable, ~desirable) if bool(each.any())]
@@ -372,9 +408,10 @@ def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
 
 
 def matched(values: Tensor, others: Tensor) -> Tensor:
-    """For each of `values` the one of `others` with the same rank; of equal ones the first has the lower rank.
+    """Return for each of `values` the one of `others` with the same rank. Of equal values the first has the lower rank.
 
-    Args: `[pairs]` float, of the WHOLE mini-batch.
+    Args:
+        values, others: `[pairs]` float, of the WHOLE mini-batch.
     """
     ranks = values.argsort(stable=True).argsort(stable=True)
     return others.sort(stable=True).values[ranks]

@@ -1,4 +1,4 @@
-"""Algorithms by name: a decorator registers a function, its signature says what it needs."""
+"""Registries of algorithms by name. A decorator registers a function, and its signature declares what it needs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ from megaverl.user_code import describe, user_code, where_raised
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# (what a function returned, what it was called with) -> what was found and what is expected; None where it is right
+# (result of a function, its inputs) -> what was found and what is expected, or None if the result is valid.
 Problem = Callable[[Any, Mapping[str, Any]], str | None]
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A registered function, with what its signature declares.
+    """Registered function, with the needs that its signature declares.
 
-    Positional parameters are inputs, taken from a batch by their name (those with a default may be absent);
-    keyword-only parameters are options, set from the configuration. So the caller can see before a run
-    that GAE reads `values`, and hence wants a critic, without knowing anything else about GAE.
+    Positional parameters are inputs, taken from a batch by name; those with a default may be absent. Keyword-only
+    parameters are options, set from the configuration. So a caller can see before a run that GAE reads `values` and
+    hence needs a critic, without knowing anything else about GAE.
+
+    Attributes:
+        kind: kind of function, for messages.
+        name: registered name, or `module:function`.
+        function: the function.
+        inputs: inputs without a default.
+        optional_inputs: inputs with a default.
+        options: option -> default; inspect.Parameter.empty if there is none.
+        problem: checks the result of a user's function.
+        of_groups: the function can compute on some groups of a batch by itself, given `all_reduce` for sums over all.
     """
 
     kind: str
@@ -37,12 +47,11 @@ class Entry(Generic[T]):
     of_groups: bool = False
 
     def __call__(self, inputs: Mapping[str, Any], **options: Any) -> T:
-        """Call with the inputs that the function declares, out of a larger mapping.
+        """Call the function with the inputs that it declares, selected from a larger mapping.
 
         Raises:
-            DataError: an input that it needs is absent.
-            ConfigError: an option that it does not have, or lacks; a function of the user's own that raises, or
-                returns what it should not.
+            DataError: a required input is absent.
+            ConfigError: an option is unknown or missing, or a user's function raises or returns an invalid result.
         """
         missing = [name for name in self.inputs if inputs.get(name) is None]
         if missing:
@@ -61,13 +70,17 @@ class Entry(Generic[T]):
         return result
 
     def _failed(self, error: BaseException) -> ConfigError:
-        """Return the error for what the user's function raised, with the line in its file."""
+        """Return the error for an exception of a user's function, with the line in its file."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         where = where_raised(error, code.co_filename) if code else ""
         return ConfigError(f"{self.kind} '{self.name}' raised {describe(error)}{where}")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise one ConfigError that lists every unknown and every missing option."""
+        """Check the names of options.
+
+        Raises:
+            ConfigError: lists every unknown and every missing option.
+        """
         mistakes = [
             f"{self.kind} '{self.name}' has no option '{name}'{_hint(name, list(self.options))}"
             for name in options
@@ -83,11 +96,17 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Functions of one kind under their names.
+    """Functions of one kind by name.
 
     Args:
-        kind: the word used in messages ("policy loss").
-        problem: looks at what a function of the user's own returns.
+        kind: kind of function, for messages ("policy loss").
+        problem: checks the results of users' functions.
+
+    Example:
+            losses: Registry[LossOutput] = Registry("policy loss")
+            @losses.register("mine")
+            def mine(log_probs, weights, *, strength=1.0): ...
+            losses.get("mine")(batch, strength=2.0)
     """
 
     def __init__(self, kind: str, problem: Problem | None = None) -> None:
@@ -95,13 +114,13 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
 
     def register(self, name: str, *, of_groups: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Decorator: file a function under `name` and return it unchanged.
+        """Return a decorator that registers a function under `name` and returns it unchanged.
 
         Args:
             of_groups: see `Entry`.
 
         Raises:
-            ConfigError: the name is taken by another function.
+            ConfigError: the name is already registered.
         """
 
         def file_it(function: Callable[P, T]) -> Callable[P, T]:
@@ -113,10 +132,10 @@ class Registry(Generic[T]):
         return file_it
 
     def get(self, name: str) -> Entry[T]:
-        """The entry called `name`; a name with a colon, `module:function`, is imported.
+        """Return the entry called `name`. A name with a colon, `module:function`, is imported.
 
         Raises:
-            ConfigError: unknown name (the nearest ones are listed), or an import that fails.
+            ConfigError: the name is unknown (lists the closest ones), or the import fails.
         """
         if name in self._entries:
             return self._entries[name]
@@ -129,6 +148,7 @@ class Registry(Generic[T]):
         )
 
     def names(self) -> list[str]:
+        """Return all registered names, sorted."""
         return sorted(self._entries)
 
     def __contains__(self, name: object) -> bool:
@@ -141,6 +161,11 @@ class Registry(Generic[T]):
 def _entry(
     kind: str, name: str, function: Callable[..., T], problem: Problem | None, of_groups: bool = False
 ) -> Entry[T]:
+    """Return the entry for a function, read from its signature.
+
+    Raises:
+        ConfigError: a parameter has no name of its own, such as `**options`.
+    """
     inputs, optional_inputs, options = [], [], {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -157,7 +182,11 @@ def _entry(
 
 
 def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | None:
-    """A `Problem` of a tensor that must have a shape; `where` it is in what was returned: "its loss, "."""
+    """Return what is wrong with a value that should be a tensor of this shape, or None.
+
+    Args:
+        where: place of the value in a result, for the message, such as "as loss ".
+    """
     found = getattr(value, "shape", None)
     if found is None:
         return f"{where}{type(value).__name__}; expected a tensor of shape {list(shape)}"
@@ -165,9 +194,11 @@ def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | N
 
 
 def _hint(name: str, known: list[str]) -> str:
+    """Return a suggestion of similar names, or ""."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
 
 
 def _names(names: list[str]) -> str:
+    """Return quoted names joined by commas."""
     return ", ".join(f"'{name}'" for name in names) or "nothing"

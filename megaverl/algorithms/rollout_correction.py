@@ -1,8 +1,8 @@
-"""Corrections for samples of another policy than the trained one: the engine's rounding, or older weights.
+"""Corrections for samples from another policy than the trained one, due to the engine's rounding or older weights.
 
-With rho_t = pi_old(t) / pi_rollout(t), old being Megatron's log-probs at the start of the update and rollout those
-that the engine reported, each function returns a factor per token; the factor multiplies the token's advantage. A
-log-prob that is NaN makes NaN of the factors that depend on it.
+Let rho_t = pi_old(t) / pi_rollout(t), where old are Megatron's log-probs at the start of the update and rollout those
+that the engine reported. Each function returns a factor per token, which multiplies the token's advantage. A log-prob
+of NaN makes the factors that depend on it NaN.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from megaverl.algorithms.registry import Registry, tensor_problem
 
 
 class Correction(NamedTuple):
-    """factors: `[batch, response]` float, no gradient, 0 outside the mask.
+    """Result of a correction.
 
-    metrics: `mismatch_ratio` (mean rho_t), `mismatch_kl` (k3 of rollout against old), `correction_factor`, and
-        `correction_fraction`, the tokens that a limit touched.
+    Attributes:
+        factors: `[batch, response]` float without gradient, 0 outside the mask.
+        metrics: `mismatch_ratio` (mean rho_t), `mismatch_kl` (k3 of rollout against old), `correction_factor`, and
+            `correction_fraction`, the share of tokens that a limit changed.
     """
 
     factors: Tensor
@@ -29,6 +31,7 @@ class Correction(NamedTuple):
 
 
 def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a user's correction, or None."""
     if not isinstance(result, Correction):
         return f"{type(result).__name__}; expected Correction(factors, metrics)"
     return tensor_problem(result.factors, inputs["response_mask"].shape, "as factors ")
@@ -46,13 +49,16 @@ def token_truncate(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Correction:
-    """Truncated importance sampling per token: min(rho_t, high), and at least `low`, a floor of this project's users.
+    """Compute truncated importance sampling per token: min(rho_t, high), and at least `low`, which is an addition.
 
-    Source: Espeholt et al., arXiv 1802.01561, section 4.1 (rho-bar); for engine against trainer Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training" (fengyao.notion.site/off-policy-rl).
+    Source: Espeholt et al., arXiv 1802.01561, section 4.1 (rho-bar); for engine against trainer Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training" (fengyao.notion.site/off-policy-rl).
 
-    Args (all `[batch, response]`): old_log_probs, rollout_log_probs: float; read under the mask only.
-        response_mask: bool. high: C of the source.
+    Args:
+        old_log_probs, rollout_log_probs: `[batch, response]` float. Only values under the mask are read.
+        response_mask: `[batch, response]` bool.
+        low: smallest factor.
+        high: C of the source.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     rho = bounded(log_rho).exp()
@@ -68,7 +74,7 @@ def token_mask(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Correction:
-    """rho_t where low <= rho_t <= high, else 0: IcePop, arXiv 2510.18855. Arguments as `token_truncate`."""
+    """Return rho_t where low <= rho_t <= high, else 0: IcePop, arXiv 2510.18855. Arguments as `token_truncate`."""
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     rho = bounded(log_rho).exp()
     outside = (rho < low) | (rho > high)
@@ -79,10 +85,10 @@ def token_mask(
 def sequence_truncate(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, *, high: float = 2.0
 ) -> Correction:
-    """Truncated importance sampling of whole responses: min(prod_t rho_t, high) at every token.
+    """Compute truncated importance sampling of whole responses: min(prod_t rho_t, high) at every token.
 
-    Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference
-    mismatch" (richardli.xyz/rl-collapse). Arguments as `token_truncate`.
+    Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch"
+    (richardli.xyz/rl-collapse). Arguments as `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     rho = bounded(log_rho.sum(dim=1, keepdim=True)).exp().expand_as(log_rho)
@@ -98,7 +104,7 @@ def sequence_mask(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Correction:
-    """prod_t rho_t at every token where it lies within low..high, else 0: the whole response is left out.
+    """Return prod_t rho_t at every token if it is within low..high, else 0, which leaves out the whole response.
 
     Source: masked importance sampling, as `sequence_truncate`. Arguments as `token_truncate`.
     """
@@ -117,10 +123,10 @@ def geometric_mask(
     low: float = 0.99,
     high: float = 1.01,
 ) -> Correction:
-    """1 at every token of a response whose geometric mean of rho_t lies within low..high, else 0.
+    """Return 1 at every token of a response whose geometric mean of rho_t is within low..high, else 0.
 
-    Rejection alone, and fair to long responses: the product over a thousand tokens leaves every window. Source: Liu
-    and Li 2025, as `sequence_truncate`, its length-normalised form. Arguments as `token_truncate`.
+    It only rejects, and is fair to long responses: the product over a thousand tokens leaves every window. Source: Liu
+    and Li 2025, as `sequence_truncate`, its length-normalized form. Arguments as `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     count = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -141,14 +147,16 @@ def reject(
     low: float | None = None,
     high: float,
 ) -> Correction:
-    """1 where an estimate of KL(rollout || old) lies within low..high, in nats, else 0: rejection alone.
+    """Return 1 where an estimate of KL(rollout || old), in nats, is within low..high, else 0. It only rejects.
 
-    k1 = - log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho of each token; of tokens one by one, or their sum, mean
-    or maximum over a response, which is then kept or left out as a whole. k1 by sum limits the ratio of responses, by
-    mean its geometric mean. Source: Schulman's estimators, see `kl`, as limits for whole responses by Liu and Li 2025,
-    as `geometric_mask`.
+    k1 = - log rho, k2 = (log rho)^2 / 2 and k3 = rho - 1 - log rho are estimates per token. They are compared one by
+    one, or as their sum, mean or maximum over a response, which is then kept or rejected as a whole. k1 by sum limits
+    the ratio of responses, by mean its geometric mean. Source: Schulman's estimators, see `kl`, as limits for whole
+    responses by Liu and Li 2025, as `geometric_mask`.
 
-    Args: as `token_truncate`. low: None: no lower limit; k1 may be negative.
+    Args:
+        old_log_probs, rollout_log_probs, response_mask: as in `token_truncate`.
+        low: lower limit, since k1 may be negative. None: no limit.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     held = bounded(log_rho)
@@ -173,11 +181,16 @@ def off_policy_mask(
     *,
     high: float = 0.5,
 ) -> Correction:
-    """Off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556 (equation number not checked): 0 at tokens with a
-    negative advantage of a response that the policy has left, 1/|y| sum_t log(pi_rollout(t) / pi(t)) > high, else 1.
+    """Compute off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556 (equation number not checked).
 
-    Args (all `[batch, response]`): log_probs: float, of the policy as it is now, no gradient is taken.
-        rollout_log_probs, response_mask: as `token_truncate`. advantages: float. high: delta, in nats per token.
+    The factor is 0 at tokens with a negative advantage in a response from which the policy has moved away, 1/|y| sum_t
+    log(pi_rollout(t) / pi(t)) > high, else 1.
+
+    Args:
+        log_probs: `[batch, response]` float, of the current policy. It gets no gradient.
+        rollout_log_probs, response_mask: as in `token_truncate`.
+        advantages: `[batch, response]` float.
+        high: delta of the source, in nats per token.
     """
     log_rho = _log_rho(log_probs, rollout_log_probs, response_mask)
     left = -log_rho.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -186,9 +199,10 @@ def off_policy_mask(
 
 
 def combined(parts: Sequence[Correction], response_mask: Tensor) -> Correction:
-    """The product of several: a token that one rejects is rejected, what is left has the others' weights.
+    """Return the product of several corrections. A token rejected by one is rejected; others have all weights.
 
-    Metrics: the first one's, with the `correction_factor` of the product, and `rejected_fraction`, its zeros.
+    Metrics: those of the first correction, with the `correction_factor` of the product, and `rejected_fraction`, its
+    share of zeros.
     """
     factors = torch.stack([part.factors for part in parts]).prod(dim=0)
     metrics = {
@@ -200,10 +214,12 @@ def combined(parts: Sequence[Correction], response_mask: Tensor) -> Correction:
 
 
 def _log_rho(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return log rho_t, 0 outside the mask, without gradient."""
     return torch.where(mask, old_log_probs.detach() - rollout_log_probs.detach(), 0.0)
 
 
 def _correction(log_rho: Tensor, mask: Tensor, factors: Tensor, touched: Tensor) -> Correction:
+    """Return factors with their metrics."""
     factors, log_rho = torch.where(mask, factors, 0.0), bounded(log_rho)
     metrics = {
         "mismatch_ratio": moments(log_rho.exp(), mask),
