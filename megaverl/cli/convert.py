@@ -1,4 +1,8 @@
-"""`megaverl convert SOURCE OUTPUT`: Hugging Face <-> Megatron distributed checkpoint, Megatron <-> Megatron, GGUF."""
+"""The command `megaverl convert SOURCE OUTPUT`, which converts a model between formats.
+
+Formats: Hugging Face to and from Megatron's distributed checkpoint, Megatron to another Megatron grid, and GGUF to
+Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to a parser."""
     parser.add_argument(
         "source",
         type=Path,
@@ -61,11 +66,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Run a conversion on this rank. Only the first rank reports an error or the result."""
     first = os.environ.get("RANK", "0") == "0"
     try:
         _convert(arguments)
     except MegaverlError:
         if first:  # all ranks raise the same
+            # All ranks raise the same error, so one report is enough.
             raise
         return FAILED
     except KeyboardInterrupt:
@@ -77,10 +84,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    """Check the arguments, and convert with the converter for the source's format."""
     import torch
 
     from megaverl.checkpoint.convert.run import ConversionRequest, convert_named, kind_of_name, parse_size, target_grid
 
+    # torch and the converters are imported here rather than at the top, so that --help is fast.
     kind = kind_of_name(arguments.source)
     to = arguments.to or ("megatron" if kind == "hugging_face" else "hf")
     shard_bytes = parse_size(arguments.shard_size) if arguments.shard_size else None
@@ -121,7 +130,15 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
-    """All that does not go together, at once."""
+    """Check that the arguments fit together, and with the source's format.
+
+    Args:
+        kind: format of the source, as `kind_of_name` returns it.
+        to: "megatron" or "hf".
+
+    Raises:
+        ConfigError: lists everything that does not fit.
+    """
     mistakes = []
     if kind == "gguf" and to == "megatron":
         mistakes.append("--to megatron from a .gguf file: convert it to hf first, then that folder")

@@ -1,5 +1,8 @@
-"""Commands about what can be given: `keys` lists the configuration's keys, `completion` has a shell complete them,
-`models` says what can be trained."""
+"""Commands that list what megaverl accepts.
+
+`keys` lists the configuration's keys, `completion` prints a script with which a shell completes them, and `models`
+lists the models that can be trained.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,7 @@ compdef _megaverl megaverl
 complete -c megaverl -a '(megaverl completion --words (commandline -opc)[2..-1] (commandline -ct))'
 """,
 }
+# Commands whose arguments are completed as configuration keys.
 TAKE_KEYS = ("train", "sft", "eval", "generate", "quickstart", "plan", "flow", "keys")
 
 
@@ -70,6 +74,7 @@ def _keys_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
+    """Print the keys that begin with a prefix."""
     prefix = arguments.prefix.strip(".")
     lines = list(_lines(prefix))
     if not lines:
@@ -81,6 +86,10 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _lines(prefix: str) -> Iterator[str]:
+    """Yield one text per key below the prefix: key, type, default and meaning.
+
+    Keys that are passed to another library are listed only if the prefix asks for them: there are hundreds.
+    """
     for key, kind, default, description in described_keys(Config):
         if _below(key, prefix):
             yield f"{key}: {kind} = {default}\n    {description}"
@@ -94,7 +103,10 @@ def _lines(prefix: str) -> Iterator[str]:
 
 
 def _summary(description: str) -> str:
-    """Return the first paragraph of another library's description on one line, and what it introduces by a colon."""
+    """Return the first paragraph of another library's description, on one line.
+
+    A paragraph that ends in a colon introduces the next one, which is then included.
+    """
     text = ""
     for paragraph in description.strip().split("\n\n"):
         text = f"{text} {' '.join(paragraph.split())}".strip()
@@ -104,6 +116,7 @@ def _summary(description: str) -> str:
 
 
 def _below(key: str, prefix: str) -> bool:
+    """Return whether the key is the prefix itself, or lies below it."""
     return not prefix or key == prefix or key.startswith(prefix + ".")
 
 
@@ -113,6 +126,7 @@ def _models_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> int:
+    """Print which models are supported: all of them, or the one in a folder."""
     from megaverl.models.folder import ANY, NAMED, support_of
 
     if arguments.folder is not None:
@@ -130,6 +144,7 @@ def _models(arguments: argparse.Namespace) -> int:
 
 
 def _support(each: Support) -> str:
+    """Format one kind of support, such as training or export, as a line: name, yes or no, reason."""
     return f"{each.what:<9} {'yes' if each.works else 'no':<4} {each.why}"
 
 
@@ -139,8 +154,10 @@ def _completion_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
+    """Print a shell's completion script, or the completions that this script asks for (`--words`)."""
     if arguments.words is not None:
-        print("\n".join(words(arguments.argv[1:])))  # as given: argparse drops a `--`
+        # `argparse` drops a `--` that was typed, so the arguments before parsing are used.
+        print("\n".join(words(arguments.argv[1:])))
     elif arguments.shell is None:
         raise UsageError(f"name a shell: {', '.join(SCRIPTS)}")
     else:
@@ -149,7 +166,11 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def words(typed: Sequence[str]) -> Iterator[str]:
-    """What the last of the words after `megaverl` may become."""
+    """Yield the possible completions of the last word.
+
+    Args:
+        typed: words after `megaverl`. The last one is incomplete, and may be empty.
+    """
     from megaverl.cli.main import COMMANDS, parser_of
 
     *before, last = typed or [""]
@@ -158,6 +179,7 @@ def words(typed: Sequence[str]) -> Iterator[str]:
     elif before[0] not in COMMANDS:
         return
     elif last.startswith("-"):
+        # The options are taken from the printed help, since argparse has no public list of them.
         lines = [line for line in parser_of(before[0]).format_help().splitlines() if line.startswith("  -")]
         options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", "\n".join(lines)))
         yield from (option for option in options if option.startswith(last))
@@ -170,9 +192,16 @@ def words(typed: Sequence[str]) -> Iterator[str]:
 
 
 def _next_parts(begin: str, end: str) -> Iterator[str]:
-    """Keys of the configuration; only the next part of a name, so that the list stays short."""
+    """Yield keys of the configuration that begin with `begin`, up to their next dot.
+
+    Stopping at the dot keeps the list short.
+
+    Args:
+        end: added to a complete key.
+    """
     found = set()
     for entry in described_keys(Config):
+        # `.N.` stands for an index into a list of sections. It cannot be typed as it is, so it is not offered.
         if entry.key.startswith(begin) and ".N." not in entry.key:
             rest = entry.key[len(begin) :]
             found.add(begin + rest.partition(".")[0] + ("." if "." in rest else end))

@@ -1,4 +1,7 @@
-"""`megaverl COMMAND`: the one entry point. A command's module is imported when the command is asked for."""
+"""The entry point `megaverl COMMAND`: finds the command, parses its arguments and runs it.
+
+A command's module is imported only when the command is asked for, so that `megaverl --help` does not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from megaverl.cli.options import Subcommand
 
 
-# name -> the module of this folder whose `COMMANDS` has it, and what `megaverl --help` says of it
+# Maps a command's name to the module of this folder whose `COMMANDS` holds it, and to its line in `megaverl --help`.
 COMMANDS = {
     "train": ("train", "reinforcement learning: PPO, GRPO and their kin"),
     "sft": ("train", "a warm-up by supervised fine-tuning on prompt/answer pairs"),
@@ -60,7 +63,14 @@ megaverl COMMAND --help shows a command's options; megaverl --version the versio
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code (0: done, 1: failed, 2: a mistake in the command or configuration)."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: arguments after the program's name. None: those of this process.
+
+    Returns:
+        0: done, 1: failed, 2: a mistake in the command or in the configuration. `train` documents further codes.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage(), end="", file=sys.stdout if arguments else sys.stderr)
@@ -70,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
+        # Imported here because it loads the whole configuration package, which no other path of this function needs.
         from megaverl.config.errors import did_you_mean
 
         print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
@@ -82,18 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == 0:
             note_finished()
     except BrokenPipeError:  # whoever read it has read enough; nor must the interpreter's own flush at exit find this
+        # The reader of our output, such as `head`, has closed the pipe. It needs no more, so this is success. Python
+        # flushes stdout once more at exit, and would report the same error again. So stdout is pointed at /dev/null
+        # first.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
 
 
 def usage() -> str:
+    """Return the text of `megaverl --help`."""
     width = max(map(len, COMMANDS))
     return _USAGE.format(commands="\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()))
 
 
 def parser_of(name: str, command: Subcommand | None = None) -> argparse.ArgumentParser:
-    """The parser of a command's arguments."""
+    """Build the parser of a command's arguments.
+
+    Args:
+        command: the command, if its module is already imported. None: import it.
+    """
     command = command or _command(name)
     parser = argparse.ArgumentParser(
         prog=f"megaverl {name}",
@@ -106,11 +125,13 @@ def parser_of(name: str, command: Subcommand | None = None) -> argparse.Argument
 
 
 def _command(name: str) -> Subcommand:
+    """Import the module of a command, and return the command."""
     found: Subcommand = importlib.import_module(f"megaverl.cli.{COMMANDS[name][0]}").COMMANDS[name]
     return found
 
 
 def _run(name: str, argv: list[str]) -> int:
+    """Parse a command's arguments and run it. Errors meant for the user are printed without a traceback."""
     from megaverl.cli.options import UsageError
 
     command = _command(name)

@@ -1,4 +1,4 @@
-"""What commands share: how one is described, and every option that several of them have."""
+"""The description of a command, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from megaverl.errors import ConfigError
 
 
 class UsageError(Exception):
-    """Arguments that do not go together: shown below the command's usage, exit code 2."""
+    """Arguments that contradict each other.
+
+    The message is printed below the command's usage, and the exit code is 2.
+    """
 
 
 class Subcommand(NamedTuple):
     """A command of `megaverl`.
 
     Attributes:
-        description, epilog: above and below the options of its --help.
-        add_options: adds its arguments to a parser.
-        run: does it with the parsed arguments, `argv` among them as given; returns the exit code.
+        description, epilog: text above and below the options in the command's --help.
+        add_options: adds the command's arguments to a parser.
+        run: runs the command with the parsed arguments and returns its exit code. `argv` among them is the list of
+            arguments before parsing.
     """
 
     description: str
@@ -31,7 +35,7 @@ class Subcommand(NamedTuple):
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """`--config` and `key=value`: which configuration."""
+    """Add `--config` and `key=value`, which together name a configuration."""
     parser.add_argument("--config", metavar="FILE", help="YAML file; configs/ holds recipes")
     parser.add_argument(
         "overrides",
@@ -42,10 +46,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_nproc(parser: argparse.ArgumentParser, help: str = "processes to start on this machine (run.nproc)") -> None:
+    """Add `--nproc`."""
     parser.add_argument("--nproc", type=int, metavar="N", help=help)
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add `--dry-run` and the two options that go with it."""
     parser.add_argument("--dry-run", action="store_true", help="check everything that a start checks, and stop")
     parser.add_argument("--print", action="store_true", help="with --dry-run: print the resolved configuration")
     parser.add_argument(
@@ -56,12 +62,14 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add `--resume`."""
     parser.add_argument(
         "--resume", metavar="WHAT", help="auto, latest, unfinished, never or a folder (checkpoint.resume)"
     )
 
 
 def add_json(parser: argparse.ArgumentParser, help: str = "the same for machines") -> None:
+    """Add `--json`."""
     parser.add_argument("--json", action="store_true", help=help)
 
 
@@ -72,10 +80,14 @@ def read_config(
     check_paths: bool = False,
     choose: Choose | None = None,
 ) -> Config:
-    """The checked configuration that the options above describe.
+    """Load and check the configuration that the options of this module describe.
 
     Args:
-        choose: decides on keys that are `auto`.
+        arguments: parsed arguments, with those of `add_config`. `--nproc` and `--resume` become overrides if the
+            command has them.
+        command: the command whose required keys are checked.
+        check_paths: require the model folder and the data files to exist.
+        choose: chooses the values of keys that are `auto`. None: `auto` is refused.
 
     Raises:
         ConfigError: lists every mistake.
@@ -85,6 +97,7 @@ def read_config(
     if getattr(arguments, "print", False) and not arguments.dry_run:
         raise ConfigError("--print: only together with --dry-run; a run writes its configuration into its folder.")
     overrides = list(arguments.overrides)
+    # Added last, so that an option wins over the same key given as key=value.
     for option, key in (("nproc", "run.nproc"), ("resume", "checkpoint.resume")):
         if getattr(arguments, option, None) is not None:
             overrides.append(f"{key}={getattr(arguments, option)}")

@@ -1,5 +1,8 @@
-"""Commands before a run: `plan` and `flow` show what a configuration means, on a machine and as operators;
-`check-plugin` and `data check` look at parts of the user's own."""
+"""Commands for the time before a run.
+
+`plan` predicts memory and time of a configuration, and `flow` shows the operators of its training step. `check-plugin`
+tests a user's reward or other plug-in, and `data check` a user's data.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ examples:
   megaverl plan --calibrate here.json                     measure this machine, for --hardware here.json
   megaverl plan --config FILE --auto --nodes 16 --write chosen.yaml     choose grids, micro-batches and engines"""
 PICTURES = (".svg", ".png")
-ONLY_TRAIN_NEEDS = ("data.train", "reward")  # keys that configurations of other commands leave empty
-# Dataclass fields that are given in GB or GB/s: flag, help
+# Required keys of `train` that configurations of other commands leave empty.
+ONLY_TRAIN_NEEDS = ("data.train", "reward")
+# Fields of `Machine` that are options given in GB or GB/s, with their help.
 MACHINE = {
     "memory": "memory of a GPU, GB of 1e9 bytes",
     "reserve": "of it, kept for CUDA's context, NCCL, workspaces and graphs; by default what each rank needs",
@@ -79,6 +83,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(path: Path) -> int:
+    """Measure this machine, and write the result for `--hardware`."""
     if path.suffix != ".json":
         raise UsageError(f"--calibrate: found {path}; expected a file that ends in .json")
     from megaverl.planner.calibrate import calibrate
@@ -93,6 +98,7 @@ def _calibrate(path: Path) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    """Print what a configuration needs in memory, bytes and time."""
     if arguments.calibrate is not None:
         return _calibrate(Path(arguments.calibrate))
     for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens", *MACHINE):
@@ -114,7 +120,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             return _auto(arguments, given)
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
         machine = hardware.machine(**given) if hardware else Machine(**given)
-        config = read_config(arguments)  # the grids are judged below, against the world and the model together
+        # Not checked against a number of ranks here: `survey` judges the layout together with the model.
+        config = read_config(arguments)
         if hardware is not None:
             _check_fields(config, hardware)
         spec = find_spec(config, arguments.model_config, beside=arguments.config)
@@ -135,7 +142,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _check_fields(config: Config, hardware: Hardware) -> None:
-    """Refuse fields of megatron-core that a kind of machine cannot compute.
+    """Refuse fields of megatron-core that the planned machine cannot compute.
 
     Raises:
         InvalidConfig: lists them.
@@ -146,16 +153,18 @@ def _check_fields(config: Config, hardware: Hardware) -> None:
 
 
 def _refuse_offline(arguments: argparse.Namespace) -> None:
-    """Refuse a configuration that is complete for a command that generates nothing, and not for `train`.
+    """Refuse a configuration that is complete for a command without rollouts, such as `sft`, but not for `train`.
 
     Raises:
-        ConfigError: names the commands.
+        ConfigError: names the commands that the configuration is complete for.
     """
     try:
         load_config(arguments.config, arguments.overrides, check_paths=False)
     except InvalidConfig as error:
         if any(mistake.key not in ONLY_TRAIN_NEEDS for mistake in error.mistakes):
-            return  # reported below, with the model and the ranks
+            # Mistakes that have another cause are reported by the caller, together with those of the model and the
+            # ranks.
+            return
     else:
         return
     commands = []
@@ -173,7 +182,11 @@ def _refuse_offline(arguments: argparse.Namespace) -> None:
 
 
 def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
-    """`plan --auto`: the five best layouts, and the best as a recipe."""
+    """Print the five best layouts (`plan --auto`), and write the best one as a recipe if `--write` is given.
+
+    Args:
+        given: fields of `Machine` from the command line, in bytes or bytes per second.
+    """
     from megaverl.planner.search import LayoutSearch, as_text, chosen_recipe
     from megaverl.planner.simulator import likely_lengths
 
@@ -192,7 +205,8 @@ def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     if arguments.write is not None:
         text = chosen_recipe(found, arguments.config, arguments.write, arguments.overrides, hardware, world)
         Path(arguments.write).write_text(text, encoding="utf-8")
-        load_config(arguments.write, [], check_paths=False, world_size=world)  # as a run will read it
+        # Loaded again the way a run will load it, so that a recipe that cannot run is reported now.
+        load_config(arguments.write, [], check_paths=False, world_size=world)
         print(f"recipe written to {arguments.write}", file=sys.stderr)
     return 0
 
@@ -205,6 +219,7 @@ def _flow_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _flow(arguments: argparse.Namespace) -> int:
+    """Print the operators of a configuration's training step."""
     from megaverl.dataflow.plan import as_dict, as_mermaid, as_text
     from megaverl.trainer.agents import plan_of
 
@@ -251,6 +266,7 @@ tokens, as a run would. Rows without an answer may have a chosen and a rejected 
 
 Exit code: 0 where every row can be used, 1 where some cannot, 2 for a mistake in the command.
 """
+# Number of problems per data source that are printed without --all.
 SHOWN = 20
 
 
@@ -261,8 +277,10 @@ def _plugin_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plugin(arguments: argparse.Namespace) -> int:
+    """Run the contract tests of a plug-in, and print one line per promise."""
     broken = 0
     with exits_raise():  # user code that leaves the process would end this check with exit code 0
+        # User code that calls sys.exit() would otherwise end this check with exit code 0.
         for kept in check(arguments.kind, arguments.name, _key_values(arguments.options)):
             broken += bool(kept.problem)
             print(f"{'FAIL' if kept.problem else 'ok  '}  {kept.promise}")
@@ -273,7 +291,13 @@ def _plugin(arguments: argparse.Namespace) -> int:
 
 
 def _key_values(given: Sequence[str]) -> Mapping[str, object]:
-    """Return the options of `key=value`, whose types are not known: a number, a boolean, a list, a mapping or text."""
+    """Parse options of the form `key=value`.
+
+    A value may be a number, a boolean, a list, a mapping or text: the types that a plug-in expects are not known here.
+
+    Raises:
+        ConfigError: an option without `=`, or a value that is not valid YAML.
+    """
     found = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -304,11 +328,17 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> int:
+    """Check data sets. Rows may come from user code, which may call sys.exit()."""
     with exits_raise():  # rows may come of user code
         return _check_data(arguments)
 
 
 def _check_data(arguments: argparse.Namespace) -> int:
+    """Check the rows of data sets, or of a run's configuration, and print what is wrong.
+
+    Returns:
+        FAILED if a row cannot be used, else 0.
+    """
     from megaverl.data.examine import encoder_of, examine, examine_run
     from megaverl.data.prompts import Columns
     from megaverl.data.sources import open_source
@@ -318,7 +348,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     elif arguments.sources:
         data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31 - 1, too_long="drop")
         encoder, images = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else (None, None)
-        # Without a tokenizer it is not known whether the model takes images.
+        # Without a tokenizer it is not known whether the model takes images, so that column is not checked.
         ignored = () if encoder else (data.images.key,)
         columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images, ignored=ignored)
         of_hub = {name: getattr(arguments, name) for name in ("split", "subset", "revision")}

@@ -1,4 +1,4 @@
-"""Commands that look at what is there: `report`, `watch` and `trace` at runs, `doctor` at this machine."""
+"""Commands that inspect: `report`, `watch` and `trace` show a run, `doctor` checks this machine."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    """Write the report page of one or several runs, or serve it."""
     from megaverl.monitoring.report import write_report
 
     if arguments.serve:
@@ -85,6 +86,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    """Serve the report page until Ctrl-C. Beyond the loopback interface, a random token protects it."""
     from megaverl.monitoring.report import ReportServer
 
     if arguments.output is not None:
@@ -96,7 +98,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"error: {arguments.host}:{arguments.port}: {error}. Choose another --port.", file=sys.stderr)
         return FAILED
     with server:
-        server.page()  # a folder that is no run's is told here
+        # Building the page once reports a folder that is not a run's before the server starts.
+        server.page()
         print(f"{server.address} (Ctrl-C ends it)", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
@@ -110,6 +113,7 @@ def _watch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
+    """Show a run in the terminal until `q` or Ctrl-C; once if the output is not a terminal."""
     from rich.console import Console
     from rich.live import Live
 
@@ -132,7 +136,10 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Let the terminal hand over every key at once, without showing it, inside this block."""
+    """Deliver each key of the terminal at once and without echo, inside this block.
+
+    Otherwise a key arrives only after Enter.
+    """
     if not sys.stdin.isatty():
         yield
         return
@@ -145,9 +152,10 @@ def _single_keys() -> Iterator[None]:
 
 
 def _is_key_pressed(key: str, seconds: float) -> bool:
-    """Wait up to `seconds`; return at once with True if `key` is pressed. Other keys are ignored."""
+    """Wait up to `seconds`, and return True at once when `key` is pressed. Other keys are ignored."""
     deadline = time.monotonic() + seconds
     if not sys.stdin.isatty():
+        # Without a terminal there are no keys to wait for.
         time.sleep(seconds)
         return False
     while (left := deadline - time.monotonic()) > 0:
@@ -168,6 +176,7 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
+    """Write one trace of all ranks of a profiled step, and print what its collectives took."""
     from megaverl.monitoring.profiler import collective_lines, write_step_trace
 
     try:
@@ -194,9 +203,12 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    """Examine this machine, and print the findings."""
+    # The trials start ranks of their own, which must not take this process's place in a torchrun job for theirs.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     if importlib.util.find_spec("torch") is None:
+        # `doctor` has to work before the installation does: without torch the modules below cannot be imported.
         fix = "pip install 'megaverl[megatron,vllm]' (without a GPU 'megaverl[cpu]'), or ./launch/bootstrap.sh"
         absent = {"name": "torch", "status": "fail", "found": "absent", "fix": fix}
         report = {"healthy": False, "sections": {"versions": [absent]}}

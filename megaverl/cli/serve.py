@@ -1,5 +1,8 @@
-"""Commands about servers. `megaverl serve`: vLLM's server for a run's responses, or for a reward or judge model that
-several jobs share. `megaverl rollout-pool`: inference servers join and leave a run while it goes on."""
+"""Commands about servers: `megaverl serve` starts vLLM's server, `megaverl rollout-pool` changes the servers of a run.
+
+A server generates for runs, or holds a reward or judge model that several jobs share. `rollout-pool` adds and removes
+generating servers while the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,12 @@ from megaverl.rewards.service import JOB_HEADER
 from megaverl.rollout.server_api import is_loopback, url_problem
 from megaverl.rollout.serving import MODULE, check_start, default_arguments, watch_server
 
-PER_JOB = "MEGAVERL_PER_JOB"  # from the command to its server
+# Environment variables through which the command configures the middleware in its server's process.
+PER_JOB = "MEGAVERL_PER_JOB"
 TOKEN = "VLLM_API_KEY"
+# Default port for each kind of server.
 PORTS = {"rollout": 8000, "reward": 8001}
-# What a run needs of a server that generates for it: its weights change, and token ids go in and out.
+# A server that generates for a run gets new weights while it runs, and takes and returns token ids.
 ROLLOUT_ARGUMENTS = (
     *("--enable-scale-out", "--skip-tokenizer-init"),
     *("--generation-config", "vllm"),
@@ -68,13 +73,17 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `vllm`, and the variables that its environment needs.
+    """Build the command line of `vllm`, and the environment variables that it needs.
+
+    Args:
+        environment: variables of this process, among them the one that holds the token.
 
     Raises:
-        UsageError: an interface that would be open to others without a token, or that is not one.
+        UsageError: the interface would be open to others without a token, or is not a single interface.
     """
     port = arguments.port or PORTS[arguments.what]
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    # These names stand for all interfaces at once, public ones included.
     if arguments.host in ("", "0.0.0.0", "::", "[::]"):
         raise UsageError(f"--host {arguments.host or repr('')}: name one interface by its address")
     if arguments.token_env is None and not is_loopback(f"http://{host}:{port}"):
@@ -88,7 +97,8 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
     if arguments.token_env is not None:
         if not environment.get(arguments.token_env):
             raise UsageError(f"--token-env: no variable {arguments.token_env} is set")
-        more[TOKEN] = environment[arguments.token_env]  # not among the arguments, which everybody sees
+        # Arguments of a process can be read by every user of the machine, its environment cannot.
+        more[TOKEN] = environment[arguments.token_env]
     kind = [] if arguments.judge else ["--runner", "pooling", "--convert", "classify"]
     kind = list(ROLLOUT_ARGUMENTS) if is_rollout else kind
     address = ["--host", arguments.host, "--port", str(port)]
@@ -100,6 +110,7 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    """Start vLLM's server, and wait until it ends."""
     command, more = server_command(arguments, os.environ)
     what, host, port = arguments.what, arguments.host, arguments.port or PORTS[arguments.what]
     check_start(arguments.model, host, port)
@@ -115,13 +126,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     return watch_server([sys.executable, "-m", MODULE, *command], {**os.environ, **more}, log, host, port, tell)
 
 
+# An ASGI application's function that sends one message to the client.
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class TokenGuard:
-    """ASGI middleware of the server: every path but /health wants the token.
+    """ASGI middleware that requires the token on every path but /health.
 
-    vLLM's own check covers /v1 and /inference, and leaves others open (/classify, and those that change weights).
+    vLLM's own check covers only /v1 and /inference. Other paths (/classify, and those that change weights) would be
+    open.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -129,20 +142,23 @@ class TokenGuard:
         self.token = os.environ.get(TOKEN)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
+        """Pass on a request that has the token, and refuse others with 401."""
         if scope["type"] == "lifespan" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
         headers = {name.lower(): value for name, value in scope["headers"]}
+        # `compare_digest` takes the same time for every token, so a wrong one cannot be guessed byte by byte.
         wanted = f"Bearer {self.token}".encode()
         if self.token is not None and not hmac.compare_digest(headers.get(b"authorization", b""), wanted):
             return await self._refuse(scope, send, 401, "another token is wanted")
         await self.pass_on(scope, headers, receive, send)
 
     async def pass_on(self, scope: dict[str, Any], headers: Mapping[bytes, bytes], receive: Any, send: Send) -> None:
-        """Answer a request that has the token."""
+        """Pass a request that has the token to the application."""
         await self.app(scope, receive, send)
 
     @staticmethod
     async def _refuse(scope: Mapping[str, Any], send: Send, status: int, why: str) -> None:
+        """Answer a request with an error in the form of the OpenAI API, or close its websocket."""
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008, "reason": why})
         headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
@@ -151,10 +167,10 @@ class TokenGuard:
 
 
 class JobQueues(TokenGuard):
-    """Middleware that also limits how many requests of one job are in progress.
+    """Middleware that also limits how many requests of one job run at the same time.
 
-    A header names the job; without it, the client's address does. A request beyond the limit is answered 429, and the
-    job asks again.
+    Requests name their job in a header; without it, the client's address stands for the job. A request beyond the limit
+    is answered with status 429, and the job tries again later.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -163,7 +179,7 @@ class JobQueues(TokenGuard):
         self.running: Counter[str] = Counter()
 
     async def pass_on(self, scope: dict[str, Any], headers: Mapping[bytes, bytes], receive: Any, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Pass a request to the application, or refuse it if its job has too many."""
         client = scope.get("client") or ("",)
         job = headers.get(JOB_HEADER.lower().encode(), str(client[0]).encode()).decode(errors="replace")
         if self.running[job] >= self.most:
@@ -173,10 +189,12 @@ class JobQueues(TokenGuard):
             await self.app(scope, receive, send)
         finally:
             self.running[job] -= 1
-            self.running += Counter()  # forget those at 0
+            # Adding an empty Counter removes entries that are 0, so that finished jobs take no memory.
+            self.running += Counter()
 
 
-GENERATING = ("train", "eval", "generate")  # what writes its configuration into the run's folder
+# Commands that generate, and write their configuration into the run's folder under their own name.
+GENERATING = ("train", "eval", "generate")
 ROLLOUT_POOL = """\
 The inference servers of a run with rollout.engine=server, while it goes on. A server that is added gets the current
 weights before it is used; one that is removed answers what it has been asked.
@@ -197,6 +215,7 @@ def _pool_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _pool(arguments: argparse.Namespace) -> int:
+    """List, add or remove the inference servers of a run."""
     from megaverl.rollout.server_pool import addresses_of, change, watched_file
 
     if bool(arguments.urls) == (arguments.action == "list"):
@@ -216,12 +235,16 @@ def _pool(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(run: Path) -> RolloutConfig:
-    """What the run was started with, as it wrote it."""
+    """Read the section `rollout` of the configuration that a run wrote into its folder.
+
+    Raises:
+        UsageError: the folder is not a run's, or the run has no servers.
+    """
     written = [file for command in GENERATING if (file := run / f"{command}.yaml").is_file()]
     if not written:
         raise UsageError(f"{run} is not the folder of a run: it has no {' or '.join(GENERATING)}.yaml")
     file = written[0]
-    # The run has checked all of it. Reading the whole configuration again takes seconds, for the model's sake.
+    # The run checked its configuration when it started. Loading all of it again would take seconds.
     rollout = RolloutConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"])
     if rollout.engine != "server":
         raise UsageError(f"{file}: rollout.engine is {rollout.engine}, which has no servers")
@@ -229,6 +252,11 @@ def _rollout(run: Path) -> RolloutConfig:
 
 
 def _list(rollout: RolloutConfig, urls: list[str], *, as_json: bool) -> int:
+    """Print for each server whether it answers, and the version of its weights.
+
+    Returns:
+        FAILED if one does not answer, else 0.
+    """
     from megaverl.rollout.server_pool import connect, token_of
 
     token, found = token_of(rollout.servers), []

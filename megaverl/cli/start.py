@@ -1,5 +1,7 @@
-"""Commands for the first minutes: `init` writes a recipe for one's own model and data, `recipes` lists those that come
-along."""
+"""Commands for the first minutes with megaverl.
+
+`init` writes a recipe for the user's model and data, and `recipes` lists the recipes that come with the package.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,17 @@ The recipes that come along, each with what it shows and where it runs; or the t
   megaverl recipes qwen                   those with this in their name
   megaverl recipes gsm8k_smollm2/dapo     one, as it is written: lay yours over it with `base:`
 """
+# Column names that are tried for the prompt and the reference answer, the most likely ones first.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "response", "output", "target", "label")
+# Maps the choices of `--reward` to their meaning.
 JUDGES = {
     "function": "a function of yours, in rewards.py",
     "exact_match": "1 where the response is the answer, to the letter",
     "math_verify": "1 where the last formula or number is worth as much as the answer",
     "gsm8k": "1 where the last number is the one behind #### in the answer",
 }
+# Content of rewards.py.
 FUNCTION = '''\
 """The reward. Tried on odd responses by: megaverl check-plugin reward {path}:score"""
 
@@ -61,9 +66,11 @@ def score(prompt, response, reference, extra):
     """
     return float(response.strip() == str(reference).strip())
 '''
+# Limits in tokens that `init` writes when the model's context is long enough for both.
 LENGTHS = {"data.max_prompt_tokens": 512, "rollout.sampling.max_tokens": 512}
+# Keys that `init` adds on a machine with GPUs, where the engine shares them with training.
 ON_GPUS = {"rollout.sleep": True, "rollout.vllm.gpu_memory_utilization": 0.6}
-# What is said of keys whose own description is another library's, or that hold lists.
+# Comments for keys that hold lists, or whose own description is written by another library.
 MEANINGS = {
     "data.train": "Rows with a prompt and an answer; `megaverl data check` looks at them",
     "reward": "How a response is judged; several are summed",
@@ -85,6 +92,7 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
+    """Ask for what no option gives, then write train.yaml and, for the reward `function`, rewards.py."""
     folder = Path(arguments.folder)
     recipe_file, rewards_file = folder / "train.yaml", folder / "rewards.py"
     if recipe_file.exists():
@@ -94,6 +102,7 @@ def _init(arguments: argparse.Namespace) -> int:
     asked = "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub"
     data = _asked(arguments.data, "--data", asked, wrong=_wrong_data)
     columns, answers = _columns(data, arguments.prompt_key, arguments.answer_key)
+    # GSM8K's answers end in "#### NUMBER".
     likely = "gsm8k" if "####" in answers else "function"
     asked = f"How a response is judged: {', '.join(JUDGES)}"
     judge = _asked(arguments.reward, "--reward", asked, likely, wrong=_among(JUDGES))
@@ -103,7 +112,7 @@ def _init(arguments: argparse.Namespace) -> int:
     given = None if arguments.nproc is None else str(arguments.nproc)
     nproc = _asked(given, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc)
 
-    # The recipe works from every folder, and so do its paths.
+    # Paths in the recipe are absolute, so that it can be used from every folder.
     rewards_path = os.path.abspath(rewards_file)
     model, data = _from_everywhere(model), _from_everywhere(data)
     reward = {"function": f"{rewards_path}:score"} if judge == "function" else {"name": judge}
@@ -134,6 +143,7 @@ def _init(arguments: argparse.Namespace) -> int:
         )
     recipe_file.write_text(text, encoding="utf-8")
     print(f"{recipe_file}: {algorithm} on {nproc} processes. {why}".rstrip())
+    # A recipe that cannot be loaded would be an error of this command, so it is reported now.
     load_config(str(recipe_file), [], check_paths=False)
     print(f"\nnext:\n  megaverl data check --config {recipe_file}")
     print(f"  megaverl train --config {recipe_file} --dry-run\n  megaverl train --config {recipe_file}")
@@ -141,9 +151,9 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _from_everywhere(path: str) -> str:
-    """Return the absolute path of a file or folder of this machine. Names on a hub and modules stay as they are.
+    """Return the absolute path of a file or folder of this machine. Names on a hub and modules are returned unchanged.
 
-    A file of functions keeps the function's name: `rows.py:train`.
+    `rows.py:train` keeps the part after the colon, the name of a function in the file.
     """
     file, colon, function = path.partition(":")
     is_here = Path(file).exists() or glob.glob(file)
@@ -153,10 +163,16 @@ def _from_everywhere(path: str) -> str:
 def _asked(
     given: str | None, option: str, question: str, default: str | None = None, *, wrong: Callable[[str], str]
 ) -> str:
-    """An option's value, or what is answered on a terminal, or its default. What is wrong there is asked again.
+    """Return an option's value, the answer given on a terminal, or the default.
+
+    On a terminal the question is repeated until the answer is right.
 
     Args:
-        wrong: what is wrong with a value; empty: nothing.
+        given: the option's value. None: ask.
+        wrong: returns what is wrong with a value, or an empty text.
+
+    Raises:
+        UsageError: the value is wrong, or there is none and no terminal to ask on.
     """
     asks = given is None and sys.stdin.isatty()
     while True:
@@ -175,10 +191,12 @@ def _asked(
 
 
 def _among(known: Collection[str]) -> Callable[[str], str]:
+    """Build a check that accepts only the known names."""
     return lambda value: "" if value in known else f"there is no `{value}`.{did_you_mean(value, known)}"
 
 
 def _wrong_model(model: str) -> str:
+    """Return what is wrong with the name of a model, or an empty text. Names on a hub are not looked up."""
     on_hub = model.count("/") == 1 and not model.startswith((".", "/"))
     if on_hub or (Path(model) / "config.json").is_file():
         return ""
@@ -186,6 +204,7 @@ def _wrong_model(model: str) -> str:
 
 
 def _wrong_data(data: str) -> str:
+    """Return what is wrong with a data source, or an empty text. Sources on a hub and functions are not opened."""
     from megaverl.data.sources import kind_of, open_source
 
     if kind_of(data) in ("own", "hub"):
@@ -198,11 +217,20 @@ def _wrong_data(data: str) -> str:
 
 
 def _wrong_nproc(number: str) -> str:
+    """Return what is wrong with a number of processes, or an empty text."""
     return "" if number.isdigit() and int(number) else f"found {number}; expected a number of processes, 1 or more"
 
 
 def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple[dict[str, Any], str]:
-    """(the keys that name columns, the first answer), by the first row where it can be read here."""
+    """Find the prompt and answer columns in the first row of the data.
+
+    Returns:
+        The keys that name the columns, without those that equal the default, and the first row's answer. The answer is
+            empty for data on a hub or from a function, which is not read here.
+
+    Raises:
+        UsageError: a column that was named is missing, or no column looks like a prompt.
+    """
     from megaverl.data.sources import kind_of, open_source
 
     if kind_of(data) in ("own", "hub"):
@@ -218,12 +246,17 @@ def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple
 
 
 def _named(prompt: str, answer: str) -> dict[str, Any]:
+    """Return the keys that name the prompt and answer columns, without those that equal the default."""
     keys = {"data.prompt_key": (prompt, PROMPTS[0]), "data.answer_key": (answer, ANSWERS[0])}
     return {key: name for key, (name, default) in keys.items() if name != default}
 
 
 def _of_model(model: str) -> dict[str, Any]:
-    """The engine that trains a model, and lengths where its context has room for them, by the folder if it is here."""
+    """Choose the training engine and the token limits that fit a model.
+
+    Models that megatron-core cannot train get `actor.engine: fsdp`. The limits are left out if the model's context is
+    too short for them: megaverl then chooses limits that fit. For a model on a hub only the limits are returned.
+    """
     from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 
     if not Path(model).is_dir():
@@ -234,7 +267,12 @@ def _of_model(model: str) -> dict[str, Any]:
 
 
 def _layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]:
-    """(grids by what the search predicts to be fastest among what fits these GPUs, a sentence about it)."""
+    """Choose the parallel layout for this machine's GPUs.
+
+    Returns:
+        Keys of the layout with the shortest predicted step among those that fit into memory, and a sentence that
+            explains the choice. Without a GPU there are no keys.
+    """
     if count_gpus() == 0:
         return {}, "No GPU is visible: a copy of the model on each process."
     if values.get("actor.engine") == "fsdp":
@@ -254,12 +292,17 @@ def _layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]
 
 
 def _as_text(values: Mapping[str, Any], why: str) -> str:
-    """YAML by sections, every key with the first sentence of its description."""
+    """Format the keys as YAML sections, each key with the first sentence of its description as a comment.
+
+    Args:
+        why: sentence about the layout, for the comment at the top.
+    """
     meanings = {each.key: each.meaning for each in described_keys(Config)} | MEANINGS
     lines = ["# Written by `megaverl init`. `megaverl keys SECTION` explains what else can be set; any key can also be"]
     lines += ["# laid over this file on the command line: trainer.steps=5.", *([f"# {why}"] if why else [])]
     open_sections: list[str] = []
     order = list(dict.fromkeys(key.partition(".")[0] for key in values))
+    # `sorted` is stable: keys of one section are brought together, and otherwise keep their order.
     for key in sorted(values, key=lambda key: order.index(key.partition(".")[0])):
         *sections, name = key.split(".")
         for depth, section in enumerate(sections):
@@ -279,6 +322,7 @@ def _recipes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipes(arguments: argparse.Namespace) -> int:
+    """Print the list of recipes, or one recipe."""
     names = [_name(path) for path in all_recipes()]
     if arguments.name in names:
         path = recipe(arguments.name)
@@ -293,11 +337,15 @@ def _recipes(arguments: argparse.Namespace) -> int:
 
 
 def _name(path: Path) -> str:
+    """Return a recipe's name: its path below the folder of recipes, without the suffix."""
     return str(path.relative_to(recipes_folder()).with_suffix(""))
 
 
 def _listed(names: Sequence[str]) -> Iterator[str]:
-    """A line for each, by folder: what the files of a folder share stands above them."""
+    """Yield a paragraph for each recipe, after a heading for each folder with what its recipes have in common.
+
+    The heading's text is the first comment of the folder's base.yaml.
+    """
     width = max(len(name.rpartition("/")[2]) for name in names) + 4
     columns = max(60, shutil.get_terminal_size((120, 24)).columns)
     folder: str | None = None
@@ -313,7 +361,10 @@ def _listed(names: Sequence[str]) -> Iterator[str]:
 
 
 def _heading(path: Path) -> str:
-    """The first paragraph of a recipe's comment, on one line, without what leads over to a command."""
+    """Return the first paragraph of a recipe's leading comment, on one line.
+
+    A last sentence that ends in a colon is left out: it introduces the command that follows.
+    """
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# "):

@@ -1,7 +1,7 @@
-"""Commands that run in ranks: check everything, then do this rank's part, or start the ranks.
+"""Commands that run on ranks: `train`, `sft`, `dpo`, `reward` and `quickstart` train; `generate` and `eval` do not.
 
-`train` (also `python -m megaverl.cli.train`), `sft`, `dpo`, `reward` and `quickstart` train; `generate` and `eval` use
-a model and train nothing.
+Each command checks the configuration. Under torchrun it then runs this process's rank, otherwise it starts the ranks.
+`train` also runs as `python -m megaverl.cli.train`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from megaverl.trainer.preflight import (
 from megaverl.trainer.resuming import check_resume
 
 UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
-RESUMED = ("train", "sft", "dpo", "reward")  # commands that write checkpoints, and go on from them
-STARTING_THRESHOLD = 100_000  # objects made between two looks for garbage, until a training loop begins
+# Commands that write checkpoints and can resume from them.
+RESUMED = ("train", "sft", "dpo", "reward")
+# Number of new objects between two garbage collections, until the training loop sets its own.
+STARTING_THRESHOLD = 100_000
 
 
-# what a command's own options change of the others; it may return options for `megaverl.trainer.run.main`
+# Function that turns a command's own options into overrides. It may return options for `megaverl.trainer.run.main`.
 Apply = Callable[[argparse.Namespace], dict[str, Any] | None]
 
 
@@ -54,11 +56,15 @@ def rank_command(
     apply: Apply | None = None,
     note: str = "",
 ) -> Subcommand:
-    """A command with the options that all such commands take.
+    """Build a command with the options that all commands of this module take.
 
     Args:
-        add_options: adds its own.
-        note: the last sentence of its --help.
+        command: name of the command.
+        description: first lines of its --help.
+        examples: indented lines for the end of its --help.
+        add_options: adds the command's own options.
+        apply: see `Apply`.
+        note: last sentence of its --help.
     """
 
     def all_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +83,13 @@ def rank_command(
 
 
 def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | None) -> int:
-    """Check everything, then do the command: as the rank that this process is, or by starting the ranks."""
+    """Check everything, then run the command.
+
+    Under torchrun this process runs its rank. Otherwise it starts the ranks and waits for them.
+
+    Returns:
+        The exit code of the command.
+    """
     rank = int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     try:
         if not arguments.dry_run:
@@ -86,7 +98,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         choose = _choose if command in REINFORCING else None
         config = read_config(arguments, command, check_paths=not arguments.no_file_checks, choose=choose)
         if rank is not None and not arguments.dry_run:
-            prepare_environment(config, command)  # before any code of the user's may import torch
+            # Variables such as CUDA's must be set before user code may import torch.
+            prepare_environment(config, command)
         if arguments.dry_run:
             warning = check_dry_run(config, command, with_files=not arguments.no_file_checks)
         else:
@@ -94,10 +107,12 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         with_trials = not arguments.no_file_checks and rank is None
         notes = check_fields(config, command, dry_run=arguments.dry_run, with_trials=with_trials)
         checked = None
+        # Ranks of a torchrun job check code and data after they have connected, once for all of them.
         if not arguments.no_file_checks and (rank is None or arguments.dry_run and rank == 0):
             checked = check_code_and_data(config, command)  # ranks of torchrun check it when they have met
     except ConfigError as error:
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
+            # All ranks of a job find the same mistakes. Only the first reports them.
             print(error, file=sys.stderr)
         return MISTAKE
     if warning and rank is None:
@@ -123,10 +138,10 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
 
 
 def summary(config: Config, command: str, checked: Preflight | None) -> str:
-    """Return the line that a good dry run ends with: the size of the run, and what was not looked at.
+    """Return the last line of a successful dry run: the size of the run, and what was not checked.
 
     Args:
-        checked: None where files were not looked at.
+        checked: result of the checks of code and data. None: they were skipped.
     """
     planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
     ranks = config.run.nproc or smallest_world(config, command)
@@ -144,7 +159,11 @@ def summary(config: Config, command: str, checked: Preflight | None) -> str:
 
 
 def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
-    """Return the memory of the fullest rank as the planner counts it; nothing for a model that is not here."""
+    """Return the predicted memory of the fullest rank, as a list of one phrase.
+
+    The list is empty for other commands than `train`, for a model that is not on this machine, and if the planner
+    fails.
+    """
     if command != "train" or not (Path(config.model.path) / "config.json").is_file():
         return []
     from megaverl.planner.job import GB, find_spec, make_job
@@ -157,23 +176,28 @@ def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
         return []
     # The cache takes whatever its share of a GPU leaves, and the reserve is the driver's.
     moments = [used for rank in memory for used in rank.moments.values()]
+    # The KV cache fills whatever its share of the GPU leaves free, and the reserve belongs to the driver. Neither says
+    # anything about the configuration.
     peak = max(sum(size for part, size in used.items() if part not in ("KV cache", "reserve")) for used in moments)
     return [f"{peak / GB:.3g} GB on the fullest rank besides the engine's cache"]
 
 
 def _choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
+    """Choose values for keys that are `auto`. The planner is imported only if there are such keys."""
     from megaverl.planner.search import choose  # the planner is only for those who ask
 
     return choose(make, keys, world)
 
 
 def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *, checks_files: bool = True) -> int:
-    """`megaverl.trainer.run.main` on this rank; returns only if it went well.
+    """Run `megaverl.trainer.run.main` on this rank, and return only if it succeeds.
 
-    A MegaverlError shows its message; anything else shows on the terminal rank, exception and the log that has
-    the traceback. The process then ends at once: ranks that wait for this one must not hold it.
+    Otherwise the process reports the error and exits at once, without waiting for threads: other ranks may be waiting
+    for this process to end. For a MegaverlError the message is shown. For any other exception the terminal shows the
+    rank, the exception and the log file that has the traceback.
     """
-    # Thousands of modules are imported now, and stay: looking for garbage among them takes a fifth of the start.
+    # Starting imports thousands of modules that stay in memory. Collecting garbage at the usual rate takes a fifth of
+    # the start, and finds almost nothing.
     gc.set_threshold(STARTING_THRESHOLD)
     try:
         from megaverl.planner.placed_run import check_memory
@@ -184,6 +208,7 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:  # SystemExit too: whatever code it has, the run has not come to its end
+        # SystemExit is caught too: whatever code it carries, the run did not reach its end.
         _report(config, rank, error)
         _leave(exit_code(error))
     if code:
@@ -192,13 +217,17 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a mistake in the configuration, 1 for everything else."""
+    """Return the exit code for an error: MISTAKE for an error of the configuration, FAILED for all others."""
     return MISTAKE if isinstance(error, ConfigError) else FAILED
 
 
 def _report(config: Config, rank: int, error: BaseException) -> None:
-    """Through the hook of `redirect_output`: in full to the log, once per machine to the terminal."""
+    """Report an error through the exception hook of `redirect_output`.
+
+    The hook writes the traceback to the rank's log, and one message per machine to the terminal.
+    """
     if sys.excepthook is sys.__excepthook__:  # failed before the run turned its output to the log
+        # The run failed before it redirected its output, so that is done now.
         from megaverl.monitoring.console import redirect_output
 
         try:
@@ -213,7 +242,7 @@ def _report(config: Config, rank: int, error: BaseException) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End without waiting for engines, process groups and their threads, which may wait for other ranks."""
+    """Exit at once, without waiting for engines, process groups and their threads, which may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     remove_temporary_folder()
@@ -227,6 +256,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check the prompts that `generate` is given, and return them as options of the run."""
     if arguments.prompt is None and arguments.prompts is None:
         raise UsageError("give --prompt TEXT or --prompts FILE")
     if arguments.prompts is not None:
@@ -266,7 +296,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """The options of `train` as overrides; the roles of this node go into its environment."""
+    """Turn the options of `train` into overrides, and put the roles of this node into the environment."""
     if arguments.role is not None:
         roles = ",".join(arguments.role)
         try:
@@ -280,27 +310,32 @@ def _train(arguments: argparse.Namespace) -> None:
         arguments.overrides.append(f"trainer.replay_rollouts={arguments.replay_rollouts}")
     if arguments.track_metrics is not None:
         if "=" in arguments.track_metrics:  # the next override, as the option stood alone
+            # `--track_metrics key=value`: argparse took the next override for the option's value. So the option was
+            # given alone.
             arguments.overrides.append(arguments.track_metrics)
             arguments.track_metrics = "*"
         arguments.overrides.append(f"run.track_metrics={json.dumps(arguments.track_metrics.split(','))}")
 
 
 def not_yet(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
-    """Keys that are `auto` stay at their defaults: the model that they are chosen for is not made yet."""
+    """Leave keys that are `auto` at their defaults: the quickstart's model does not exist yet."""
     return {}, ""
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
+    """Take the quickstart's recipe, and make its model and data before the ranks start."""
     arguments.config = arguments.config or str(recipe("quickstart"))
     if arguments.dry_run:
-        arguments.no_file_checks = True  # the files are made by the run
+        # The files are made by the run, so a dry run cannot check them.
+        arguments.no_file_checks = True
     elif "RANK" not in os.environ:  # the process that starts the ranks makes what they read
         config = load_config(
             arguments.config, arguments.overrides, command="quickstart", check_paths=False, choose=not_yet
         )
         check_builds()
         check_packages(config, "quickstart")
-        check_resume(config, "quickstart")  # before its files are made anew
+        # Checked before the files are made anew: a run that would not be resumed must not replace them.
+        check_resume(config, "quickstart")
         from megaverl.trainer.quickstart import prepare
 
         prepare(config)
