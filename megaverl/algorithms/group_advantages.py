@@ -111,7 +111,7 @@ def opo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages
     """
     check_finite("rewards", rewards)
     # The baseline shifts with the rewards, so centering first does not change the result and keeps it accurate.
-    centered = group_stats(rewards, group_ids).centered  # the baseline moves with the rewards: center first
+    centered = group_stats(rewards, group_ids).centered
     lengths = response_mask.sum(dim=1).double()
     baseline = group_totals(lengths * centered, group_ids) / group_totals(lengths, group_ids).clamp(min=1)
     return _same_for_all_tokens(centered - baseline, rewards, response_mask)

@@ -65,7 +65,7 @@ def explained_variance(returns: Tensor, value_error: Tensor) -> float:
     """
     spread, centre = variance(returns), mean(returns)
     # Rounding leaves this much of a constant.
-    if spread <= 1e-12 * max(1.0, centre * centre):  # what rounding leaves of a constant
+    if spread <= 1e-12 * max(1.0, centre * centre):
         return 0.0
     return 1.0 - variance(value_error) / spread
 
@@ -278,7 +278,7 @@ def seq_mean_token_mean(
     """
     mask = response_mask.to(dtype)
     # An empty response has no token to weight, and must not divide by 0.
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # an empty response has no token to weigh
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     return mask / lengths / _episodes(denominators, episode_shares, dtype)
 
 

@@ -285,7 +285,7 @@ def aot_unpaired(
     above = beta * finite_where(active, rejected_matched).detach()
     below = beta * finite_where(active, chosen_matched).detach()
     # This has the right gradient and twice the value.
-    both = -logsigmoid(chosen - below) - logsigmoid(above - rejected)  # its gradient, and twice its value
+    both = -logsigmoid(chosen - below) - logsigmoid(above - rejected)
     return _output(both - 0.5 * both.detach(), chosen, rejected, weights)
 
 

@@ -21,7 +21,7 @@ PLACES = {
     "rollout.servers.folder",
 }
 # Field names that mean such a file or folder in every section.
-PLACE_NAMES = ("folder", "file", "dir")  # of fields that are such a place in every section
+PLACE_NAMES = ("folder", "file", "dir")
 # Fields, and options of plug-ins, that hold either a path, a name on a hub, or something else. Only values that exist
 # on disk are treated as paths.
 FILE_NAMES = (

@@ -324,7 +324,7 @@ def _run_folder(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
         return
     # Create something for real: os.access returns true for root everywhere, /proc included.
-    try:  # os.access says yes to root everywhere, /proc included
+    try:
         with tempfile.TemporaryDirectory(prefix=".megaverl-", dir=there):
             pass
     except OSError as error:

@@ -328,7 +328,7 @@ def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
         for detail in details:
             pruned = _without(pruned, detail["loc"])
         # Nothing is left to remove: a validator refused a default.
-        if pruned == values:  # nothing is left to take away, such as a validator's mistake about a default
+        if pruned == values:
             return Config(), mistakes
         values = pruned
 

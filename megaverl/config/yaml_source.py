@@ -395,7 +395,7 @@ def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
         value = value_at(defaults, key.split("."))
         if isinstance(value, str | int | float) and OmegaConf.select(tree, key) is None:
             # A conflicting value in the file is reported later.
-            with contextlib.suppress(OmegaConfBaseException):  # a file that is wrong there is reported later
+            with contextlib.suppress(OmegaConfBaseException):
                 OmegaConf.update(tree, key, value, force_add=True)
                 borrowed.append(key)
     return borrowed

@@ -230,9 +230,9 @@ def answer_rows(batch: RolloutBatch) -> Tensor:
 
 
 # Column of a batch with a list of one `SharedItem` per sample.
-EXPERTS_COLUMN = "routed_experts"  # of a batch: each sample's, a list of one `SharedItem`
+EXPERTS_COLUMN = "routed_experts"
 # Stands for an unknown expert, so the trainer's router chooses.
-ROUTERS_CHOICE = -1  # in the place of an expert: nobody says which, and the trainer's router chooses
+ROUTERS_CHOICE = -1
 
 
 def experts_column(generations: Sequence[Generation]) -> dict[str, list[Any]]:

@@ -102,7 +102,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
         for start in range(0, len(longest_first), per_state)
     ]
     # A sample without tokens ranks among the parts without samples, so these must be explicit.
-    if 0 in lengths:  # a sample without tokens has its place among the parts without samples
+    if 0 in lengths:
         states = [parts + [(0, ())] * (num_ranks - len(parts)) for parts in states]
 
     def spread(parts: list[_Part]) -> int:
@@ -120,7 +120,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
 
 
 # Sum of some samples' lengths, and the samples.
-_Part = tuple[int, tuple[int, ...]]  # the sum of some samples, and which they are
+_Part = tuple[int, tuple[int, ...]]
 
 
 def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part]:

@@ -128,7 +128,7 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 # Number of positions in which every source has exactly its share.
-BLOCK = 4096  # positions in which every source has exactly its share
+BLOCK = 4096
 
 
 class Mixture:

@@ -17,7 +17,7 @@ WHOLE_FILE = 16 * 2**20
 # Number and bytes of samples that are read of a large file.
 NUM_SAMPLES, SAMPLE = 64, 16 * 2**10
 # Bytes read at the beginning and in the middle of every column chunk of a Parquet file.
-CHUNK_SAMPLE = 4 * 2**10  # at the beginning and in the middle of every column chunk of a Parquet file
+CHUNK_SAMPLE = 4 * 2**10
 
 
 class RowsDigest:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 # Content types that object stores use for files of unknown type.
-PLAIN = ("application/octet-stream", "binary/octet-stream")  # what stores say of a file whose kind they do not know
+PLAIN = ("application/octet-stream", "binary/octet-stream")
 
 
 def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: float) -> bytes:

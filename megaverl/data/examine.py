@@ -264,7 +264,7 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
         found.lengths.append(len(encoded.token_ids))
         found.example = found.example or encoded.text
     # A run decodes an image only when its prompt comes, so decode it here.
-    for image in read.images or ():  # a run decodes it when its prompt comes
+    for image in read.images or ():
         assert image.tensors
     found.num_usable += 1
     found.num_images += len(read.images or ())

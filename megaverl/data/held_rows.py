@@ -239,7 +239,7 @@ def _merged(
             one = RaggedBatch.unpack(*heard[move.source], _fills(), on_device.get(move.source))
             parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
     # Parts without rows must not widen the result.
-    if parts and any(here for here, _, _ in parts):  # what brings no rows must not widen those that do
+    if parts and any(here for here, _, _ in parts):
         parts = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts) if parts else None
 
@@ -259,7 +259,7 @@ def _send_from_host(
             device = fabric.device_between(move.source, move.dest)
             if device is None and on_host is None:
                 # Copy from the device once, not for every message.
-                on_host = ragged.on_host()  # read from a device once, not by message
+                on_host = ragged.on_host()
             rows = ragged if on_host is None or device is not None else on_host
             header, payload, on_device[move.dest] = rows.pack([place[row] for row in move.rows], device)
             sent.add(channel.send_to([move.dest], header, payload))

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from megaverl.data.tokenizers import Tokenizer
 
 # Column of a batch with a list of `SharedItem` per sample.
-COLUMN = "images"  # of a batch: each sample's, a list of `SharedItem`
+COLUMN = "images"
 # Formats that PIL decodes without an external program.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # those that are decoded without a program of their own
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Placeholder in a prompt for an image of the row's column.
-IN_TEXT = "<image>"  # where an image of the row's column goes
+IN_TEXT = "<image>"
 # Deadline of a download, including redirects.
-SECONDS = 30.0  # for a download, with all its redirects
+SECONDS = 30.0
 # From this EXIF orientation on, width and height are exchanged.
-TURNED = 5  # from this EXIF orientation on, width and height are exchanged
+TURNED = 5
 ORIENTATION = 0x0112
 Values = Sequence[Any]
 
@@ -263,7 +263,7 @@ class Images:
 
 
 # Stands for an image in the text of a message until the image is written.
-MARK = "\N{OBJECT REPLACEMENT CHARACTER}\0"  # an image in the text of a message, until it is written
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}\0"
 
 
 def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:

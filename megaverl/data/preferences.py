@@ -16,7 +16,7 @@ from megaverl.data.prompts import PromptEncoder, value_at
 from megaverl.errors import DataError
 
 # Losses convert margins to float32, whose largest number is 3e38.
-MOST_MARGIN = 1e30  # float32, in which losses take it, ends at 3e38
+MOST_MARGIN = 1e30
 
 
 class Judged(NamedTuple):

@@ -12,7 +12,7 @@ from megaverl.data.batching import check_cap, plan_micro_batches
 from megaverl.data.images import COLUMN
 
 # Stop refining once the busiest rank has at most this many times the mean tokens.
-GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
+GOOD_ENOUGH = 1.02
 
 
 class _Columns(NamedTuple):

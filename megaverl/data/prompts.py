@@ -22,9 +22,9 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]]  # JSON schemas of functions, as chat templates take them
 TooLong = Literal["error", "drop", "truncate_left"]
 # Upper bound of the tokens that a tokenizer adds around a text.
-NUM_ADDED_TOKENS = 4  # at most, that a tokenizer itself puts around a text
+NUM_ADDED_TOKENS = 4
 # Further fields that a message may have.
-OF_TOOLS = ("tool_calls", "tool_call_id", "name")  # what a message may have besides
+OF_TOOLS = ("tool_calls", "tool_call_id", "name")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 
 # The cache may use a quarter of this rank's share of the free host memory.
-SHARE = 4  # of the host memory that was free, and is this rank's, one part in so many
-MOST_OF_MEMORY = 2  # one row group may take one part in so many
-# Text compresses to a tenth or a hundredth. What is larger than this and grew more was not made of prompts.
+SHARE = 4
+# One row group may take half of it.
+MOST_OF_MEMORY = 2
+# Prompts compress to a tenth or a hundredth of their size. A group that is large and grows 500 times holds no prompts.
 MAX_UNSUSPICIOUS_BYTES = 2**30
 MAX_EXPANSION = 500
 
@@ -28,11 +29,11 @@ class GroupBound:
 
     Args:
         stored: bytes of the row group in its file.
-        free_bytes: host memory that was free, and is this rank's; None: what is free when the first bound is made.
+        free_bytes: free host memory that this rank may use. None: measured when the first bound is made.
 
     Example:
         bound = GroupBound(stored)
-        bound.check(declared)  # what the file's footer promises
+        bound.check(declared)  # the size in the file's footer
         for batch in batches:
             bound.add(batch.nbytes)
     """
@@ -48,10 +49,10 @@ class GroupBound:
         self.check(self._num_bytes)
 
     def check(self, num_bytes: int) -> None:
-        """See that a row group may have so many bytes.
+        """Check that a row group of `num_bytes` may be decoded.
 
         Raises:
-            ValueError: says what is too large, and what to do.
+            ValueError: names the limit that it exceeds, and how to write a smaller group.
         """
         if num_bytes > MAX_UNSUSPICIOUS_BYTES and num_bytes > MAX_EXPANSION * self._stored:
             raise ValueError(

@@ -242,7 +242,7 @@ class FirstReader:
 # A reader returns None at the end of its source and then starts again. Its state, the position, is a small JSON value.
 SourceReader = FilesReader | NumberedReader | HubReader | FirstReader
 # Limit of consecutive dropped rows, after which something must be wrong.
-MOST_DROPPED = 100_000  # rows dropped one after the other, before something must be wrong
+MOST_DROPPED = 100_000
 
 
 class StreamedPrompts:

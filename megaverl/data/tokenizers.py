@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 # Character that sentencepiece uses for a space.
-SPACE = "\u2581"  # how sentencepiece writes a space
+SPACE = "\u2581"
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
 NOT_MERGED = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType

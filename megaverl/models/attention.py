@@ -275,7 +275,7 @@ class SharedKVAttention(SelfAttention):
         own = whole.chunk(num_groups, dim=-1)[number].unflatten(-1, (-1, self.hidden_size_per_attention_head))
         parts = own[:, :, :-2].chunk(ranks_each, dim=2)[place], own[:, :, -2:-1], own[:, :, -1:]
         # Copies let the gathered tensor be freed.
-        query, key, value = (part.contiguous() for part in parts)  # what was gathered can go
+        query, key, value = (part.contiguous() for part in parts)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 
@@ -330,7 +330,7 @@ class LatentAttention(MLASelfAttention):
 
         resolver = QKNormConfigResolver(self.config, submodules)
         # With this set it decides about keys and values only.
-        resolver.has_q_lora = True  # as if: then it decides on keys and values alone
+        resolver.has_q_lora = True
         queries = {"linear_q_proj": submodules.linear_q_proj, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
         return {**resolver.resolve(), **queries}
 

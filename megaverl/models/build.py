@@ -61,7 +61,7 @@ def block_spec(
         config, with_engine, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
     )
     # Layers of one kind share one specification object, so setting a part twice is harmless.
-    for layer in block.layer_specs:  # the layers of one kind are one object: setting it again changes nothing
+    for layer in block.layer_specs:
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention if with_engine else LocalLatentAttention
         elif shares_kv_heads(spec, config.tensor_model_parallel_size):
@@ -202,7 +202,7 @@ def _mark_cut_weights(model: GPTModel) -> None:
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
         # megatron-core never marks the sinks.
-        sinks = getattr(module, "softmax_offset", None)  # which megatron-core never marks
+        sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
             sinks.data = sinks.data.to(model.config.params_dtype)  # Transformer Engine (2.8 to 2.20) makes float32
             set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)

@@ -36,7 +36,7 @@ CPU_OPTIONS = {
 }
 
 # Values of `ModelSpec.activation` with a fused kernel in megatron-core. The tanh approximation of gelu has none.
-FUSED_ACTIVATIONS = ("silu", "clamped_swiglu")  # by `ModelSpec.activation`; the tanh approximation of gelu has none
+FUSED_ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
 def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def transformer_config(
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
     # GPTModel reads these attributes, though they are no fields of the configuration.
-    for name, value in yarn_options(spec).items():  # GPTModel reads them there, though they are no fields
+    for name, value in yarn_options(spec).items():
         setattr(config, name, value)
     return config
 
@@ -333,7 +333,7 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
         options["rotary_percent"] = spec.rotary_fraction
     scaling = spec.rope_scaling
     # Latent attention creates its own rotary embedding.
-    if scaling is None or spec.mla is not None:  # latent attention has an embedding of its own
+    if scaling is None or spec.mla is not None:
         return options
     kind = scaling["rope_type"]
     if kind == "linear":

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 # Columns that follow the load of each expert in `ReplayedRouter.counts`.
-TOKENS, ENTROPY, COMPARED, DIFFERENT = range(4)  # what is counted beside each expert's load
+TOKENS, ENTROPY, COMPARED, DIFFERENT = range(4)
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -114,7 +114,7 @@ class Layout:
     def to_json(self) -> dict[str, Any]:
         """Return the layout as JSON values, to send it to another rank."""
         # Most boxes are equal in all layers, so each is sent once.
-        numbers: dict[Box, int] = {}  # most boxes are the same in every layer
+        numbers: dict[Box, int] = {}
 
         def number(box: Box) -> int:
             return numbers.setdefault(box, len(numbers))

@@ -240,7 +240,7 @@ class _Planner(Sequence[Plan]):
         source_class, dest_class = self._source.class_of[source], self._dest.class_of[dest]
         # The plans of a large job hold tens of millions of transfers. Creating the tuples directly skips the named
         # tuple's constructor.
-        new = tuple.__new__  # a world's plans hold tens of millions of transfers: skip the named tuple's own
+        new = tuple.__new__
         transfers: list[Transfer] = []
         for number, same in groupby(sorted(parts), key=lambda part: part.group):
             for low, high, shards in _segments(list(same)):

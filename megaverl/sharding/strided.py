@@ -304,7 +304,7 @@ def _box(
         moving.append(axis)
     still = [axis for axis in range(len(at)) if axis not in moving]
     # Moving axes take the order of the source's axes; the others keep their places.
-    places = iter(moving)  # where an axis moves, the axes that move stand there in the source's order
+    places = iter(moving)
     axes = tuple(axis if axis in still else next(places) for axis in range(len(at)))
     view = Strides(axes, tuple(at[axis] % steps[axis] for axis in axes), tuple(steps[axis] for axis in axes))
     start = tuple(at[axis] // steps[axis] for axis in axes)

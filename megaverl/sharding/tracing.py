@@ -78,7 +78,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         # Storages are identified by address, which stays unique only while they exist.
-        self._kept: list[torch.Tensor] = []  # storages are known by their address
+        self._kept: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._writes: dict[int, list[_Write]] = {}
@@ -187,7 +187,7 @@ class Tracer(TorchDispatchMode):
         if name in ("aten::zero_", "aten::fill_"):
             self._write(args[0], torch.empty((), device="meta"))
             # The program overwrites a source with a constant.
-            if (key := _storage(args[0])) in self._names:  # a source of which a program makes a constant
+            if (key := _storage(args[0])) in self._names:
                 del self._names[key]
             return args[0]
         sources = frozenset[str]().union(*(self._sources_of(_storage(each)) for each in known))

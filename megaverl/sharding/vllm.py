@@ -123,7 +123,7 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
             held.setdefault(tensors, {})[number] = numel
     parts: list[set[str]] = []
     # Layout number -> (its last part, elements in it so far).
-    reached: dict[int, tuple[int, int]] = {}  # by layout: its last part, and its elements in it
+    reached: dict[int, tuple[int, int]] = {}
     for tensors, holders in held.items():
         place = max(reached.get(number, (0, 0))[0] for number in holders)
         used = {number: reached[number][1] if reached.get(number, (-1, 0))[0] == place else 0 for number in holders}

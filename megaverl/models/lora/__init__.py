@@ -193,7 +193,7 @@ def follow(layouts: Callable[[int], Layout], change: Callable[[Layout], Layout])
         layout = layouts(rank)
         if id(layout) not in made:
             # Keep the layout as well: its id stays unique only while the object exists.
-            made[id(layout)] = layout, change(layout)  # kept: an id is only good while its object lives
+            made[id(layout)] = layout, change(layout)
         return made[id(layout)][1]
 
     return layout_of
