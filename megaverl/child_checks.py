@@ -60,8 +60,7 @@ def run_in_children(
             check.
         context: a JSON value.
         checks: JSON mappings. `doing` describes the check in messages: "it is loaded" by default. A check with
-            `may_wait`
-            waits for something outside, such as a hub; if its deadline passes, it is skipped.
+            `may_wait` waits for something outside, such as a hub; if its deadline passes, it is skipped.
         deadline: seconds for each check.
     """
     left = list(checks)

@@ -137,8 +137,7 @@ def driver_older_than_torch() -> str | None:
     """Return the problem if the driver is too old for the CUDA that torch is built for; else None.
 
     torch would then start without GPUs (`torch.cuda.is_available()` is False), and a run would compute on the CPU. A
-    driver
-    supports every CUDA version with its own major number.
+    driver supports every CUDA version with its own major number.
     """
     if is_processor_meant():
         return None

@@ -110,8 +110,7 @@ def search_working_folder() -> None:
     """Let Python find modules in the working folder, after all other places.
 
     The folder is added by its absolute path, even beside the empty entry that `python -m` makes, since user code may
-    change
-    the working folder later.
+    change the working folder later.
     """
     folder = str(Path.cwd())
     if folder not in sys.path:

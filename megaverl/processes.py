@@ -36,8 +36,7 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command` under the same process number, tied to this process.
 
     The kernel watches the thread that starts the process, so start it on a thread that lasts long enough. This costs
-    the
-    start of a bare interpreter (12 ms). No Python code runs between fork and exec in a process with threads.
+    the start of a bare interpreter (12 ms). No Python code runs between fork and exec in a process with threads.
     """
     return [sys.executable, "-IS", os.path.abspath(__file__), str(os.getpid()), *command]
 
@@ -55,8 +54,7 @@ def freeze_objects() -> None:
     """Exclude existing objects from garbage collections, unless an earlier caller has done so.
 
     Imported modules are some 400,000 objects. They would cost half a second in each collection, and memory in each
-    forked
-    process.
+    forked process.
     """
     global _freezing
     if not _freezing:

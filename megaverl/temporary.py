@@ -91,8 +91,7 @@ def use_temporary_folder() -> Path:
     """Use one temporary folder from here on: the one that the parent process names, or a new one.
 
     A second call in the same process returns the folder in use. If no folder can be created, the system's temporary
-    folder
-    is used unchanged.
+    folder is used unchanged.
     """
     global _owner_pid
     if _claimed:

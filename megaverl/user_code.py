@@ -122,9 +122,8 @@ def exits_fail() -> Iterator[None]:
     """Keep `os._exit` from ending a run as if it had succeeded, in this process.
 
     A rank's parent sees only its exit code, and takes 0 for success. Inside `user_code`, `os._exit` raises SystemExit,
-    so
-    the error names the function. Elsewhere a call with status 0 is reported and ends the process with `FAILED`. Child
-    processes still exit. Code in C that calls `_exit` is not caught.
+    so the error names the function. Elsewhere a call with status 0 is reported and ends the process with `FAILED`.
+    Child processes still exit. Code in C that calls `_exit` is not caught.
     """
     exit_process = os._exit
 

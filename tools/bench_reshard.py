@@ -41,8 +41,7 @@ BY_RANK = ("received", "messages", "peak", "objects", "first_objects")
 
 def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join the ranks' measurements of one pair: per way, the median over turns of the slowest rank's seconds, and lists
-    by
-    rank.
+    by rank.
     """
     ways = {}
     for name in ranks[0]["ways"]:

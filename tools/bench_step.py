@@ -91,8 +91,7 @@ def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
     """Return the table of both sides' parts: milliseconds, share of the step, tokens a second, processor seconds; and
-    the
-    ratios.
+    the ratios.
     """
     both = len(found) > 1
     lines = ["part      " + "".join(f"{side:>13} ms  share  tokens/s  cpu s" for side in found)]

@@ -109,8 +109,7 @@ def engine(folder: Path) -> Outcome:
     """Check vLLM beside the actor, in one engine.
 
     It adopts the actor's storage before graphs are captured, answers as the actor would, gives memory back asleep,
-    answers
-    the same awake, and follows an update.
+    answers the same awake, and follows an update.
     """
     model, sync, made = actor_and_engine(folder, sleep=True)
     limit = CLOSE[model.config.params_dtype]

@@ -328,8 +328,7 @@ class Cluster:
 
         Returns:
             Seconds until the first rank knew and until the last one had ended, and the named ranks with the number of
-            ranks
-            that named each.
+            ranks that named each.
         """
         timeouts, hit = self.setup.timeouts, 0 if fault == "first" else self.setup.hit
         self._tell("steps")

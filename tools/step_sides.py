@@ -62,8 +62,7 @@ class Job:
     @property
     def gflop(self) -> dict[str, float]:
         """Return the GFLOP of each part's matrix products with weights, the least work that computes every token of
-        every
-        sequence.
+        every sequence.
 
         2 per weight and token forward and 4 backward; in the rollout a prompt counts once for its group.
         """

@@ -358,8 +358,7 @@ def check_pickles(folder: Path) -> None:
     """Refuse a folder whose pickles name anything but tensors, their layout and plain values.
 
     torch reads the index and stored objects with an unrestricted unpickler, so they are checked first. The ranks'
-    common
-    state is checked too, for one message instead of one from each rank.
+    common state is checked too, for one message instead of one from each rank.
 
     Raises:
         CheckpointError: the index or an object is damaged, or names something that loading must not run.

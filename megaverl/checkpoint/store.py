@@ -74,8 +74,7 @@ class CheckpointStore:
         store = CheckpointStore("runs/demo/checkpoints")
         store.start(step, {"actor": actor}, {"next_step": step})   # writes in the background
         store.finish()                                             # all ranks have written: commit
-        folder = store.resolve("auto")
-        folder, state = store.resume(folder, {"actor": actor})
+        folder = store.resolve("auto") folder, state = store.resume(folder, {"actor": actor})
     """
 
     def __init__(
@@ -127,8 +126,7 @@ class CheckpointStore:
             roles: role -> model, optimizer and scheduler.
             state: the trainer's own state as JSON, equal on every rank.
             files: name -> function that writes a further file to the given path. The committing rank writes them; they
-                must not
-                change meanwhile.
+                must not change meanwhile.
             own_files: name -> contents of this rank's own files.
             best: mark the checkpoint as the best so far.
             inside: it is taken in the middle of the next step.
@@ -263,15 +261,12 @@ class CheckpointStore:
         """Return the checkpoint to resume from, or None to start anew.
 
         All its files exist, and their bytes are intact. The files of tensors, nearly all of it, are verified by
-        `resume` as it
-        reads them.
+        `resume` as it reads them.
 
         Args:
             resume: `auto` (the newest here, if any), `latest` (the newest here, which must exist), `unfinished` (the
-                newest
-                here, unless its run is complete), `never`, or a folder: a checkpoint, a `checkpoints` folder or a run
-                folder,
-                whose newest checkpoint is taken.
+                newest here, unless its run is complete), `never`, or a folder: a checkpoint, a `checkpoints` folder or
+                a run folder, whose newest checkpoint is taken.
             restarted: torchrun has restarted the ranks, so this job's own checkpoints come first.
 
         Raises:

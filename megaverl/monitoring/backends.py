@@ -24,10 +24,8 @@ class JsonLines:
     """Backend of `metrics.jsonl`: one JSON object per line, flushed at once.
 
     Numbers that JSON cannot express are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` converts
-    back.
-    A resumed run drops lines after the resumed step and an incomplete last line. A fresh run in a used folder renames
-    the
-    older file to metrics.N.jsonl.
+    back. A resumed run drops lines after the resumed step and an incomplete last line. A fresh run in a used folder
+    renames the older file to metrics.N.jsonl.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -119,8 +117,7 @@ class Wandb:
     """Weights & Biases. WANDB_MODE, WANDB_API_KEY and `wandb login` decide whether and where to send.
 
     Without a login it works offline, in the run's folder; `wandb sync` sends the data later. A resumed run continues
-    its
-    own Weights & Biases run, whose id is in `wandb_run_id`; a fresh run gets a new id.
+    its own Weights & Biases run, whose id is in `wandb_run_id`; a fresh run gets a new id.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -356,8 +353,7 @@ class Backend(Protocol):
     """Destination of metrics. `write` may raise anything; the tracker then stops using this backend.
 
     A backend with `write_samples(step, split, samples)` gets samples too. `split` is train or validation, and each
-    sample
-    is a mapping with keys such as prompt, response, reference, reward.
+    sample is a mapping with keys such as prompt, response, reference, reward.
     """
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None: ...

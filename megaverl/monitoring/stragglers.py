@@ -170,8 +170,7 @@ def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
     """Compare each rank's work with that of ranks that do the same; slowest first. Ranks without an equal are left out.
 
     A rank's time of a stage is its time per call of each kernel, times the usual number of calls over all ranks. So a
-    rank
-    with more work is not slow because of it. "Usual" is the lower median over the ranks.
+    rank with more work is not slow because of it. "Usual" is the lower median over the ranks.
     """
     found: list[Slow] = []
     for kind in dict.fromkeys(like):

@@ -23,9 +23,8 @@ class Timeline:
     """Spans of host time on one rank.
 
     Spans nest, and threads may open their own. On a GPU a span ends when the host has enqueued its work, so a caller
-    that
-    wants device time must synchronise before the span closes. The trace keeps the last `max_events` spans; the sums per
-    step are exact regardless.
+    that wants device time must synchronise before the span closes. The trace keeps the last `max_events` spans; the
+    sums per step are exact regardless.
 
     Attributes:
         roles: span name -> role that does the work, for the trace.
@@ -103,10 +102,8 @@ class Timeline:
         """Return milliseconds per span name in the current or last step.
 
         `step_ms` is the whole step, and `other_ms` the time outside all outermost spans of its thread. `busy/<role>` is
-        the
-        fraction of the step in which this rank worked for a role. A nested span counts both under its own name and in
-        the
-        span around it.
+        the fraction of the step in which this rank worked for a role. A nested span counts both under its own name and
+        in the span around it.
         """
         metrics = {f"{prefix}{name}_ms": total / 1e6 for name, total in sorted(self._totals.items())}
         if self._step is not None:
@@ -200,8 +197,7 @@ def memory_metrics(*roles: str) -> dict[str, float]:
     memory.
 
     On CUDA this is the peak of torch's allocator on the current device since the last call, which resets the peak.
-    Without
-    CUDA it is the resident memory, so that the curve exists on every platform. torch is not imported for this.
+    Without CUDA it is the resident memory, so that the curve exists on every platform. torch is not imported for this.
     """
     resident = process_memory_mb()
     metrics = {

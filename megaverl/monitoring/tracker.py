@@ -35,10 +35,8 @@ class Tracker:
     """Writes metrics to `metrics.jsonl` always, and to the other requested backends.
 
     Only rank 0 makes one. A backend that cannot start or fails later is left out with one warning. So a tracker never
-    stops
-    training, and training never waits for a slow one (`Queued`). `check_backends` reports configuration mistakes before
-    the
-    run begins.
+    stops training, and training never waits for a slow one (`Queued`). `check_backends` reports configuration mistakes
+    before the run begins.
 
     Args:
         run_dir: the run's folder, created if missing.

@@ -49,8 +49,7 @@ def eight_bit_copies(
     """Return the bytes of 8-bit weight copies that Transformer Engine keeps for linear layers under `megatron.fp8`.
 
     The first micro-batch makes these copies. They stay until the next update replaces them, also during generation.
-    There
-    is one copy by rows and, on Hopper, one by columns where gradients flow back (Transformer Engine 2.9 to 2.20,
+    There is one copy by rows and, on Hopper, one by columns where gradients flow back (Transformer Engine 2.9 to 2.20,
     pytorch/module/linear.py and base.py, `_fp8_workspaces`; megatron-core 0.16, extensions/transformer_engine.py).
 
     Args:
@@ -170,8 +169,7 @@ class TrainedBytes:
         step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
         saved_weights, saved_optimizer: bytes that the rank writes to a checkpoint (`megaverl.checkpoint.parts`): one
             replica's share of the weights, and its optimizer state in float32. Norms count for every tensor-parallel
-            rank,
-            though only one of them writes them.
+            rank, though only one of them writes them.
     """
 
     weights: int

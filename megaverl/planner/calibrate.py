@@ -213,8 +213,7 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
 
     Elementwise work is fitted to scoring passes. The cost of a kernel is fitted to the difference between few and many
     layers in decoding. What remains becomes overheads of a sample, a token, an update and a step. The latency of a
-    message
-    is fitted to the tensor-parallel steps.
+    message is fitted to the tensor-parallel steps.
     """
     few, many, tensor_parallel = probes
     layers = many.job.spec.num_layers - few.job.spec.num_layers
@@ -330,8 +329,7 @@ def _messages(device: Any) -> dict[str, float]:
     """Return latency and bandwidth of messages, and the share of their time in which a processor works on them.
 
     Where ranks share processors, each message follows some work, as in a step. The waiting rank must then be woken,
-    which
-    takes longer than a message that directly follows another one.
+    which takes longer than a message that directly follows another one.
     """
     import torch
 

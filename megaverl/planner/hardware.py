@@ -40,8 +40,7 @@ class Hardware:
         memory_gb_s, memory_efficiency: memory bandwidth, and the fraction of it that is reached.
         elementwise_efficiency: the same fraction for norms, activations and similar work; None: memory_efficiency.
         weights_gb_s: rate at which a CPU's products read their weights. This time adds to that of the operations, since
-            the
-            CPU first copies weights into blocks. None: weights are read at memory bandwidth while operations run.
+            the CPU first copies weights into blocks. None: weights are read at memory bandwidth while operations run.
         node_gb_s, node_latency_us: bandwidth and latency of messages to ranks of the same node.
         network_gb_s, network_latency_us: bandwidth and latency of messages to ranks of other nodes.
         send_latency_us: latency of a message from one rank to another; None: the latency of collectives.

@@ -178,8 +178,7 @@ class PlannedJob:
         """Return an upper bound of the bytes that a step's per-token fields take on a rank until the updates are over.
 
         Fields are log-probs, values, advantages and returns, with 4 bytes for each token of the longest response.
-        Critic and
-        reference also hold the fields of the steps that they are ahead of the actor (`trainer/schedule.py`).
+        Critic and reference also hold the fields of the steps that they are ahead of the actor (`trainer/schedule.py`).
         """
         config, roles = self.config, [role for role in self.roles if role.place(rank) is not None]
         names, samples = {role.name for role in roles}, config.rows_per_step
@@ -428,8 +427,7 @@ class Machine:
         gpus_per_node: neighbouring ranks share a node and its NVLink.
         memory: memory of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
         reserve: memory that roles and engines cannot use: CUDA's context, NCCL's buffers and the like; None: counted
-            part
-            by part for each rank (`megaverl.planner.reserve`).
+            part by part for each rank (`megaverl.planner.reserve`).
         on_gpus: False where ranks are processes on CPU cores, which have other defaults.
         nvlink, network, hbm: bandwidths; NVLink 4 gives 450 GB/s each way, a 400 Gbit/s adapter 50 GB/s.
     """

@@ -49,8 +49,7 @@ class RankMemory:
         moments: phase of a step -> component in use at its peak -> bytes, the reserve included.
         engine: how the rollout engine divides its share of the memory.
         saved: bytes that the rank writes to a checkpoint. With `checkpoint.async_save`, host memory may hold as much
-            again
-            if an update begins before it is written.
+            again if an update begins before it is written.
         host: component -> bytes of host memory: offloaded state, and a checkpoint's copy.
     """
 
@@ -476,8 +475,7 @@ def engine_bytes(
         fields: `rollout.vllm`.
         itemsize: bytes of a weight.
         aliased: bytes of weights that share an actor's storage, on the rank with the fewest. vLLM measures what it
-            holds
-            itself and gives its cache the rest of its share; all ranks take the smallest cache (0.32 and later:
+            holds itself and gives its cache the rest of its share; all ranks take the smallest cache (0.32 and later:
             utils/mem_utils.py, v1/executor/uniproc_executor.py).
         memory: bytes of the GPU.
         sequences, longest: responses per engine and step, and the context they may need.

@@ -164,10 +164,8 @@ def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]
     """Set how many steps each operator may be ahead of training.
 
     An operator is as far ahead as its role groups are, but no further than the operators that it needs and those before
-    it
-    in the same group. For example, a critic on the engines' ranks computes values ahead of training, but its update
-    waits
-    for the actor's advantages.
+    it in the same group. For example, a critic on the engines' ranks computes values ahead of training, but its update
+    waits for the actor's advantages.
     """
     rollout, sampling = job.config.rollout, job.config.algorithm.dynamic_sampling
     staleness = rollout.max_staleness if rollout.async_rollout else 0
@@ -195,8 +193,7 @@ def slept_seconds(load: StepLoad) -> float | None:
     """Return the seconds of copying an engine's weights to the host when it sleeps; None if it does not sleep.
 
     Waking for a reshard takes as long again. Where actor and engines share ranks nothing is copied, as the reshard
-    writes
-    all weights anew (`workers.weight_sync`). Mapping and unmapping memory takes no time.
+    writes all weights anew (`workers.weight_sync`). Mapping and unmapping memory takes no time.
     """
     job, config = load.job, load.job.config
     if not config.rollout.sleep or config.rollout.engine != "vllm" or load.hardware.cores is not None:
@@ -330,8 +327,7 @@ def _gathered(load: StepLoad, role: Role, passes: LayerPasses) -> LayerPasses:
     """Add the gathers of FSDP to a stage's passes.
 
     Weights arrive while the layer before computes, and gradients leave during the backward pass, so only time beyond
-    the
-    computation counts.
+    the computation counts.
     """
     assert role.shards is not None
     costs = load.model(role.spec)

@@ -28,8 +28,7 @@ def derive_share(job: PlannedJob) -> float | None:
     """Return the share of a GPU's memory that vLLM may take beside the other roles on its ranks.
 
     vLLM's own default, 0.92, is for a GPU that it has to itself. The share is the largest multiple of 0.05 with which
-    every
-    phase of a step fits. If even the smallest share does not fit, it is returned, and `shortages` reports what is
+    every phase of a step fits. If even the smallest share does not fit, it is returned, and `shortages` reports what is
     missing.
 
     Returns:

@@ -206,8 +206,7 @@ def memory_over_time(found: Prediction, memory: RankMemory) -> list[Span]:
     """List (begin, end, activity, peak bytes) of a rank through a step, without gaps.
 
     Between operators the rank holds what it keeps at rest, with engines asleep if they sleep. An operator that runs
-    ahead
-    of its own step appears at the time of this step at which it runs.
+    ahead of its own step appears at the time of this step at which it runs.
     """
     step, pieces = found.step_seconds, []
     for phase in found.phases:

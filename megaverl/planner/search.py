@@ -217,8 +217,7 @@ class LayoutSearch:
         """Predict a training layout with its first engine, and push it with all its engines.
 
         Roles that share ranks run in turn. So with another engine, a step takes at least that engine's best rollout and
-        the
-        rest of the step; this bound orders the heap until the step itself is predicted.
+        the rest of the step; this bound orders the heap until the step itself is predicted.
         """
         first, *others = group
         base = self._push(waiting, first)

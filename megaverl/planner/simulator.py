@@ -53,8 +53,7 @@ class Prediction:
         critical_path: (operator, seconds) in sequence; together they make up the step.
         tokens_per_second_per_gpu: prompt and response tokens that the step trained on, per second and rank of the job.
         mfu: model operations of the whole step (generation, scoring, update; without recomputation) divided by the peak
-            of
-            all ranks over the step.
+            of all ranks over the step.
         update_mfu: the same for updates alone, over their time and ranks.
         samples: samples of the step.
         tokens: tokens of the step.
@@ -178,8 +177,7 @@ def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> l
     """Return the operators that must have ended before this operator of a step begins.
 
     A role group runs the operators of a step in sequence, then those of the next step. The weights of step k arrive
-    after
-    the group's work for step k + `ahead`, and before its work for the step after that:
+    after the group's work for step k + `ahead`, and before its work for the step after that:
 
         ahead 0:   rollout 0  reshard 0  rollout 1  reshard 1  rollout 2 ...
         ahead 2:   rollout 0  rollout 1  rollout 2  reshard 0  rollout 3  reshard 1 ...

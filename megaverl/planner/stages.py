@@ -266,8 +266,7 @@ def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float
     """Return the keys that attention reads per token of a packed row that holds a shared prompt once.
 
     Variable-length kernels need the prompt's keys once for the prompt, and again before the keys of each sample's own
-    part
-    (`megaverl.models.packing.VarlenPacking`).
+    part (`megaverl.models.packing.VarlenPacking`).
 
     Args:
         tokens: tokens of the row, which holds as many of a group's samples as fit.
@@ -306,8 +305,7 @@ def in_flight(stage: int, pp: int, vpp: int | None, num_micro_batches: int) -> f
     """Return the number of micro-batches whose activations a stage keeps at once (1F1B; section 4.2.3).
 
     With virtual stages the schedule keeps pieces of micro-batches: the first stage keeps 1 + (p - 1) / (p m) times as
-    many
-    as without.
+    many as without.
     """
     if vpp is None or vpp == 1 or pp == 1:
         return float(min(pp - stage, num_micro_batches))
@@ -374,8 +372,7 @@ def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, tra
     """Return the peak bytes of log-probs if logits are computed in chunks (`megaverl.models.vocab_parallel`).
 
     These are the hidden states, in training also their gradient and a float32 gradient of the output layer's weight;
-    and
-    one chunk with its gradient, each in the model's dtype and in float32.
+    and one chunk with its gradient, each in the model's dtype and in float32.
     """
     hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
     weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0

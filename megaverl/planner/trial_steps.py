@@ -118,8 +118,7 @@ def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> Mea
     """Run the trainer and return the times of its operators, without the first steps.
 
     They are read from the trace of the first rank of each role group. Only the quieter half of the steps counts: those
-    in
-    which other programs used the least.
+    in which other programs used the least.
 
     Raises:
         MegaverlError: the run failed.

@@ -197,8 +197,7 @@ def _define_te_general_gemm() -> None:
 @_adapts("moe split sizes")
 def _give_splits_as_numbers() -> None:
     """The alltoall dispatcher converts its split sizes to numbers only when it copies them from a GPU. Otherwise they
-    stay
-    tensors, which torch.distributed refuses.
+    stay tensors, which torch.distributed refuses.
     """
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -86,8 +86,7 @@ _adapts = functools.partial(adaptation, ADAPTATIONS)
 @_adapts("kernels in vLLM's modules alone")
 def _look_for_kernels_in_vllm() -> None:
     """To replace its Triton kernels, vLLM reads every attribute of every module. Deprecated ones of torch then warn,
-    and
-    llvmlite's (numba) raise an error.
+    and llvmlite's (numba) raise an error.
     """
     from vllm.triton_utils import dispatcher
 
@@ -186,8 +185,7 @@ def repack_weights(model: torch.nn.Module) -> None:
 @_adapts("quantised products by definition")
 def _multiply_quantised_by_definition() -> None:
     """vLLM's CPU build multiplies 8-bit weights only with AMX, from packed copies that replace them. It also lacks the
-    operator
-    that quantises a matrix.
+    operator that quantises a matrix.
     """
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
@@ -229,9 +227,7 @@ def _keep_biases_as_they_are() -> None:
 @_adapts("norms in one kernel")
 def _norm_in_one_kernel() -> None:
     """vLLM's CPU build has kernels for its norms, but uses eight operators of PyTorch instead. That is a tenth of the
-    time
-    of
-    decoding a small model.
+    time of decoding a small model.
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -259,8 +255,7 @@ def _norm_in_one_kernel() -> None:
 @_adapts("rotary embeddings of all heads")
 def _turn_all_heads() -> None:
     """The kernel assumes that the last axis holds all heads of a token. Given [tokens, heads, size], as LFM2's code
-    passes
-    queries and keys, it rotates only as many rows as there are tokens, by wrong positions (vLLM 0.32).
+    passes queries and keys, it rotates only as many rows as there are tokens, by wrong positions (vLLM 0.32).
     """
     from vllm import _custom_ops
 
@@ -276,9 +271,7 @@ def _turn_all_heads() -> None:
 @_adapts("attention without a wrapper")
 def _attend_without_a_wrapper() -> None:
     """Two custom operators per layer hide attention from a compiler that is not used here. That is a fiftieth of the
-    time
-    of
-    decoding a small model.
+    time of decoding a small model.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -302,9 +295,7 @@ def _leave_ranks_out() -> None:
 @_adapts("sampling of drafts by definition")
 def _expand_to_drafts() -> None:
     """The substitute for a Triton kernel that gives each draft token its request's temperature, top-k and top-p casts
-    them
-    to
-    integers, and writes them to a copy that nobody reads (0.32: `_expand_kernel_impl`).
+    them to integers, and writes them to a copy that nobody reads (0.32: `_expand_kernel_impl`).
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -331,9 +322,8 @@ def _bind_memory_quietly() -> None:
 @_adapts("shared memory by job")
 def _own_shared_memory_by_job() -> None:
     """vLLM names shared memory after its init method, which under torchrun is equal in every job on a machine. Jobs
-    would
-    share
-    one tensor-parallel buffer, several machines would seem to be one, and buffers of killed ranks would stay.
+    would share one tensor-parallel buffer, several machines would seem to be one, and buffers of killed ranks would
+    stay.
     """
     from vllm.v1.worker import cpu_worker
 
@@ -384,11 +374,9 @@ def engine_defaults(
     """Return EngineArgs that suit a CPU, as defaults for the user's.
 
     These are eager mode, since compiling takes longer than it saves and needs a C++ compiler; a cache for
-    `num_sequences`
-    full-length responses (vLLM's default takes 92 % of the machine's memory); blocks small enough that short prompts
-    can
-    share a prefix; and for latent attention another backend than the one that vLLM chooses with AMX (see
-    `check_runs_here`).
+    `num_sequences` full-length responses (vLLM's default takes 92 % of the machine's memory); blocks small enough that
+    short prompts can share a prefix; and for latent attention another backend than the one that vLLM chooses with AMX
+    (see `check_runs_here`).
 
     Args:
         num_kv_heads: KV heads on one rank.

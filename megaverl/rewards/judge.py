@@ -155,8 +155,7 @@ def judge(
             better,
             0 if worse, 0.5 if neither; every other vote sees them in the other order.
         template: the question, or a .txt or .md file with it: {prompt}, {response}, {reference}, {rubric}, {low},
-            {high};
-            for pairwise {prompt}, {first}, {second}, {rubric}.
+            {high}; for pairwise {prompt}, {first}, {second}, {rubric}.
         rubric: criteria for the grade.
         scale: lowest and highest score.
         votes: number of answers to each question; the most frequent one counts (in a tie, their mean).
@@ -235,8 +234,7 @@ def served(
     answer.
 
     The model reads the row's conversation and the answer in its own chat template; without a template, it reads the
-    plain
-    texts one after the other.
+    plain texts one after the other.
 
     Args:
         url: root of the server.

@@ -109,7 +109,6 @@ def _lasting_thread(process: int) -> ThreadPoolExecutor:
     """Return a thread that lasts as long as this process, for starting children.
 
     The kernel kills such a child when the thread that started it ends. The cache is per process id, since a forked copy
-    has
-    no threads.
+    has no threads.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="starter")

@@ -148,8 +148,7 @@ def reasoning_gym_score(
     """Return the score of reasoning-gym's own verifier for the row's task: 1 if the answer is right, less otherwise.
 
     The verifiers run confined (see `Sandbox`), since some let sympy evaluate what the model wrote. One process runs
-    several;
-    if it fails, each of them runs alone. A verifier that takes too long, or raises, gives 0.
+    several; if it fails, each of them runs alone. A verifier that takes too long, or raises, gives 0.
 
     Args:
         tags: whether the answer is the text in the last <answer>...</answer>; otherwise it is the whole response.

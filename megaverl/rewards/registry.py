@@ -59,8 +59,7 @@ class RewardOutput:
             because a judge gave no answer; the sample is left out.
         components: name -> unweighted values of each component.
         correct: what accuracy and pass@k count: whether the component with `accuracy: true`, or else the first one, is
-            1 or
-            more.
+            1 or more.
     """
 
     total: list[float]
@@ -111,8 +110,7 @@ class RewardFunction:
 
     It takes either one `sample` (a `RewardSample`) as its first parameter, or values of a sample by name (see
     `megaverl.rewards.binding`); if `batched`, a list of each. Options follow as keyword arguments. It returns a number,
-    or a
-    list of numbers if `batched`.
+    or a list of numbers if `batched`.
 
     Attributes:
         check: called with the options when the reward is built; raises ValueError for wrong options.

@@ -169,10 +169,8 @@ def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float =
     """Return 1 for the reference's final number, `format_score` for another one, 0 for none.
 
     GSM8K (Cobbe et al. 2021, arXiv:2110.14168) ends every answer with `#### N`. The reference may be such an answer,
-    the
-    number alone, or a text without `####`, whose last number counts: "The answer is 42." Numbers are compared by value:
-    72
-    is 72.0.
+    the number alone, or a text without `####`, whose last number counts: "The answer is 42." Numbers are compared by
+    value: 72 is 72.0.
     """
     [reference, *_] = references(sample)
     expected = final_number(reference)
@@ -199,8 +197,7 @@ def math_verify(samples: list[RewardSample], *, timeout_seconds: float = 5.0) ->
     """Return 1 if the response's last formula or number equals the reference mathematically (1/2 is 0.5), else 0.
 
     The library math-verify decides in a separate process, since model output can make sympy compute forever. A
-    comparison
-    that takes longer than `timeout_seconds` scores 0.
+    comparison that takes longer than `timeout_seconds` scores 0.
     """
     worker = MathWorker.shared()
     scores = []
@@ -228,8 +225,7 @@ def row_tests(reference: Any) -> list[dict[str, Any]]:
 
     Args:
         reference: one test or a list: mappings as above, or Python text (`assert f(1) == 2`). Also the forms of APPS,
-            TACO
-            and LiveCodeBench (`inputs`, `outputs`, `fn_name`), of HumanEval (`test`, `entry_point`) and of MBPP
+            TACO and LiveCodeBench (`inputs`, `outputs`, `fn_name`), of HumanEval (`test`, `entry_point`) and of MBPP
             (`test_list`, `test_setup_code`); also as JSON text.
 
     Raises:
@@ -369,8 +365,7 @@ def code(
     """Return 1 if the response's Python program passes all tests of the row, else 0.
 
     The program is the last fenced block of the response. It runs confined, anew for every test (see `Sandbox`). A
-    program
-    that takes too long, needs too much memory or writes too much fails the test.
+    program that takes too long, needs too much memory or writes too much fails the test.
 
     Args:
         tests_key: column of the row with the tests; None: the reference answer.

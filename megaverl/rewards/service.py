@@ -157,8 +157,7 @@ class Service:
 
         Args:
             read: converts the answer's JSON; raises ValueError, KeyError, TypeError or IndexError for an unusable
-                answer, which
-                is requested again.
+                answer, which is requested again.
             instead: returns another form of a request that the service refuses (400, 422).
 
         Raises:

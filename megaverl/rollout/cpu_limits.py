@@ -39,9 +39,8 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
 
     Raises:
         RolloutError: for quantised experts; for compiled models, which would keep old weights; for asynchronous
-            scheduling,
-            which vLLM would silently turn off (0.32, `platforms/cpu.py`); and for a backend of latent attention that
-            discards the weights which an update writes, and does not support float32.
+            scheduling, which vLLM would silently turn off (0.32, `platforms/cpu.py`); and for a backend of latent
+            attention that discards the weights which an update writes, and does not support float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
@@ -70,8 +69,8 @@ def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` with a workaround for a bug of vLLM's CPU build (0.32).
 
     If all but one token of a prompt are cached, vLLM pads the request with draft tokens -1; its kernels then read
-    beyond
-    their rows and accept them. A table of draft numbers by batch size, with the same number everywhere, avoids this.
+    beyond their rows and accept them. A table of draft numbers by batch size, with the same number everywhere, avoids
+    this.
 
     Raises:
         RolloutError: this build cannot run the speculator.

@@ -135,8 +135,7 @@ class Engine(Protocol):
         may_rebind: whether parameters may move to other storage: no captured graph holds their addresses.
         in_flight: bounds on the number of sequences; None: no bounds.
         on_finished: called with every response of `generate` that finishes before the others. An engine may skip the
-            calls;
-            its responses then count as finished at the end. None: no calls.
+            calls; its responses then count as finished at the end. None: no calls.
         saved_work: counters that an engine may add to.
 
     Example:
@@ -172,8 +171,7 @@ class Engine(Protocol):
 
         Args:
             shapes: shapes of the weights by their names in a Hugging Face folder. Layouts may leave out weights that
-                the engine
-                does not use.
+                the engine does not use.
         """
 
     def generate(
@@ -348,8 +346,7 @@ class InFlight:
         fits.
 
         The other half is for activations. The budget stays as long as possible and is saved in checkpoints, since
-        another batch
-        size changes an engine's rounding.
+        another batch size changes an engine's rounding.
         """
         if self.measures and (self.budget is None or free < self.budget):
             self.budget = 1 << max(0, (free // 2).bit_length() - 1)

@@ -152,8 +152,7 @@ class ServerPool:
         """Use only servers with these weights from now on.
 
         On the rank that admits, all servers that answer have the weights when this returns, and later ones get them as
-        they
-        come.
+        they come.
 
         Raises:
             RolloutError: no server loaded them in time, or a server is refused at the first version.
@@ -175,8 +174,7 @@ class ServerPool:
 
     def being_read(self) -> set[str]:
         """Return the folders that servers are loading. They must not be deleted, since a vLLM server crashes if its
-        folder
-        vanishes.
+        folder vanishes.
 
         After `use`, only that call's folder can be added.
         """

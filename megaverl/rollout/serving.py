@@ -305,8 +305,7 @@ def why_ended(log: Path) -> str:
     """Return the cause of failure that a server's log names, as a sentence.
 
     The first error of a worker counts before one of the engine, and that before one of the server: each of the latter
-    only
-    reports that the process below it has failed.
+    only reports that the process below it has failed.
     """
     errors: dict[str, str] = {}
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -114,9 +114,8 @@ class VLLMEngine:
 
     Raises:
         RolloutError: there is no process group; `rollout.tp` does not divide the number of ranks; this engine or
-            machine
-            cannot run the model; a quantisation or kernel would keep weights in another order than a reshard writes; or
-            vLLM refuses the EngineArgs.
+            machine cannot run the model; a quantisation or kernel would keep weights in another order than a reshard
+            writes; or vLLM refuses the EngineArgs.
     """
 
     def __init__(
@@ -346,8 +345,7 @@ class VLLMEngine:
         """Recompute or discard what was made from old weights.
 
         These are cached prefixes, which the cache identifies by tokens alone; absorbed projections of latent attention;
-        and on
-        a CPU, packed copies of the weights.
+        and on a CPU, packed copies of the weights.
 
         Raises:
             RolloutError: vLLM refuses, as it does while requests are running.

@@ -320,8 +320,7 @@ def _check_heads(model: Any, config: VllmConfig) -> None:
     """Refuse a model whose attention heads vLLM splits although it does not split their projections.
 
     vLLM's Transformers backend gives each rank its share of the heads even where it knows no way to split the
-    projections
-    before them, and continues (0.32: Persimmon).
+    projections before them, and continues (0.32: Persimmon).
     """
     from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 

@@ -174,8 +174,7 @@ def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` as vLLM takes it.
 
     A draft model reads its weights from its folder, not from a reshard. The drafts of a prompt must not depend on
-    earlier
-    responses.
+    earlier responses.
     """
     method, more = given.get("method") or ("draft_model" if given.get("model") else ""), {}
     if method == "suffix":

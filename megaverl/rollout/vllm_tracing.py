@@ -210,8 +210,7 @@ def inspect_here(architecture: str) -> None:
     """Let vLLM inspect the model's class in this process.
 
     To keep CUDA out of its process, vLLM would start another one that imports vLLM again. On a new machine that takes
-    ten
-    seconds on every rank, for a class that is imported here a moment later.
+    ten seconds on every rank, for a class that is imported here a moment later.
     """
     from vllm import ModelRegistry
 

@@ -147,8 +147,8 @@ def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Call `then` with an engine's model as soon as it has its weights, before it is profiled or captured.
 
     The call happens inside vLLM's memory pool for weights, which returns freed memory to the device when it is left. So
-    a
-    parameter that moves to other storage leaves no memory behind. Until then, its own weights exist beside the others.
+    a parameter that moves to other storage leaves no memory behind. Until then, its own weights exist beside the
+    others.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -256,8 +256,7 @@ def order_kept() -> Iterator[None]:
 
     Some kernels want weights in their own order: FlashInfer permutes a fused mixture of experts in place (0.33:
     fused_moe/oracle/unquantized.py), and quantised linear layers are transposed or packed. Weights written later, in
-    the
-    order of the layouts, would be misread. The check compares shape, stride, dtype and a sample of the elements.
+    the order of the layouts, would be misread. The check compares shape, stride, dtype and a sample of the elements.
 
     Raises:
         RolloutError: names the first such parameter, its layer, and a setting that keeps its order.
@@ -330,11 +329,10 @@ def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
     """Keep vLLM's level-1 sleep from copying these parameters to the host while the block runs; yield their bytes.
 
     vLLM's level-2 sleep is not used, since it drops everything that was allocated while the model was loaded. That
-    includes
-    state that the V2 model runner keeps of its sampler and model; only registered buffers are saved (0.24 to 0.33:
-    v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). Instead, allocations of the pool that hold nothing but
-    these
-    parameters get a tag that level 1 does not name. Storage outside the pool, such as an actor's, is unaffected.
+    includes state that the V2 model runner keeps of its sampler and model; only registered buffers are saved (0.24 to
+    0.33: v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). Instead, allocations of the pool that hold nothing
+    but these parameters get a tag that level 1 does not name. Storage outside the pool, such as an actor's, is
+    unaffected.
     """
     if not parameters:
         yield 0

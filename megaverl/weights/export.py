@@ -94,8 +94,7 @@ def save_folder(
     """Write the model in Hugging Face format: safetensors (with an index if several), config.json, tokenizer.
 
     Collective over `group`, whose first rank writes. That rank holds at most one bucket of other ranks' weights at a
-    time.
-    Files are written to `folder.tmp`, which is renamed to `folder` at the very end.
+    time. Files are written to `folder.tmp`, which is renamed to `folder` at the very end.
 
     Args:
         source_folder: the folder that the model came from; provides config.json and the other small files.
@@ -107,8 +106,7 @@ def save_folder(
         shard_bytes: size of the largest file, unless one tensor is larger.
         overwrite: replace an existing folder; otherwise one is an error.
         adapters: adapters by the weight that `add` merges each into, in its bucket; `layouts` and `tensors` include
-            their
-            factors.
+            their factors.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written.

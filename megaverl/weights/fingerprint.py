@@ -161,15 +161,13 @@ class ReshardCheck:
     """Compares both sides of a reshard, any number of times. Construction and comparison are collective over the group.
 
     Every copy is compared on its own, in cells: the intersections of the boxes that source and destination ranks hold.
-    One
-    source rank provides the fingerprint of each cell to all ranks, in one all-reduce of 8 bytes a cell. Each rank then
-    compares its own copies.
+    One source rank provides the fingerprint of each cell to all ranks, in one all-reduce of 8 bytes a cell. Each rank
+    then compares its own copies.
 
     Args:
         source_layouts, dest_layouts: rank -> layout; the same functions on every rank.
         source_tensors, dest_tensors: local name -> tensor, looked up again in every comparison. If the dtypes differ,
-            the
-            source is rounded to the destination's.
+            the source is rounded to the destination's.
         group: the ranks of the layouts, in order; None: all.
 
     Example:
@@ -224,8 +222,7 @@ class ReshardCheck:
         self, limit: int = MAX_NAMED, only: Collection[str] | None = None, landed: ViewOf | None = None
     ) -> tuple[CheckStats, list[Difference], int]:
         """Return the differences in the first `limit` cells that have some, equal on every rank, and the number of
-        further
-        cells.
+        further cells.
 
         Args:
             only: weights to compare, equal on every rank; None: all.

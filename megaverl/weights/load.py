@@ -268,8 +268,7 @@ class OpenedCheckpoint:
 
         Raises:
             CheckpointError: arrays are missing, have other shapes or belong to another model (all are listed), or
-                another
-                program wrote the checkpoint and orders its experts differently.
+                another program wrote the checkpoint and orders its experts differently.
         """
         if spec.activation == "clamped_swiglu" and not any((self.folder / name).is_file() for name in RECORDS):
             raise CheckpointError(

@@ -95,8 +95,7 @@ class Resharder:
 
     Construction and every run are collective over `group`. Between `start` and `finish` the source's tensors must not
     change, and the destination holds no complete version. After a failed run the destination counts as inconsistent
-    until
-    a complete run has succeeded.
+    until a complete run has succeeded.
 
     Args:
         plan: this rank's plan; checked here.
@@ -108,14 +107,11 @@ class Resharder:
             change
             with the source: call `source_changes` first.
         background: a second group of the same ranks, for transports that work in a thread while main threads use
-            `group`.
-            Every version after the first moves there, in parts. None: no background work.
+            `group`. Every version after the first moves there, in parts. None: no background work.
         in_order: sets of source tensors, in the order in which they get their new values on this rank; tensors in no
-            set
-            come last. Determines the parts.
+            set come last. Determines the parts.
         changing: the weights that the source changes, or that `options.never_alias` names. Other weights move only in
-            runs
-            that bring everything. None: all change.
+            runs that bring everything. None: all change.
         quantised: the weights that the destination holds in 8 bits. For these, `dest_tensors` has meta tensors with the
             shape of the layout and the dtype that is sent; `quantised` has their storage.
 
@@ -192,8 +188,7 @@ class Resharder:
 
         Args:
             final: for a background version, reports which parts of the source have their new values; the others are
-                moved once
-                they have. None: all have.
+                moved once they have. None: all have.
         """
         assert not self._started, "finish() the version that was started"
         begin = time.perf_counter()
@@ -255,8 +250,7 @@ class Resharder:
         """Declare that the source's weights are about to change.
 
         Tensors that share storage change with the source, while copies stay behind. So the destination holds no
-        complete
-        version until the next run.
+        complete version until the next run.
         """
         if self.inconsistent is None and any(alias.shares() for alias in self._aliases):
             self.inconsistent = (

@@ -252,8 +252,7 @@ AGAIN = "Copy or download the file again from its source."
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file: its shape, its dtype in safetensors' notation (`F32`, `BF16`, ...), and the offset of its
-    first
-    byte.
+    first byte.
     """
 
     file: Path

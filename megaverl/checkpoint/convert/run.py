@@ -216,8 +216,7 @@ class ConversionRequest:
         tokenizer: folder or sentencepiece file of a tokenizer to use instead of the model's own.
         shard_bytes: size of the largest file; None: as the model's files were, or 5 GB.
         verify: compare the source with its checksums, if it has any, and read the target again to compare every byte
-            before
-            it gets its name.
+            before it gets its name.
         logits: also compare logits (values, for a critic).
         force: replace an existing target.
         quiet: show no progress.

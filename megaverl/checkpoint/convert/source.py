@@ -293,8 +293,7 @@ class Conversion:
     Attributes:
         files: every other file of the folder -> bytes.
         twins, file_headers, buffers: as in `ModelSource`, the last one in base64. With them, converting back reproduces
-            the
-            same files byte for byte.
+            the same files byte for byte.
     """
 
     format: int

@@ -116,8 +116,7 @@ def _name_service() -> Finding:
     """Measure how long a reverse lookup of an address takes.
 
     For every connection to its store, torch looks up the peer's name, one after the other. It asks for an IPv6 form of
-    the
-    address (torch 2.13, c10d/socket.cpp), which hosts files do not contain.
+    the address (torch 2.13, c10d/socket.cpp), which hosts files do not contain.
     """
     try:
         address = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())

@@ -33,8 +33,7 @@ class Trial:
     """Processes of one trial, and the finding that results.
 
     The ranks' answers decide, not how their processes end: on a busy machine a rank may still be closing its
-    connections at
-    the deadline, or find those of other ranks broken.
+    connections at the deadline, or find those of other ranks broken.
 
     Example:
         trial = Trial("all-reduce", "package.module", 2, "what to do if it fails", {})

@@ -117,8 +117,7 @@ class Conversation:
         said: messages or text so far, as the program sends them.
         token_ids: tokens of all of it, as the policy reads them.
         turns: for each turn of the policy: number of messages (or characters) up to its end, its first token, and the
-            token
-            after it.
+            token after it.
         prompt_size: tokens that the conversation began with.
         calls: number of messages (or characters) at each call, and the call.
         waits: whether the last call has no answer yet.
@@ -263,8 +262,7 @@ class Conversations:
 
         Returns:
             (index of the conversation, new tokens in it), with all tokens if the conversation is new. None if the call
-            was sent
-            again after a lost connection; it then gets the same answer.
+            was sent again after a lost connection; it then gets the same answer.
 
         Raises:
             CallRefused: the call cannot be answered.

@@ -70,8 +70,7 @@ class Outcome:
         reward: reward of this turn.
         done: the episode is over.
         conversation: index of the conversation for the next turn. 0 is the one that the episode began with. One more
-            than
-            there are begins another, with `token_ids` as its prompt. Each conversation is a sample of its own.
+            than there are begins another, with `token_ids` as its prompt. Each conversation is a sample of its own.
         also: further conversations whose next turns are written at the same time; `step_each` gets the turns of all.
         overlaps: the turn was requested before an earlier turn was answered, so their order has no meaning.
         untrained: indices of the turns in this step that do not train; [0] if the step has one turn.
@@ -243,8 +242,7 @@ class Codec:
         """Return the tokens after the model's `turn` that answer it with `text`, up to where its next turn begins.
 
         Under a chat template these are all tokens that the template writes between two turns of the assistant,
-        including the
-        end of the first turn if the model did not write it.
+        including the end of the first turn if the model did not write it.
 
         Raises:
             DataError: the chat template refuses a message of this role.

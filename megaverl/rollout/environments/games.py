@@ -140,8 +140,7 @@ def calculating(draw: random.Random) -> Example:
     """Make rows with two-digit sums.
 
     In the warm-up, the model calls the tool and copies its result, each with occasional mistakes. The space before a
-    call
-    and the stop token after it give the text the same tokens as an episode, turn by turn.
+    call and the stop token after it give the text the same tokens as an episode, turn by turn.
     """
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(problems)

@@ -94,8 +94,7 @@ class GatewayServer(ThreadingHTTPServer):
     Args:
         host, port: interface and port to listen at; port 0: any free port.
         token: bearer token that every call must have; None: no token, on the loopback only, where the session's random
-            name
-            is a secret too.
+            name is a secret too.
     """
 
     daemon_threads = True
@@ -245,8 +244,7 @@ class ProgramEpisode(Environment):
             train.
         host: interface that calls come to.
         port: port there; each rank of a node uses one more than the last. 0: any free port; programs that the run
-            starts
-            are told.
+            starts are told.
         token_env: variable with the token that calls must have, required beyond the loopback.
     """
 

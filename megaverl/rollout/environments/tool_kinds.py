@@ -71,8 +71,7 @@ class SearchTool:
 
     Args:
         path: a JSONL file whose rows have `text` and optionally `title`, which is indexed in memory; or an SQLite file
-            with
-            such an index (`write_index`), which is opened read-only.
+            with such an index (`write_index`), which is opened read-only.
 
     Raises:
         DataError: the file does not exist, or is neither.

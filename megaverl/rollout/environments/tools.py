@@ -249,13 +249,12 @@ class ToolUse(Environment):
         tools: a list of built-in names (calculator, python), or name -> `module:function`, or name -> a mapping with
             one of
             `function: module:function`; `python: true` (runs its argument `code`, confined); `search: FILE` (searches
-            its
-            argument `query` in a JSONL file of documents or an index, `results` passages); `mcp: URL` or
+            its argument `query` in a JSONL file of documents or an index, `results` passages); `mcp: URL` or
             `mcp: [COMMAND, ...]` (all tools of that server, under their own names); and, for this tool alone, seconds,
             memory_mb, max_characters, allow.
         call: a regular expression with one group. If there is one tool and the group is not a JSON object, the group is
-            that
-            tool's single argument, named `argument`. Otherwise it is a JSON object {"name": ..., "arguments": {...}}.
+            that tool's single argument, named `argument`. Otherwise it is a JSON object {"name": ..., "arguments":
+            {...}}.
         argument: see `call`.
         result, error: formats of an answer; {text} is replaced.
         role: role of an answer's message under a chat template.

@@ -189,8 +189,7 @@ class VerifiersEpisode(ProgramEpisode):
 
     Options:
         environment: fields of verifiers' `env` block beside the taskset: `id` of an environment, agents with their
-            harness,
-            runtime (subprocess by default) and limits.
+            harness, runtime (subprocess by default) and limits.
         seconds, error_reward, host, token_env: as for `gateway`.
     """
 

@@ -197,8 +197,7 @@ class RLTrainer:
 
         trainer = RLTrainer(
             actor_model="models/small", reward_function="exact_match", train_data="train.jsonl", use_vllm=True
-        )
-        trainer.train()
+        ) trainer.train()
 
     Args:
         config: a YAML file, a mapping, a TrainerConfig or a Config; None: what the keywords say alone.

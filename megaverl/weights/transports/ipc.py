@@ -302,8 +302,7 @@ class CudaIpc(NodeReaders):
     """Takes transfers between processes of one node that can open each other's GPU memory, converting the dtype.
 
     One trial before anything moves decides for all ranks; if it fails, weights go through the process group. Opening
-    memory
-    may also fail later, for example if it comes from a pool that cannot be shared.
+    memory may also fail later, for example if it comes from a pool that cannot be shared.
     """
 
     def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers) -> None:

@@ -53,10 +53,8 @@ class Alias:
     """Takes the copies into every destination tensor whose elements lie in one source tensor in the same order.
 
     If a source tensor's storage has changed since the last run (it was offloaded and brought back), the destination
-    takes
-    the new storage. It is copied instead if it must not move (`may_rebind` is False: a captured graph holds the
-    address) or
-    cannot (the source is on another device at the moment).
+    takes the new storage. It is copied instead if it must not move (`may_rebind` is False: a captured graph holds the
+    address) or cannot (the source is on another device at the moment).
     """
 
     def __init__(self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool) -> None:

@@ -55,11 +55,9 @@ class PointToPoint:
 
     In shift s, rank r sends to r + s and receives from r - s. All ranks go through the shifts in this order, with one
     message each way in every round, and several rounds in flight. The earliest unfinished round has been started by
-    both
-    its ends, so no order of messages can deadlock. Memory use is one bucket for sending and one for receiving, of SLOTS
-    parts each. Contiguous boxes in the dtype that is sent need no bucket: they are sent and received in place, up to
-    DEPTH
-    rounds at a time.
+    both its ends, so no order of messages can deadlock. Memory use is one bucket for sending and one for receiving, of
+    SLOTS parts each. Contiguous boxes in the dtype that is sent need no bucket: they are sent and received in place, up
+    to DEPTH rounds at a time.
 
         world of 4, rank 0:   shift 1: to 1, from 3    shift 2: to 2, from 2    shift 3: to 3, from 1
     """

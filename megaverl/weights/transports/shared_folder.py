@@ -24,8 +24,7 @@ class SharedFolder:
     """Takes transfers between nodes if the options name a folder.
 
     A sender writes a file for every message, and renames it when it is complete. The receiver waits for it, reads it
-    into
-    place and removes it. No rank waits before it has written all of its own files, so ranks cannot deadlock.
+    into place and removes it. No rank waits before it has written all of its own files, so ranks cannot deadlock.
     """
 
     def __init__(
