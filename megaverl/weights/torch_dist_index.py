@@ -24,15 +24,26 @@ BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 COPY_AGAIN = "Copy the checkpoint again from its source, or take another one."
 
 ITEM_BYTES = {
-    name: size
-    for size, names in {
-        16: "complex128",
-        8: "complex64 float64 int64 uint64",
-        4: "float32 int32 uint32",
-        2: "float16 bfloat16 int16 uint16",
-        1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
-    }.items()
-    for name in names.split()
+    "complex128": 16,
+    "complex64": 8,
+    "float64": 8,
+    "int64": 8,
+    "uint64": 8,
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "uint16": 2,
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
 }
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}
 _CLASSES = {
@@ -124,8 +135,7 @@ def read_arrays(folder: Path) -> dict[str, IndexedArray]:
 
     Raises:
         CheckpointError: there is no checkpoint, its format is unknown or newer, its index is damaged, or files are
-            missing
-            or too short (all are listed).
+            missing or too short (all are listed).
     """
     _check_format(folder)
     index = read_index(folder)

@@ -26,10 +26,37 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
+# Special methods that tests may call on an object of the response. Python looks them up on the class alone, so `Remote`
+# needs each of them.
 ON_RESPONSE = (
-    "len getitem setitem delitem contains iter next str repr bool lt le gt ge add sub mul truediv floordiv mod "
+    "len",
+    "getitem",
+    "setitem",
+    "delitem",
+    "contains",
+    "iter",
+    "next",
+    "str",
+    "repr",
+    "bool",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "neg",
+    "abs",
+    "int",
+    "float",
+    "index",
+    "enter",
+    "exit",
 )
-ON_RESPONSE += "neg abs int float index enter exit"
 FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
@@ -90,7 +117,7 @@ def _special(name: str) -> Callable[..., Any]:
     return lambda self, *args: self._peer.ask("special", self._handle, args=(name, *args))
 
 
-for _name in ON_RESPONSE.split():
+for _name in ON_RESPONSE:
     setattr(Remote, f"__{_name}__", _special(f"__{_name}__"))
 
 
@@ -99,8 +126,7 @@ class Peer:
 
     Args:
         is_response: whether this side runs the response, and does whatever the other side asks. The tests' side only
-            calls
-            functions that it has passed on itself.
+            calls functions that it has passed on itself.
     """
 
     def __init__(self, reading: BinaryIO, writing: BinaryIO, *, is_response: bool) -> None:

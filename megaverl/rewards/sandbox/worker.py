@@ -27,9 +27,37 @@ if __name__ == "__main__":
 
 from megaverl.rewards.sandbox import confinement, programs
 
-PRELOADED = "array bisect cmath collections copy dataclasses datetime decimal enum fractions functools heapq io "
-PRELOADED += (
-    "itertools json math operator queue random re statistics string sys textwrap time traceback types typing unittest"
+# Modules of the standard library that programs often import: imported before the first fork, once for all programs.
+PRELOADED = (
+    "array",
+    "bisect",
+    "cmath",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "queue",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "sys",
+    "textwrap",
+    "time",
+    "traceback",
+    "types",
+    "typing",
+    "unittest",
 )
 FIRST_FREE = 100  # file descriptors from here on are above those that a program gets
 
@@ -47,7 +75,7 @@ def serve() -> None:
     setting = _line(requests)
     try:
         sys.path[:] = [path for path in sys.path[1:] if os.path.exists(path)] + setting["packages"]
-        for name in [*PRELOADED.split(), *setting["preload"]]:
+        for name in [*PRELOADED, *setting["preload"]]:
             importlib.import_module(name)
         boundary = confinement.enter(setting["mechanism"], setting["packages"])
     except (OSError, ImportError) as error:
@@ -86,8 +114,7 @@ def run(
     """Run one task and leave nothing behind.
 
     The copies read their programs from `requests` themselves. So this process never holds a program or a test, and no
-    copy
-    can find another one's in its memory.
+    copy can find another one's in its memory.
 
     Args:
         sizes: bytes of the program's line, and of the test's line if there is one.
