@@ -88,7 +88,7 @@ TARGETS = (
         ),
     ),
     Target(
-        ("checkpoint/commit.py", "checkpoint/__init__.py"),
+        ("checkpoint/commit.py", "checkpoint/manifest.py", "checkpoint/checksummed_files.py"),
         ("tests/checkpoint/test_files.py", "tests/checkpoint/test_commit.py"),
     ),
     Target(

@@ -31,8 +31,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from isal.isal_zlib import crc32
 
-from megaverl.checkpoint import ChecksummedFile, crc32, read_into
+from megaverl.checkpoint import ChecksummedFile, read_into
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 from megaverl.sharding.boxes import flat_boxes, split, whole
@@ -134,8 +135,7 @@ def boxed(
     """Yield `data`, which begins at `start` of the local tensor `of`, in boxes of at most `CHUNK_BYTES`.
 
     This bounds what is copied, or read beyond what is wanted, at one time. An axis of stacked layers becomes an
-    ordinary
-    axis.
+    ordinary axis.
     """
     stacked = of.prepend_axis_num
     for box in split(whole(data.shape), CHUNK_BYTES // data.itemsize):
@@ -158,8 +158,7 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
     """Keep only this rank's share of the tensors that all data-parallel ranks hold. Shares have equal bytes.
 
     Replicas have equal states, so each rank computes all shares itself. A tensor is split only where a share ends,
-    between
-    rows.
+    between rows.
 
     Args:
         state: a sharded state, changed in place. Tensors of this rank alone (`optimizer_shards`) stay.
@@ -332,10 +331,8 @@ class HeldTensors(Generic[K]):
     """Tensors that do not change between two updates: weights and optimizer state, for most of a step.
 
     The writing thread takes one tensor after the other, and may read each until it takes the next. Code that is about
-    to
-    change the tensors calls `settle` first, which copies those that are not written yet. A copy's memory is free again
-    once
-    it is written. So there is only one copy of a GPU tensor at a time, until an update begins.
+    to change the tensors calls `settle` first, which copies those that are not written yet. A copy's memory is free
+    again once it is written. So there is only one copy of a GPU tensor at a time, until an update begins.
 
         writing thread:    take(a) write   take(b) write   take(c) write copy   close()
         training thread:   ... generation ...        settle(): copy c, wait for b, then step

@@ -90,7 +90,7 @@ def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
 
 
 def test_pieces_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaverl.checkpoint.PIECE_BYTES", 7)
+    monkeypatch.setattr("megaverl.checkpoint.checksummed_files.PIECE_BYTES", 7)
     data = bytes(range(100))
     (tmp_path / "file").write_bytes(data)
     found = bytearray(60)

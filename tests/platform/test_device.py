@@ -67,4 +67,7 @@ def test_on_cuda_nothing_is_adapted() -> None:
         "print(json.dumps({'loaded': sorted(loaded), 'finders': [m for m in new if 'megaverl' in m]}))"
     )
     # It hides optional packages of megatron-core, and adapts nothing.
-    assert found == {"loaded": ["megaverl.platform.quiet"], "finders": ["megaverl.platform.quiet"]}
+    assert found == {
+        "loaded": ["megaverl.platform.device", "megaverl.platform.quiet"],
+        "finders": ["megaverl.platform.quiet"],
+    }

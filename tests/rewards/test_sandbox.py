@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from megaverl.errors import RewardError
-from megaverl.rewards import sandbox as pool
-from megaverl.rewards.sandbox import MECHANISMS, ConfinedProgram, Sandbox, SandboxLimits
+from megaverl.rewards.sandbox import MECHANISMS, ConfinedProgram, Sandbox, SandboxLimits, pool
 from tests.rewards.hostile_programs import SCRIPTS, TESTED
 
 

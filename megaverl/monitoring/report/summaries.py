@@ -12,6 +12,22 @@ from megaverl.config import Config
 from megaverl.monitoring.report.run_folder import RunRecord, duration, ends, median, not_finite, quantile, short
 
 WHOLE = "time/step_ms"
+NOT_A_STAGE = ("step", "other")  # metrics time/..._ms that are not stages
+# Curves at the top of the page: title, and metric names of which the first one that some run has is shown.
+MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward/mean",)),
+    ("accuracy on training prompts", ("reward/accuracy",)),
+    ("accuracy on held-out prompts", ("validation/accuracy", "validation/reward")),
+    ("KL to the reference", ("train/kl",)),
+    ("entropy", ("actor/entropy",)),
+    ("loss", ("actor/loss", "sft/loss", "loss")),
+    ("gradient norm", ("actor/grad_norm", "grad_norm")),
+    ("response length, tokens", ("rollout/response_length_mean",)),
+    ("engine and trainer: largest log-prob difference", ("rollout/logprob_diff_max",)),
+    ("tokens per second", ("train/tokens_per_sec", "tokens_per_sec")),
+    ("seconds per step", ("train/step_time_ms",)),
+    ("memory, MiB", ("memory/actor_gpu_mem_mb",)),
+)
 MEMORY_WORDS = {"process_rss": "process", "process_peak_rss": "process, peak"}
 
 

@@ -1,0 +1,225 @@
+"""Arrays that a conversion writes, the parts that fill them, and the threads that copy."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megaverl.sharding.boxes import Box, BoxIndex, carry, split, whole
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.plan import intersect_layouts
+from megaverl.weights.stored import StoredArrayReader
+from megaverl.weights.torch_dist import Frame
+
+SLAB_BYTES = 1 << 20  # bytes that a thread holds at a time: small enough for the processor's cache
+
+
+class ArrayPart(NamedTuple):
+    """Elements of a source array, and their place in the target array."""
+
+    source: str
+    source_box: Box
+    box: Box
+
+
+@dataclass(frozen=True)
+class Item:
+    """One array of one file: a tensor of a safetensors file, or a chunk of a distributed checkpoint.
+
+    Attributes:
+        name: name of the tensor or key, for messages.
+        offset: offset in the file of the first element, or of the frame if there is one.
+        parts: source of the elements; those that no part covers are padding, and zero.
+    """
+
+    name: str
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Sequence[ArrayPart]
+    frame: Frame | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return whole(self.shape).numel * self.dtype.itemsize
+
+
+def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
+    """Return target array -> its parts.
+
+    If only the target holds a weight transposed, the source's array is read transposed (`ModelSource.arrays`).
+
+    Raises:
+        ReshardError: see `intersect_layouts`.
+    """
+    found: dict[str, list[ArrayPart]] = {}
+    for transfer in intersect_layouts(source_layout, dest):
+        source, box = transfer.source_local, transfer.source_box
+        local, dest_box = stored_box(dest, transfer.dest_local, transfer.dest_box)
+        if transfer.dest_local != local and source in source_layout.views:
+            source, box = stored_box(source_layout, source, box)
+        elif transfer.dest_local != local:
+            source, box = transposed_name(source), last_axes_swapped(box)
+        found.setdefault(local, []).append(ArrayPart(source, box, dest_box))
+    return found
+
+
+def stored_box(layout: Layout, local: str, box: Box) -> tuple[str, Box]:
+    """Return (array, box of the array) of a box of a local array or view. A view swaps the last two axes."""
+    return (local, box) if local not in layout.views else (layout.stored_in(local), last_axes_swapped(box))
+
+
+def transposed_name(array: str) -> str:
+    """Return the name of a stored array with its last two axes swapped."""
+    return f"{array}.transposed"
+
+
+def last_axes_swapped(box: Box) -> Box:
+    """Return the box with its last two axes swapped."""
+    return Box(*((*corner[:-2], corner[-1], corner[-2]) for corner in box))
+
+
+class Parts:
+    """Parts of a target array, searchable by box."""
+
+    def __init__(self, parts: Sequence[ArrayPart]) -> None:
+        self._parts = parts
+        self._index = BoxIndex([part.box for part in parts])
+
+    def within(self, box: Box) -> list[ArrayPart]:
+        """Return the parts inside a box of the target array, in the box's coordinates."""
+        found = []
+        for number, common in self._index.meeting(box):
+            part = self._parts[number]
+            inside = Box(
+                tuple(low - base for low, base in zip(common.start, box.start, strict=True)),
+                tuple(high - base for high, base in zip(common.stop, box.start, strict=True)),
+            )
+            found.append(ArrayPart(part.source, carry(common, part.box, part.source_box), inside))
+        return found
+
+
+def slabs(
+    reader: StoredArrayReader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[ArrayPart]
+) -> Iterator[torch.Tensor]:
+    """Yield the elements of a target array in order, slab by slab. Each slab is overwritten by the next."""
+    numel = max(1, SLAB_BYTES // dtype.itemsize)
+    buffer, filling = torch.empty(min(numel, whole(shape).numel), dtype=dtype), Parts(parts)
+    for box in split(whole(shape), numel):
+        slab = buffer[: box.numel].view(box.shape)
+        wanted = filling.within(box)
+        if sum(part.box.numel for part in wanted) < box.numel:
+            slab.zero_()
+        for part in wanted:
+            reader.read(part.source, part.source_box, slab[part.box.slices])
+        yield slab
+
+
+def write_items(
+    folder: Path, items: Sequence[Item], reader: StoredArrayReader, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Write items into existing files of full size, several in parallel.
+
+    Args:
+        progress: called with the bytes just written, from any thread.
+    """
+    files = {name: os.open(folder / name, os.O_WRONLY) for name in dict.fromkeys(item.file for item in items)}
+    stop = threading.Event()
+
+    def write(item: Item) -> None:
+        descriptor, crc = files[item.file], 0
+        at = item.offset + (item.frame.data_offset if item.frame else 0)
+        for slab in slabs(reader, item.shape, item.dtype, item.parts):
+            if stop.is_set():
+                return
+            data = slab.reshape(-1).view(torch.uint8).numpy().data
+            if item.frame:
+                crc = zlib.crc32(data, crc)
+            _write(descriptor, data, at)
+            at += len(data)
+            progress(len(data))
+        if item.frame:
+            _write(descriptor, memoryview(item.frame.head(crc)), item.offset)
+            _write(descriptor, memoryview(item.frame.tail(crc)), at)
+
+    try:
+        in_threads(write, items, stop)
+        for descriptor in files.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def in_threads(work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event) -> None:
+    """Run `work` on all items in threads. The first error stops the others and is raised."""
+    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
+    """Return the items of one of `world` ranks: largest first, each to the rank with the fewest bytes so far."""
+    load = [0] * world
+    mine = []
+    for item in sorted(items, key=lambda item: -item.nbytes):
+        taker = load.index(min(load))
+        load[taker] += item.nbytes
+        if taker == rank:
+            mine.append(item)
+    return sorted(mine, key=lambda item: (item.file, item.offset))
+
+
+@contextmanager
+def bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts bytes, from any thread. Show a bar on a terminal, and one line at the end."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = progress.add_task(what, total=total)
+    lock = threading.Lock()
+    done, start = 0, time.perf_counter()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+        progress.advance(task, nbytes)
+
+    if not (shown and console.is_terminal):
+        yield lambda nbytes: None
+    else:
+        with progress:
+            yield count
+    if shown:
+        seconds = max(time.perf_counter() - start, 1e-9)
+        console.print(
+            f"{what}: {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)", highlight=False
+        )

@@ -1,0 +1,376 @@
+"""Episodes that advance turn by turn: all running episodes generate their next turns in one request to the engine.
+
+An agent may hold several conversations in one episode, and write in several of them at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megaverl.errors import EpisodeError
+from megaverl.rollout.environments.environment import (
+    Limits,
+    Outcome,
+)
+
+if TYPE_CHECKING:
+    from megaverl.rollout.engine import Generation
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request for an agent's next turn in an episode.
+
+    Attributes:
+        conversation: name that tells the conversation from the agent's others; empty: the first.
+        turn: index of the turn in this conversation. If the name is derived from `token_ids`, the number of earlier
+            requests with the same tokens.
+        token_ids: everything that was read and written in the conversation so far.
+    """
+
+    episode: int
+    agent: str
+    turn: int
+    token_ids: list[int]
+    conversation: str = ""
+
+
+@dataclass
+class View:
+    """One agent's side of an episode: its prompt and everything after it.
+
+    Lists with one entry per token: `tokens`, `own`, `log_probs`, `turns`, `places`. Lists with one entry per turn:
+    `rewards`, `rounds`.
+
+    Attributes:
+        tokens: the model's turns and the environment's answers, in order of arrival.
+        own: whether the model wrote the token.
+        log_probs: the engine's log-probs; 0 for tokens that the model did not write.
+        turns: turn that the token belongs to.
+        rewards: reward of each turn.
+        finish_reason: `stop` (the episode ended by itself), `length` (no room for another turn) or `turns` (`max_turns`
+            reached).
+        others: prompts of the conversations that began after the first.
+        places: conversation that the token belongs to; 0 is the first.
+        writing: conversations in which the model writes next.
+        rounds: round in which each turn was requested; overlapping turns have the same.
+        untrained: turns that do not train.
+    """
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    others: list[list[int]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    writing: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=list)
+    untrained: set[int] = field(default_factory=set)
+    asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # conversation -> round of its next turn
+    same: Counter[str] = field(default_factory=Counter)  # digest of the tokens so far -> requests for a turn after them
+
+    def write(self, generation: Generation, conversation: int = 0) -> None:
+        """Append the model's next turn in a conversation."""
+        self._add(conversation, generation.token_ids, True, generation.log_probs, len(self.rewards))
+        self.rewards.append(0.0)
+        self.rounds.append(self.asked[conversation])
+
+    def read(self, outcome: Outcome) -> None:
+        """Append the environment's answer, or the prompt of a conversation that begins.
+
+        Raises:
+            EpisodeError: the conversation does not exist, or begins without a prompt.
+        """
+        self.writing = []
+        for each in (outcome, *outcome.also):
+            number, count = each.conversation, len(each.token_ids)
+            begins = number == len(self.others) + 1
+            if not 0 <= number <= len(self.others) + 1 or (begins and not count) or number in self.writing:
+                raise EpisodeError(
+                    f"an outcome of {count} tokens for conversation {number}; there are {len(self.others) + 1}, "
+                    "counted from 0, the next begins with a prompt, and each is written in once at a time."
+                )
+            self.writing.append(number)
+            self.asked[number] = max(self.asked.values()) + (not each.overlaps)
+            if begins:
+                self.others.append(list(each.token_ids))
+            else:
+                self._add(number, each.token_ids, False, [0.0] * count, max(len(self.rewards) - 1, 0))
+
+    def _add(
+        self, conversation: int, token_ids: Sequence[int], own: bool, log_probs: Sequence[float], turn: int
+    ) -> None:
+        count = len(token_ids)
+        self.tokens += token_ids
+        self.own += [own] * count
+        self.log_probs += log_probs
+        self.turns += [turn] * count
+        self.places += [conversation] * count
+
+    def settle(self) -> None:
+        """Bring overlapping turns into an order that does not depend on timing.
+
+        Turns that were requested in the same round may have arrived in any order. They are sorted by depth (the number
+        of turns that they continue), then by a digest of what they read. The first turn that continues another one
+        stays in its conversation; the others begin new ones.
+        """
+        if len({*self.rounds}) == len(self.rounds):
+            return
+        found: dict[int, DrawnTurn] = {}
+        for number, prompt in enumerate(self.prompts):
+            part, size = self.conversation(number), len(prompt)
+            for begin, end in part.spans:
+                ids = [*prompt, *part.tokens[:end]]
+                found[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
+        # A turn continues the longest earlier turn whose tokens are a prefix of what it reads.
+        longest = sorted(found.values(), key=lambda turn: -len(turn.ids))
+        for turn in sorted(found.values(), key=lambda turn: turn.start):
+            turn.after = next((one for one in longest if one.is_before(turn)), None)
+            turn.depth = 0 if turn.after is None else turn.after.depth + 1
+        order = sorted(found, key=lambda old: (self.rounds[old], found[old].depth, digest(found[old].read)))
+        new, ends, prompts = View([]), dict[int, int](), list[list[int]]()
+        for number, turn in enumerate(found[old] for old in order):
+            place = ends.pop(id(turn.after), len(prompts))
+            if turn.after is None or place == len(prompts):
+                prompts.append(turn.read)
+            else:
+                between = turn.read[len(turn.after.ids) :]
+                new._add(place, between, False, [0.0] * len(between), number - 1)
+            new._add(place, turn.ids[turn.start :], True, turn.log_probs, number)
+            ends[id(turn)] = place
+        self.prompt, *self.others = prompts
+        self.rewards = [self.rewards[old] for old in order]
+        self.untrained = {number for number, old in enumerate(order) if old in self.untrained}
+        self.tokens, self.own, self.log_probs = new.tokens, new.own, new.log_probs
+        self.turns, self.places = new.turns, new.places
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Begin and end of each of the model's turns, as indices into `tokens`."""
+        found: dict[int, tuple[int, int]] = {}
+        for place, (turn, own) in enumerate(zip(self.turns, self.own, strict=True)):
+            if own:
+                found[turn] = (found.get(turn, (place, 0))[0], place + 1)
+        return list(found.values())
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompt of each conversation."""
+        return [self.prompt, *self.others]
+
+    def conversation(self, number: int) -> View:
+        """Return one conversation as a view of its own. Turns keep their numbers in the episode."""
+        if not self.others:
+            return self
+        at = [place for place, each in enumerate(self.places) if each == number]
+        part = View(
+            self.prompts[number],
+            [self.tokens[place] for place in at],
+            [self.own[place] for place in at],
+            [self.log_probs[place] for place in at],
+            [self.turns[place] for place in at],
+            finish_reason=self.finish_reason,
+            untrained=self.untrained,
+        )
+        part.rewards = [self.rewards[part.turns[begin]] for begin, _ in part.spans]
+        return part
+
+    def conversations(self) -> list[View]:
+        """List every conversation with a turn that trains or has a reward, as views of their own.
+
+        The conversation with the last turn always comes, at the end. The others are ordered by name, so that the order
+        does not depend on which began first.
+        """
+        wrote = {each: turn for each, turn, own in zip(self.places, self.turns, self.own, strict=True) if own}
+        last = max(wrote, key=lambda number: wrote[number], default=0)
+        columns = zip(self.places, self.turns, self.trained, strict=True)
+        kept = {each for each, turn, trains in columns if trains or (self.rewards and self.rewards[turn])}
+        return [self.conversation(number) for number in (*sorted(kept & wrote.keys() - {last}, key=self.name), last)]
+
+    @property
+    def trained(self) -> list[bool]:
+        """True for tokens that the model wrote in turns that train."""
+        return [own and turn not in self.untrained for own, turn in zip(self.own, self.turns, strict=True)]
+
+    def name(self, number: int) -> str:
+        """Return a conversation's name, which follows from its prompt, not from the order of conversations; the first
+        has none.
+        """
+        if not number:
+            return ""
+        same = [place for place, prompt in enumerate(self.prompts) if prompt == self.prompts[number] and place]
+        return f"{digest(self.prompts[number])}/{same.index(number)}"
+
+
+@dataclass
+class DrawnTurn:
+    """A turn in its context, for `View.settle`.
+
+    Attributes:
+        ids: all tokens that were read before the turn, and the turn.
+        start: index of the turn's first token in `ids`.
+        after: the turn that this one continues.
+        depth: number of turns that it continues.
+    """
+
+    ids: list[int]
+    start: int
+    log_probs: list[float]
+    after: DrawnTurn | None = None
+    depth: int = 0
+
+    @property
+    def read(self) -> list[int]:
+        """Tokens before the turn."""
+        return self.ids[: self.start]
+
+    def is_before(self, other: DrawnTurn) -> bool:
+        """Return whether `other` continues this turn."""
+        size = len(self.ids)
+        # Comparing one token first avoids most comparisons of whole lists.
+        return size < other.start and other.ids[size - 1] == self.ids[-1] and other.ids[:size] == self.ids
+
+
+def digest(token_ids: Sequence[int]) -> str:
+    """Return a hash of the tokens, 16 characters long."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
+Views = dict[str, View]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Result of one step of an episode: an outcome for each agent, and the agents that write next."""
+
+    outcomes: Mapping[str, Outcome]
+    acting: Sequence[str]
+
+
+# From episode -> agent -> its turns, one per conversation it wrote in, to episode -> results.
+Step = Callable[[Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns]]
+Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
+
+
+def play(
+    prompts: Sequence[Mapping[str, Sequence[int]]],
+    acting: Sequence[Sequence[str]],
+    *,
+    generate: Generate,
+    step: Step,
+    limits: Limits,
+    by_content: bool = False,
+) -> list[Views]:
+    """Play all episodes to their ends and return each agent's view of each episode.
+
+        loop until every episode is over:
+            end episodes without room for another turn
+            generate the next turn of every writing agent, in one request
+            step all environments, and append their answers to the views
+
+    Args:
+        prompts: for each episode, the prompt of every agent.
+        acting: for each episode, the agents that write first.
+        by_content: see `Environment`.
+
+    Raises:
+        EpisodeError: an outcome names an unknown agent, or an episode goes on although no agent writes.
+    """
+    episodes: list[Views] = [{agent: View(list(ids)) for agent, ids in each.items()} for each in prompts]
+    waiting = {number: list(agents) for number, agents in enumerate(acting)}
+    while waiting:
+        _end_those_without_room(episodes, waiting, limits)
+        places = [
+            (number, agent, conversation)
+            for number, agents in waiting.items()
+            for agent in agents
+            for conversation in episodes[number][agent].writing
+        ]
+        if not places:
+            break
+        requests = [_request(*place, episodes[place[0]][place[1]], by_content) for place in places]
+        written: dict[int, dict[str, list[list[int]]]] = {}
+        for (number, agent, conversation), generation in zip(places, generate(requests), strict=True):
+            episodes[number][agent].write(generation, conversation)
+            written.setdefault(number, {}).setdefault(agent, []).append(list(generation.token_ids))
+        waiting = {}
+        for number, led_to in step(written).items():
+            if _take_in(episodes[number], led_to, number):
+                waiting[number] = list(led_to.acting)
+    return episodes
+
+
+def _request(episode: int, agent: str, conversation: int, view: View, by_content: bool) -> Request:
+    now = view.conversation(conversation)
+    token_ids = [*now.prompt, *now.tokens]
+    if by_content:
+        name = digest(token_ids)
+        view.same[name] += 1
+        return Request(episode, agent, view.same[name] - 1, token_ids, name)
+    return Request(episode, agent, len(now.rewards), token_ids, view.name(conversation))
+
+
+def _end_those_without_room(episodes: Sequence[Views], waiting: dict[int, list[str]], limits: Limits) -> None:
+    """End episodes in which an agent has no room or turns left. Such an episode ends for all its agents."""
+    for number, agents in list(waiting.items()):
+        views = [episodes[number][agent] for agent in agents]
+        if any(len(view.rewards) + len(view.writing) > limits.max_turns for view in views):
+            reason = "turns"
+        elif any(_is_full(view, limits) for view in views):
+            reason = "length"
+        else:
+            continue
+        for view in episodes[number].values():
+            _end(view, reason)
+        del waiting[number]
+
+
+def _is_full(view: View, limits: Limits) -> bool:
+    return any(
+        view.places.count(number) + limits.turn_tokens > limits.total_tokens
+        or (number and limits.prompt_tokens is not None and len(view.prompts[number]) > limits.prompt_tokens)
+        for number in view.writing
+    )
+
+
+def _end(view: View, reason: str) -> None:
+    """Set the finish reason, and cut what the environment said last in each conversation: no turn follows it."""
+    view.finish_reason = reason
+    ends = {each: place for place, (each, own) in enumerate(zip(view.places, view.own, strict=True)) if own}
+    kept = [place for place, each in enumerate(view.places) if place <= ends.get(each, -1)]
+    columns: tuple[list[Any], ...] = (view.tokens, view.own, view.log_probs, view.turns, view.places)
+    for column in columns:
+        column[:] = [column[place] for place in kept]
+    view.settle()
+
+
+def _take_in(views: Views, led_to: Turns, number: int) -> bool:
+    """Append the outcomes of one episode to its views; return whether it goes on."""
+    done = any(outcome.done for outcome in led_to.outcomes.values())
+    for agent in views.keys() & led_to.outcomes.keys():
+        view = views[agent]
+        wrote = len(view.rewards) - len(view.writing)
+        view.untrained.update(wrote + place for place in led_to.outcomes[agent].untrained)
+    for view in views.values() if done else ():
+        _end(view, "stop")
+    for agent, outcome in led_to.outcomes.items():
+        if agent not in views:
+            raise EpisodeError(f"episode {number}: an outcome for '{agent}'; its agents are {', '.join(views)}.")
+        view = views[agent]
+        if view.rewards:
+            view.rewards[-1] += outcome.reward
+        elif outcome.reward:
+            raise EpisodeError(f"episode {number}: a reward for '{agent}', who has not written a turn yet.")
+        if not done:
+            view.read(outcome)
+    if not done and not led_to.acting:
+        raise EpisodeError(f"episode {number}: it is not over, and nobody writes the next turn.")
+    return not done
