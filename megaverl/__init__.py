@@ -49,8 +49,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'megaverl' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     from importlib import import_module
 
-    found: object = getattr(import_module(_PUBLIC[name]), name)
-    return found
+    value: object = getattr(import_module(_PUBLIC[name]), name)
+    return value
 
 
 class _Renamed:

@@ -106,10 +106,10 @@ def catch_problem(key: str, name: str, check: Callable[[], object]) -> str:
     try:
         check()
     except MegaverlError as error:
-        said = str(error)
+        text = str(error)
         for prefix in (f"{key}: ", "reward.function: ", "reward_modules: ", "data: "):
-            said = said.removeprefix(prefix)
-        return said if name in said else f"found {name!r}. {said}"
+            text = text.removeprefix(prefix)
+        return text if name in text else f"found {name!r}. {text}"
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -148,8 +148,8 @@ def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline
                     ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
                     errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
                     tail = errors.read().decode(errors="replace").strip()
-                    said = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
-                    yield CheckResult(f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{said}")
+                    last_words = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
+                    yield CheckResult(f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{last_words}")
                     return
                 yield CheckResult(*json.loads(line))
         finally:

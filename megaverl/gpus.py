@@ -59,9 +59,11 @@ def visible_gpus() -> list[GPU]:
     query = ["nvidia-smi", "--query-gpu=index,compute_cap,pci.bus_id", "--format=csv,noheader"]
     listing = subprocess.run(query, capture_output=True, text=True, check=False)
     rows = re.findall(r"^(\d+), (\d+)\.(\d+), ([0-9A-Fa-f:.]+)$", listing.stdout, flags=re.MULTILINE)
-    found = {index: GPU(int(index), (int(major), int(minor)), _pci_address(bus)) for index, major, minor, bus in rows}
+    by_index = {
+        index: GPU(int(index), (int(major), int(minor)), _pci_address(bus)) for index, major, minor, bus in rows
+    }
     visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    return [found[index] for index in visible if index in found] or list(found.values())
+    return [by_index[index] for index in visible if index in by_index] or list(by_index.values())
 
 
 def _pci_address(bus: str) -> str:
@@ -195,8 +197,8 @@ def _cpu_torch() -> str | None:
 
 def _torch_facts() -> dict[str, str]:
     """Return the assignments of the installed torch's version file as text; empty without torch."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return {}
-    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     return dict(re.findall(r"^(\w+)(?::[^=\n]*)? = (.+)$", text, flags=re.MULTILINE))

@@ -91,10 +91,10 @@ def load_module(place: str, key: str) -> ModuleType:
     """
 
     def failed(error: BaseException) -> ConfigError:
-        what = describe(error)
-        is_missing = what.startswith("ModuleNotFoundError: No module named")
+        description = describe(error)
+        is_missing = description.startswith("ModuleNotFoundError: No module named")
         hint = ". Is it installed, or its folder on PYTHONPATH? A file can be named by its path instead"
-        return ConfigError(f"{key}: {place} cannot be imported: {what}{hint if is_missing else ''}.")
+        return ConfigError(f"{key}: {place} cannot be imported: {description}{hint if is_missing else ''}.")
 
     with user_code(failed, keep=ConfigError):
         return _import_file(Path(place), key) if place.endswith(".py") else _import_module(place)

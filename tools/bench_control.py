@@ -81,15 +81,15 @@ def main() -> int:
     found: dict[int, Ranks] = {}
     if given.only != "sockets":
         found = {size: measure(size, do_rank) for size in map(int, given.ranks.split(","))}
-        print("\n".join([*of_agreements(found), "", *at_rest_all(found), ""]), flush=True)
+        print("\n".join([*agreement_table(found), "", *rest_table(found), ""]), flush=True)
     if given.only != "control":
-        print("\n".join(of_sockets({size: measure(size, do_groups) for size in OF_SOCKETS})))
+        print("\n".join(socket_table({size: measure(size, do_groups) for size in OF_SOCKETS})))
     if given.json:
         Path(given.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def of_agreements(found: dict[int, Ranks]) -> list[str]:
+def agreement_table(found: dict[int, Ranks]) -> list[str]:
     """Return the table of one agreement's cost for a rank: the median of all ranks, and the first rank."""
     lines = ["| ranks | | " + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values()) + " | of all, ms |"]
     lines.append("| --- " * (len(COLUMNS) + 3) + "|")
@@ -112,7 +112,7 @@ def sides_of(size: int) -> Sequence[str]:
     return SIDES if size <= MESH_AT_MOST else SIDES[1:]
 
 
-def at_rest_all(found: dict[int, Ranks]) -> list[str]:
+def rest_table(found: dict[int, Ranks]) -> list[str]:
     """Return the table of the cost of one second in which ranks only send heartbeats."""
     lines = [
         "| ranks | store requests a second: a rank, the first, the keeper | processor ms a second: a rank, the first |"
@@ -128,7 +128,7 @@ def at_rest_all(found: dict[int, Ranks]) -> list[str]:
     return lines
 
 
-def of_sockets(found: dict[int, Ranks]) -> list[str]:
+def socket_table(found: dict[int, Ranks]) -> list[str]:
     """Return the table of open connections on the rank that has the most.
 
     Numbers for many ranks are extrapolated by fitting a N + b log2 N + c to the counted ones.

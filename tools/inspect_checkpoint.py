@@ -91,12 +91,12 @@ def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], li
         manifest = Manifest.read(folder)
         wrong = _problems(folder, manifest, verify)
         files = {name: size for name, (size, _) in manifest.files.items()}
-        lines += _of_manifest(folder, manifest, index)
+        lines += _manifest_lines(folder, manifest, index)
         checked = "checksums agree" if verify and not wrong else "checksums not compared (--verify)"
     else:
         wrong = index.wrong_sizes()
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-        lines += _of_megatron(folder, index)
+        lines += _megatron_lines(folder, index)
         checked = "it has no checksums"
     state = "damaged" if wrong else f"every file has its size; {checked}"
     lines.append(f"files       {len(files)}, {_size(sum(files.values()))}: {state}")
@@ -107,7 +107,7 @@ def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], li
     return lines, [f"{folder}: {problem}" for problem in wrong]
 
 
-def _of_manifest(folder: Path, manifest: Manifest, index: CheckpointIndex) -> Iterator[str]:
+def _manifest_lines(folder: Path, manifest: Manifest, index: CheckpointIndex) -> Iterator[str]:
     yield f"step        {manifest.step}, written by {manifest.world_size} ranks; format {manifest.format}"
     yield "versions    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     for role, described in manifest.roles.items():
@@ -122,7 +122,7 @@ def _of_manifest(folder: Path, manifest: Manifest, index: CheckpointIndex) -> It
         yield f"{'state' if name == 'next_step' else '':11} {name}: {text}"
 
 
-def _of_megatron(folder: Path, index: CheckpointIndex) -> Iterator[str]:
+def _megatron_lines(folder: Path, index: CheckpointIndex) -> Iterator[str]:
     kind = read_json(folder / "metadata.json") if (folder / "metadata.json").is_file() else {}
     backend = f"{kind.get('sharded_backend', 'torch_dist')} {kind.get('sharded_backend_version', '')}".rstrip()
     yield f"format      Megatron distributed checkpoint, {backend}"

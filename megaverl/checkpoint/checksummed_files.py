@@ -41,8 +41,8 @@ class ChecksummedFile(io.FileIO):
         while done < len(view):
             done += super().write(view[done:]) or 0
         self.num_bytes += len(view)
-        own = crc32(view) if known_crc32 is None else known_crc32
-        self.crc32 = crc32_combine(self.crc32, own, len(view))
+        crc32_of_data = crc32(view) if known_crc32 is None else known_crc32
+        self.crc32 = crc32_combine(self.crc32, crc32_of_data, len(view))
         return len(view)
 
     @property

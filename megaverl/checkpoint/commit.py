@@ -102,13 +102,13 @@ class Retention:
                 f"checkpoint.keep_last_k={self.keep_last_k}: at least 1, for the newest is always kept."
             )
 
-    def dispensable(self, found: list[tuple[Path, Manifest]], best: str | None) -> list[Path]:
+    def dispensable(self, checkpoints: list[tuple[Path, Manifest]], best: str | None) -> list[Path]:
         """List the folders that may be removed, from (folder, manifest) pairs, oldest first.
 
         A checkpoint taken inside a step is only useful until the next one.
         """
-        passed = [folder for folder, _ in found[:-1] if folder.name.endswith(INSIDE_SUFFIX)]
-        between = [entry for entry in found if entry[0] not in passed]
+        passed = [folder for folder, _ in checkpoints[:-1] if folder.name.endswith(INSIDE_SUFFIX)]
+        between = [entry for entry in checkpoints if entry[0] not in passed]
         for folder, manifest in between[: -self.keep_last_k]:
             every, whole_step = self.milestone_interval, folder.name == f"{PREFIX}{manifest.step:08d}"
             is_milestone = every and manifest.step % every == 0 and whole_step

@@ -92,8 +92,8 @@ def apply_megatron_state(trainable: MegatronTrainable, state: Any) -> None:
     # megatron-core restores betas, eps and the like from the checkpoint, but the run's configuration takes precedence.
     settings = [_settings_of(group) for group in trainable.optimizer.param_groups]
     _load_optimizer(trainable.optimizer, state["optimizer"])
-    for group, own in zip(trainable.optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, saved_settings in zip(trainable.optimizer.param_groups, settings, strict=True):
+        group.update(saved_settings)
     take_up_schedule(trainable.scheduler, state["scheduler"])
 
 
@@ -235,9 +235,9 @@ def _set_settings(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
     megatron-core 0.19 identifies a saved group by its maximum learning rate, among others, and fails if that has
     changed.
     """
-    own = {tuple(group.get(key) for key in _GROUP_KEYS): group for group in groups}
+    by_key = {tuple(group.get(key) for key in _GROUP_KEYS): group for group in groups}
     for saved in state.get("param_groups", ()):
-        group = own.get(tuple(saved.get(key) for key in _GROUP_KEYS))
+        group = by_key.get(tuple(saved.get(key) for key in _GROUP_KEYS))
         if group is not None:
             saved.update(_settings_of(group))
 
@@ -252,7 +252,10 @@ def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     moments = optimizer.optimizer.state
     steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
-    held = {number: {name: each["held"] for name, each in entry.items()} for number, entry in parameters.items()}
+    held = {
+        number: {name: entry_state["held"] for name, entry_state in entry.items()}
+        for number, entry in parameters.items()
+    }
     # Most tensors were read in place, so this copies little.
     optimizer.load_parameter_state_from_fs_model_space(held)
     for parameter, step in steps.items():
@@ -281,8 +284,8 @@ def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, 
 def apply_fsdp_state(trainable: FSDPTrainable, state: Mapping[str, Any]) -> None:
     """Load the state of one role into its optimizer. Its tensors have been read in place."""
     saved = state["optimizer"]
-    for name, each in _states(trainable).items():
-        each["step"].fill_(saved["behind"].get(name, saved["step"]))
+    for name, parameter_state in _states(trainable).items():
+        parameter_state["step"].fill_(saved["behind"].get(name, saved["step"]))
     take_up_schedule(trainable.scheduler, state["scheduler"])
 
 
@@ -290,7 +293,7 @@ def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]
     """Return name prefix -> this rank's tensors by local name: weights (no prefix), and each of their moments."""
     states = _states(trainable)
     moments = {
-        f"{MOMENT_PREFIX}{moment}.": {n: local(each[moment]) for n, each in states.items()} for moment in MOMENTS
+        f"{MOMENT_PREFIX}{moment}.": {n: local(state[moment]) for n, state in states.items()} for moment in MOMENTS
     }
     return {"": dict(_trained(trainable.model)), **moments}
 
@@ -312,7 +315,7 @@ def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
     State that does not exist yet is created.
     """
     stepped_on = {local(parameter).data_ptr(): parameter for parameter in trainable.parameters}
-    found = {}
+    by_name = {}
     for name, tensor in _trained(trainable.model).items():
         parameter = stepped_on.get(tensor.data_ptr()) if tensor.numel() else None
         # The tensor is a buffer, or this rank has no row of the parameter.
@@ -322,8 +325,8 @@ def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
         if not state:
             state["step"] = torch.tensor(0.0)
             state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        found[name] = state
-    return found
+        by_name[name] = state
+    return by_name
 
 
 def _shards(
@@ -331,10 +334,12 @@ def _shards(
 ) -> list[list[ShardedTensor]]:
     shards = list(_whole_shards(model, prefix, tensors))
     if loading:
-        return [list(boxed(each, (0,) * each.data.ndim, each.data, each.key, each.replica_id)) for each, _ in shards]
+        return [
+            list(boxed(shard, (0,) * shard.data.ndim, shard.data, shard.key, shard.replica_id)) for shard, _ in shards
+        ]
     counts = {count for _, count in shards}
     return [
-        share for count in sorted(counts) for share in shares_of([each for each, of in shards if of == count], count)
+        share for count in sorted(counts) for share in shares_of([shard for shard, of in shards if of == count], count)
     ]
 
 

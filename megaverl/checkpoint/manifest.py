@@ -106,12 +106,12 @@ class Manifest:
         for name in by_size[share::shares]:
             expected = self.files[name][1]
             try:
-                found = crc32_of(folder / name)
+                checksum = crc32_of(folder / name)
             except OSError as error:
                 wrong.append(f"{name} cannot be read ({error})")
                 continue
-            if found != expected:
-                wrong.append(f"{name} has the checksum {found} instead of {expected}: its bytes were changed")
+            if checksum != expected:
+                wrong.append(f"{name} has the checksum {checksum} instead of {expected}: its bytes were changed")
         return wrong
 
     def check_roles(self, folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
@@ -168,14 +168,14 @@ def checkpoint_folders(root: Path) -> list[Path]:
 
 def readable(root: Path) -> list[tuple[Path, Manifest]]:
     """List the checkpoints whose manifest can be read, oldest first."""
-    found = []
+    checkpoints = []
     for folder in checkpoint_folders(root):
         try:
-            found.append((folder, Manifest.read(folder)))
+            checkpoints.append((folder, Manifest.read(folder)))
         except CheckpointError:
             # `newest_whole` reports the reason. Here the folder just does not count.
             continue
-    return sorted(found, key=lambda entry: entry[1].serial)
+    return sorted(checkpoints, key=lambda entry: entry[1].serial)
 
 
 def newest_first(root: Path, job: str = "") -> tuple[list[Path], list[str]]:
@@ -206,7 +206,7 @@ def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     Raises:
         CheckpointError: there are checkpoints, and all of them are damaged.
     """
-    found, problems = newest_first(root)
-    if not found and problems:
+    checkpoints, problems = newest_first(root)
+    if not checkpoints and problems:
         raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
-    return found[0] if found else None, problems
+    return checkpoints[0] if checkpoints else None, problems

@@ -65,7 +65,11 @@ def optimizer_shards(optimizer: Any, described: Mapping[str, Any], *, loading: b
     Returns:
         number -> name of the state -> {"held": the flat tensor, "boxes": its boxes of global arrays}.
     """
-    of_parameter = {id(each.data): each for each in nested_values(described) if isinstance(each, Described)}
+    of_parameter = {
+        id(described_tensor.data): described_tensor
+        for described_tensor in nested_values(described)
+        if isinstance(described_tensor, Described)
+    }
     places = {tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)}
     # With partial sharding there are several instances of the optimizer; all optimizers of a chain share the number.
     instance = optimizer.distributed_optimizer_instance_id
@@ -165,12 +169,12 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
         dense, experts: the ranks with the same weights, and those with the same experts.
     """
     apply_factories(state)
-    shared = [each for each in nested_values(state) if _is_shared(each)]
+    shared = [tensor for tensor in nested_values(state) if _is_shared(tensor)]
     shares: dict[int, Any] = {}
     for group, of_experts in ((dense, False), (experts, True)):
-        tensors = [each for each in shared if (EXPERTS in each.key) is of_experts]
-        shares |= {id(each): share for each, share in zip(tensors, shares_of(tensors, group.size()), strict=True)}
-    dict_list_map_inplace(lambda each: shares.get(id(each), each), state)
+        tensors = [tensor for tensor in shared if (EXPERTS in tensor.key) is of_experts]
+        shares |= {id(tensor): share for tensor, share in zip(tensors, shares_of(tensors, group.size()), strict=True)}
+    dict_list_map_inplace(lambda tensor: shares.get(id(tensor), tensor), state)
 
 
 def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
@@ -178,9 +182,9 @@ def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[Sha
 
     The last number of a tensor's `replica_id` is the rank's index among the `count` ranks that hold the same.
     """
-    total, before = sum(each.data.nbytes for each in tensors), 0
-    for each in tensors:
-        number, data = each.replica_id[-1], each.data.detach()
+    total, before = sum(tensor.data.nbytes for tensor in tensors), 0
+    for tensor in tensors:
+        number, data = tensor.replica_id[-1], tensor.data.detach()
         rows = data.shape[0] if data.ndim else 1
         # A row belongs to the share that contains its first byte.
         ends = (max(0, total * share // count - before) for share in (number, number + 1))
@@ -191,7 +195,7 @@ def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[Sha
             continue
         start = (low, *(0 for _ in data.shape[1:])) if data.ndim else ()
         rest = data[low:high].contiguous() if data.ndim else data
-        yield list(boxed(each, start, rest, each.key, (*each.replica_id[:-1], 0)))
+        yield list(boxed(tensor, start, rest, tensor.key, (*tensor.replica_id[:-1], 0)))
 
 
 def _is_shared(value: Any) -> bool:

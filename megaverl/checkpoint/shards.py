@@ -129,7 +129,7 @@ class StagedShards:
     def index(self, folder: Path, items: list[list[Any]]) -> Files:
         """Write the index of all items. Called on the first rank, when all ranks have written."""
         assert self.metadata is not None, "only the rank that planned for all can write the index"
-        storage = dict(_item_from_json(found) for rank in items for found in rank)
+        storage = dict(_item_from_json(entry) for rank in items for entry in rank)
         whole = replace(self.metadata, storage_data=storage, storage_meta=StorageMeta())
         return {INDEX_FILE: write_bytes(folder / INDEX_FILE, pickle.dumps(whole))}
 
@@ -171,10 +171,10 @@ class Stager:
         def for_me() -> tuple[SavePlan, dict[str, Any]]:
             return planner.create_local_plan(), common if group is not None and dist.get_rank() == 0 else {}
 
-        def for_all(found: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
-            plans, whole = planner.create_global_plan([plan for plan, _ in found])
+        def for_all(plans_and_dtypes: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
+            plans, whole = planner.create_global_plan([plan for plan, _ in plans_and_dtypes])
             metadata.append(whole)
-            for _, of_world in found:
+            for _, of_world in plans_and_dtypes:
                 commons.update(of_world)
             return plans
 
@@ -216,8 +216,8 @@ def _item_to_json(index: MetadataIndex, file: str, start: int, length: int) -> l
     return [index.fqn, offset, index.index, file, start, length]
 
 
-def _item_from_json(found: list[Any]) -> tuple[MetadataIndex, _StorageInfo]:
-    name, offset, number, path, start, length = found
+def _item_from_json(entry: list[Any]) -> tuple[MetadataIndex, _StorageInfo]:
+    name, offset, number, path, start, length = entry
     index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
     return index, _StorageInfo(path, start, length)
 
@@ -325,12 +325,14 @@ class _CheckedLoading(TorchDistLoadShardedStrategy):
             wanted,
             storage_reader=CheckedReader(Path(checkpoint_dir), is_alone=self._is_alone),
             planner=MCoreLoadPlanner(
-                shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
-                allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+                shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+                allow_shape_mismatch_sharded_tensors={
+                    tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch
+                },
             ),
         )
-        found = {name: _unwrap_pyt_sharded_tensor(value) for name, value in wanted.items()}
-        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(found, places, names)
+        values = {name: _unwrap_pyt_sharded_tensor(value) for name, value in wanted.items()}
+        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(values, places, names)
         _restore_dict_types(loaded, sharded_state_dict)
         return loaded
 
@@ -379,7 +381,7 @@ def check_pickles(folder: Path) -> None:
 
 
 @contextmanager
-def own_errors(what: str, fix: str) -> Iterator[None]:
+def own_errors(doing: str, fix: str) -> Iterator[None]:
     """Replace the libraries' exceptions, with a traceback for every rank, by one short CheckpointError."""
     try:
         yield
@@ -387,11 +389,11 @@ def own_errors(what: str, fix: str) -> Iterator[None]:
         # torch raises this BaseException with the same contents on every rank.
         wrong = {str(cause) for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)}
         if wrong:
-            raise DamagedCheckpoint(f"{what}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}") from error
+            raise DamagedCheckpoint(f"{doing}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}") from error
         failures = "; ".join(f"rank {rank}: {_reason(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise CheckpointError(f"{what}: {failures}. {fix}") from error
+        raise CheckpointError(f"{doing}: {failures}. {fix}") from error
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{what}: {_reason(error)}. {fix}") from error
+        raise CheckpointError(f"{doing}: {_reason(error)}. {fix}") from error
 
 
 def _reason(error: BaseException) -> str:

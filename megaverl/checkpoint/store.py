@@ -143,13 +143,16 @@ class CheckpointStore:
             shards = self._staged(roles, in_background)
         was_there = self._was_there
         self.committer.conclude(
-            shards.num_bytes, lambda each: prepare_folder(self.root, partial, sum(each), was_there=was_there)
+            shards.num_bytes, lambda sizes: prepare_folder(self.root, partial, sum(sizes), was_there=was_there)
         )
         self._was_there = True
-        own = {_random_file(self.committer.rank): json.dumps(capture_random_state()).encode(), **(own_files or {})}
+        rank_files = {
+            _random_file(self.committer.rank): json.dumps(capture_random_state()).encode(),
+            **(own_files or {}),
+        }
         more: Mapping[str, Callable[[Path], None]] = {}
         if self.committer.decides:
-            own[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
+            rank_files[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
             more = files or {}
             self._versions = self._versions or collect_versions()
         self.phase("checkpoint_write")
@@ -159,11 +162,11 @@ class CheckpointStore:
             step=step,
             world_size=self.committer.size,
             job=job_name(),
-            roles=self._of_all_worlds(_describe(roles)),
+            roles=self._merge_reports(_describe(roles)),
             versions=self._versions,
             files={},
         )
-        written = start_writing(lambda: _write(partial, shards, own, more), in_background=in_background)
+        written = start_writing(lambda: _write(partial, shards, rank_files, more), in_background=in_background)
         self._pending = _Pending(folder, manifest, shards, written, best)
         # Set the hook last: if staging fails, nothing is written and nothing need be copied.
         for trainable in roles.values():
@@ -187,14 +190,16 @@ class CheckpointStore:
         if not wait:
             done = pending.written.done()
             state = [done, done and pending.written.exception() is not None]
-            if not self.committer.conclude(state, lambda each: all(d for d, _ in each) or any(f for _, f in each)):
+            if not self.committer.conclude(
+                state, lambda states: all(d for d, _ in states) or any(f for _, f in states)
+            ):
                 return None
         self._pending = None
         self.phase("checkpoint_commit")
         # Blocks until this rank's files are written.
         error = pending.written.exception()
-        own = [pending.written.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
-        self.committer.conclude(own, lambda reports: self._commit(pending, reports))
+        report = [pending.written.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
+        self.committer.conclude(report, lambda reports: self._commit(pending, reports))
         return pending.folder
 
     def resume(self, folder: Path, roles: Mapping[str, TrainableModel]) -> tuple[Path, dict[str, Any]]:
@@ -227,16 +232,20 @@ class CheckpointStore:
             CheckpointError: on every rank: the checkpoint is of another model, or lacks a role.
         """
         folder = Path(folder)
-        described = self._of_all_worlds(_describe(roles))
+        described = self._merge_reports(_describe(roles))
         world_size, engines, state = self.committer.decide(lambda: _open(folder, described))
-        foreign = {role: each for role, each in roles.items() if engines[role] != engine_of(each)}
-        own = {role: each for role, each in roles.items() if role not in foreign}
+        foreign = {role: trained for role, trained in roles.items() if engines[role] != engine_of(trained)}
+        same_engine = {role: trained for role, trained in roles.items() if role not in foreign}
         # Each role group loads its own roles; errors are raised on all of them.
         with together(self.committer.group):
-            if own:
-                with _present(own):
-                    is_alone = all(role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in own.values())
-                    apply_state(own, read_shards(sharded_state(own, loading=True), folder, is_alone=is_alone))
+            if same_engine:
+                with _present(same_engine):
+                    is_alone = all(
+                        role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in same_engine.values()
+                    )
+                    apply_state(
+                        same_engine, read_shards(sharded_state(same_engine, loading=True), folder, is_alone=is_alone)
+                    )
             with _present(foreign):
                 for role, trainable in foreign.items():
                     load_from_other_engine(role, trainable, folder)
@@ -274,9 +283,9 @@ class CheckpointStore:
         """
         self._search = None
         if restarted and resume not in ("auto", "latest"):
-            own = self.latest(self.committer.decide(job_name))
-            if own is not None:
-                return own
+            latest_checkpoint = self.latest(self.committer.decide(job_name))
+            if latest_checkpoint is not None:
+                return latest_checkpoint
         if resume == "never":
             return None
         if resume in RESUME_WORDS:
@@ -315,12 +324,14 @@ class CheckpointStore:
                 committer=self.committer,
             )
 
-    def _of_all_worlds(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def _merge_reports(self, report: dict[str, Any]) -> dict[str, Any]:
         """Merge the roles' descriptions of all role groups, if there are several."""
         if self.committer.group is None:
-            return mine
+            return report
         return dict(
-            self.committer.conclude(mine, lambda each: {role: what for found in each for role, what in found.items()})
+            self.committer.conclude(
+                report, lambda reports: {role: value for one_report in reports for role, value in one_report.items()}
+            )
         )
 
     def _commit(self, pending: _Pending, reports: list[Any]) -> None:
@@ -351,8 +362,8 @@ class CheckpointStore:
         """
 
         def search() -> list[list[str]]:
-            found, wrong = newest_first(root, job)
-            return [list(map(str, found)), wrong]
+            checkpoints, wrong = newest_first(root, job)
+            return [list(map(str, checkpoints)), wrong]
 
         (names, problems), warned = self.committer.decide(search), 0
         for folder in map(Path, names):
@@ -379,16 +390,16 @@ class CheckpointStore:
             wrong = manifest.wrong_sizes(folder)
             if not wrong:
                 wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size, tensors=False)
-        found: list[str] = reduce_json(wrong, lambda ranks: sorted(set().union(*ranks)), self.committer.group)
-        return found
+        problems: list[str] = reduce_json(wrong, lambda ranks: sorted(set().union(*ranks)), self.committer.group)
+        return problems
 
 
 def _write(
-    partial: Path, shards: StagedShards, own: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
+    partial: Path, shards: StagedShards, rank_files: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
 ) -> list[Any]:
     """Write all files of one rank; return [records of its files, places of its items]."""
     files, items = shards.write(partial)
-    for name, data in own.items():
+    for name, data in rank_files.items():
         files[name] = write_bytes(partial / name, data)
     for name, write in more.items():
         write(partial / name)

@@ -219,14 +219,14 @@ def _fill(
 
 def _groups(common: dict[str, Any]) -> list[dict[str, Any]]:
     """List all parameter groups in the state that the ranks of a Megatron role have in common."""
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     pending: list[Any] = [common["optimizer"]]
     while pending:
-        each = pending.pop()
-        if isinstance(each, dict):
-            found += each.get("param_groups", [])
-            pending += [value for key, value in each.items() if key != "param_groups"]
-    return found
+        value_now = pending.pop()
+        if isinstance(value_now, dict):
+            groups += value_now.get("param_groups", [])
+            pending += [value for key, value in value_now.items() if key != "param_groups"]
+    return groups
 
 
 def _fsdp_to_megatron(
@@ -235,7 +235,7 @@ def _fsdp_to_megatron(
     model = trainable.model
     arrays = {name.removeprefix(f"{role}."): array for name, array in index.items() if name.startswith(f"{role}.")}
     state = megatron_state(role, trainable, loading=True)
-    parts = [part for each in nested_values(state) for part in _boxes(each)]
+    parts = [part for tensor in nested_values(state) for part in _boxes(tensor)]
     described = {_split(role, part.key)[1] for part in parts}
     rows = max((part.global_shape[0] for part in parts if part.key.endswith(EMBEDDING_KEY)), default=0)
     layout = checkpoint_layout(
@@ -256,8 +256,8 @@ def _fsdp_to_megatron(
         if missing:
             raise CheckpointError(f"{folder}: {role} lacks {', '.join(source + name for name in missing[:8])}.")
         clear_padding(wanted, tensors)
-        found = {name: stored[source + name] for name in wanted.global_shapes}
-        fill(whole_layout((name, array.shape) for name, array in found.items()), found, wanted, tensors)
+        source_arrays = {name: stored[source + name] for name in wanted.global_shapes}
+        fill(whole_layout((name, array.shape) for name, array in source_arrays.items()), source_arrays, wanted, tensors)
     dict_list_map_inplace(_as_it_is, state)
     step = float(common["optimizer"]["step"])
     for group in _groups(state):
@@ -287,7 +287,7 @@ def _wanted(
     role: str, parts: list[ShardedTensor], pieces: Mapping[str, list[Piece]], layout: Layout
 ) -> tuple[Layout, dict[str, torch.Tensor]]:
     """Convert boxes of Megatron's arrays to boxes of Hugging Face's."""
-    found: list[Piece] = []
+    wanted_pieces: list[Piece] = []
     tensors: dict[str, torch.Tensor] = {}
     for number, part in enumerate(parts):
         assert part.data is not None
@@ -298,10 +298,10 @@ def _wanted(
         for piece in pieces.get(_split(role, part.key)[1], ()):
             if common := intersect(piece.local_box, box):
                 moved = (tuple(a - b for a, b in zip(corner, start, strict=True)) for corner in common)
-                found.append(Piece(piece.tensor, carry(common, piece.local_box, piece.box), local, Box(*moved)))
-    names = {piece.tensor for piece in found}
+                wanted_pieces.append(Piece(piece.tensor, carry(common, piece.local_box, piece.box), local, Box(*moved)))
+    names = {piece.tensor for piece in wanted_pieces}
     shapes = {name: shape for name, shape in layout.global_shapes.items() if name in names}
-    return Layout(tuple(found), {name: tuple(t.shape) for name, t in tensors.items()}, shapes), tensors
+    return Layout(tuple(wanted_pieces), {name: tuple(t.shape) for name, t in tensors.items()}, shapes), tensors
 
 
 def _as_it_is(value: Any) -> Any:

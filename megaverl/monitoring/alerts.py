@@ -72,25 +72,25 @@ class Alerts:
         self._step, self._last_step = 0, time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="alerts", daemon=True)
-        if any(not each.condition.is_of_metrics for each in self._watched):
+        if any(not watched.condition.is_of_metrics for watched in self._watched):
             self._thread.start()
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Check the alerts on metrics against a new record."""
         self._step, self._last_step, self._records = step, time.monotonic(), self._records + 1
         self._known.update(metrics)
-        for each in self._watched:
-            if not each.condition.is_of_metrics:
+        for watched in self._watched:
+            if not watched.condition.is_of_metrics:
                 continue
-            pattern = each.condition.metric
+            pattern = watched.condition.metric
             names = [pattern] if pattern in metrics else [name for name in metrics if fnmatchcase(name, pattern)]
             if not names:
                 continue
-            each.was_seen = True
+            watched.was_seen = True
             values = {name: float(metrics[name]) for name in names}
-            holding = [name for name, value in values.items() if each.condition.holds(value)]
-            if each.becomes_due(bool(holding)):
-                self._tell(each, values[holding[0]], f"{holding[0]} is {values[holding[0]]:.6g}")
+            holding = [name for name, value in values.items() if watched.condition.holds(value)]
+            if watched.becomes_due(bool(holding)):
+                self._tell(watched, values[holding[0]], f"{holding[0]} is {values[holding[0]]:.6g}")
         if self._records == SEEN_AFTER:
             self._tell_of_unseen()
 
@@ -107,39 +107,39 @@ class Alerts:
         """Warn about metrics that have not occurred. They cannot be checked earlier, since a run's parts decide its
         metrics.
         """
-        for number, each in enumerate(self._watched):
-            if each.condition.is_of_metrics and not each.was_seen and self._known:
-                name = each.condition.metric
+        for number, watched in enumerate(self._watched):
+            if watched.condition.is_of_metrics and not watched.was_seen and self._known:
+                name = watched.condition.metric
                 hint = did_you_mean(name, self._known) or " metrics.jsonl has the names."
                 self._warn(f"alerts.{number}: no record so far has a metric {name!r}.{hint}")
 
     def _look(self) -> None:
         """Check stalls and disk space in a thread, beside the training."""
-        spans = (each.condition.value for each in self._watched if each.condition.metric == "stalled")
+        spans = (watched.condition.value for watched in self._watched if watched.condition.metric == "stalled")
         every = min([LOOKS_EVERY, *spans])
         while not self._stop.wait(every):
-            for each in self._watched:
-                if each.condition.metric == "stalled":
+            for watched in self._watched:
+                if watched.condition.metric == "stalled":
                     seconds = time.monotonic() - self._last_step
-                    if each.becomes_due(each.condition.holds(seconds)):
-                        self._tell(each, seconds, f"no step for {seconds:.0f} s")
-                elif each.condition.metric == "disk":
+                    if watched.becomes_due(watched.condition.holds(seconds)):
+                        self._tell(watched, seconds, f"no step for {seconds:.0f} s")
+                elif watched.condition.metric == "disk":
                     try:
                         free = shutil.disk_usage(self._run_dir).free
                     except OSError as error:
-                        if each.becomes_due(True):
-                            self._tell(each, math.nan, str(error))
+                        if watched.becomes_due(True):
+                            self._tell(watched, math.nan, str(error))
                         continue
-                    if each.becomes_due(each.condition.holds(free)):
-                        self._tell(each, float(free), f"{free / 1e9:.2f} GB are free at {self._run_dir}")
+                    if watched.becomes_due(watched.condition.holds(free)):
+                        self._tell(watched, float(free), f"{free / 1e9:.2f} GB are free at {self._run_dir}")
 
-    def _tell(self, each: _Watched, value: float, what: str) -> None:
-        text = f"{self._name}, step {self._step}: {what} ({each.alert.when})"
+    def _tell(self, watched: _Watched, value: float, event: str) -> None:
+        text = f"{self._name}, step {self._step}: {event} ({watched.alert.when})"
         self._warn(f"alert: {text}")
-        if each.alert.post is not None:
-            message = {"run": self._name, "when": each.alert.when, "step": self._step, "text": text}
+        if watched.alert.post is not None:
+            message = {"run": self._name, "when": watched.alert.when, "step": self._step, "text": text}
             message["value"] = value if math.isfinite(value) else str(value)
-            self._receivers[post_address(each.alert.post)].give(message)
+            self._receivers[post_address(watched.alert.post)].give(message)
 
 
 @dataclass

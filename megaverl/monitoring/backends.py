@@ -141,7 +141,9 @@ class Wandb:
 
     def write_samples(self, step: int, split: str, samples: Samples) -> None:
         names = column_names(samples)
-        table = self._wandb.Table(columns=names, data=[[cell(each.get(name)) for name in names] for each in samples])
+        table = self._wandb.Table(
+            columns=names, data=[[cell(sample.get(name)) for name in names] for sample in samples]
+        )
         self._run.log({f"samples/{split}": table}, step=step)
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class MLflow:
         self._mlflow.log_metrics(named, step=step)
 
     def write_samples(self, step: int, split: str, samples: Samples) -> None:
-        columns = {name: [cell(each.get(name)) for each in samples] for name in column_names(samples)}
+        columns = {name: [cell(sample.get(name)) for sample in samples] for name in column_names(samples)}
         self._mlflow.log_table({"step": [step] * len(samples), **columns}, f"samples_{split}.json")
 
     def close(self) -> None:
@@ -325,7 +327,7 @@ Samples = Sequence[Mapping[str, Any]]
 
 def column_names(samples: Samples) -> list[str]:
     """List the names that occur in any of the samples."""
-    return list(dict.fromkeys(name for each in samples for name in each))
+    return list(dict.fromkeys(name for sample in samples for name in sample))
 
 
 def cell(value: Any) -> Any:
@@ -338,7 +340,7 @@ def cell(value: Any) -> Any:
 def markdown_table(samples: Samples) -> str:
     """Format samples as a Markdown table. Text of a model is shown as code, so that it is not interpreted."""
     names = column_names(samples)
-    lines = [names, ["---"] * len(names), *([_code(each.get(name)) for name in names] for each in samples)]
+    lines = [names, ["---"] * len(names), *([_code(sample.get(name)) for name in names] for sample in samples)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -105,12 +105,15 @@ class Profiler:
             except Exception as error:
                 self._warn(f"run.profile: {tool} of step {step} is not written: {type(error).__name__}: {error}")
         events = self._timeline.trace_events(self._begin)
-        found, is_whole = recorded_collectives(self._began_at)
-        rows = [[self.dims.get(each.ranks, ""), *each] for each in found]
+        collectives, is_whole = recorded_collectives(self._began_at)
+        rows = [[self.dims.get(collective.ranks, ""), *collective] for collective in collectives]
         try:
-            for name, what in (("stages", {"traceEvents": events}), ("collectives", {"all": is_whole, "rows": rows})):
+            for name, content in (
+                ("stages", {"traceEvents": events}),
+                ("collectives", {"all": is_whole, "rows": rows}),
+            ):
                 path = step_folder(self._run_dir, step) / f"rank_{self._rank}.{name}.json"
-                path.write_text(json.dumps(what), encoding="utf-8")
+                path.write_text(json.dumps(content), encoding="utf-8")
         except OSError as error:
             self._warn(f"run.profile: {error}")
 
@@ -121,12 +124,12 @@ class Profiler:
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _has_gpu() else [])]
         asked = {key: getattr(self._chosen, key) for key in ("record_shapes", "with_stack", "profile_memory")}
-        found = profile(activities=activities, **asked)
-        found.start()
+        profiler = profile(activities=activities, **asked)
+        profiler.start()
         yield
-        found.stop()
+        profiler.stop()
         part = name.with_name(name.name + ".part.json.gz")
-        found.export_chrome_trace(str(part))
+        profiler.export_chrome_trace(str(part))
         os.replace(part, name.with_name(name.name + ".torch.json.gz"))
 
     @contextmanager
@@ -181,13 +184,13 @@ class Profiler:
                 selector.select(SECONDS_TO_START)
             yield
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=SECONDS_TO_WRITE)[1].strip()
+            errors = process.communicate(timeout=SECONDS_TO_WRITE)[1].strip()
         finally:
             process.kill()
             process.wait()
             _may_be_traced(False)
         if not output.is_file():
-            raise RuntimeError(said.partition("\n")[0] or "it wrote nothing")
+            raise RuntimeError(errors.partition("\n")[0] or "it wrote nothing")
 
 
 TOOLS: dict[str, Callable[[Profiler, Path], AbstractContextManager[None]]] = {
@@ -220,8 +223,8 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 def profiled_steps(run_dir: Path) -> list[int]:
     """List the steps with recordings."""
-    found = (path.name.removeprefix("step_") for path in (run_dir / "profile").glob("step_*"))
-    return sorted(int(name) for name in found if name.isdigit())
+    numbers = (path.name.removeprefix("step_") for path in (run_dir / "profile").glob("step_*"))
+    return sorted(int(name) for name in numbers if name.isdigit())
 
 
 def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None = None) -> tuple[Path, list[Path]]:
@@ -243,8 +246,8 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
     known = profiled_steps(run_dir)
     step = step if step is not None else (known[-1] if known else None)
     if not run_dir.is_dir() or step is None:
-        what = "nothing was profiled in it" if run_dir.is_dir() else "no such folder"
-        raise DataError(f"{run_dir}: {what}. Name a run that has run.profile.steps, or a step: --step 3.")
+        reason = "nothing was profiled in it" if run_dir.is_dir() else "no such folder"
+        raise DataError(f"{run_dir}: {reason}. Name a run that has run.profile.steps, or a step: --step 3.")
     stages, traces, others = dict[int, list[dict[str, Any]]](), dict[int, list[dict[str, Any]]](), list[Path]()
     for path in sorted(step_folder(run_dir, step).glob("rank_*")):
         if (match := _FILE.fullmatch(path.name)) is None:
@@ -281,12 +284,12 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
     known = profiled_steps(run_dir)
     lines = []
     for path in sorted(step_folder(run_dir, step or (known[-1] if known else 0)).glob("rank_*.collectives.json")):
-        found = read_json_file(path)
+        content = read_json_file(path)
         rank = path.name.partition(".")[0].replace("_", " ")
-        for dim, ranks, operation, calls, nbytes in found["rows"]:
+        for dim, ranks, operation, calls, nbytes in content["rows"]:
             group = dim or (f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world")
             lines.append(f"{rank:<9}{operation:<20}{calls:>6} calls {nbytes / 1e6:>12,.3f} MB  {group}")
-        if not found["all"]:
+        if not content["all"]:
             lines.append(f"{rank:<9}... the first of them are lost: set TORCH_NCCL_TRACE_BUFFER_SIZE to more than 2000")
     return lines
 
@@ -297,10 +300,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
     Microseconds would not be exact, and a nested event could end after the one around it.
     """
     try:
-        found = read_json_file(path, MAX_TRACE_BYTES, not_finite=True)
-        base = found.get("baseTimeNanoseconds", 0)
-        times = ({"ts": base + round(event["ts"] * 1e3)} if "ts" in event else {} for event in found["traceEvents"])
-        return [event | own for event, own in zip(found["traceEvents"], times, strict=True)]
+        trace = read_json_file(path, MAX_TRACE_BYTES, not_finite=True)
+        base = trace.get("baseTimeNanoseconds", 0)
+        times = ({"ts": base + round(event["ts"] * 1e3)} if "ts" in event else {} for event in trace["traceEvents"])
+        return [event | own_time for event, own_time in zip(trace["traceEvents"], times, strict=True)]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a trace ({error!r}). Remove the file.") from error
 

@@ -96,13 +96,13 @@ class KernelMeter:
         if self._measures:
             self._cupti.stop_profiling()
         self._measures = False
-        found = {
+        kernels = {
             _short(name): (stats.median / 1e6, float(stats.num_calls))
             for name, stats in self._cupti.get_results().items()
             if "nccl" not in name.lower()
         }
-        longest = sorted(found, key=lambda name: -found[name][0] * found[name][1])[:KEPT_KERNELS]
-        return {KERNELS: {name: found[name] for name in longest}}
+        longest = sorted(kernels, key=lambda name: -kernels[name][0] * kernels[name][1])[:KEPT_KERNELS]
+        return {KERNELS: {name: kernels[name] for name in longest}}
 
 
 def _short(name: str) -> str:
@@ -146,13 +146,13 @@ class Stragglers:
         """
         if done % self._every:
             return {}
-        found = reduce_json([self._like, self._meter.take()], _slowest, self._group)
-        ranks = [Slow(*each) for each in found]
-        slow = [each for each in ranks if each.score < SCORE]
-        for each in slow:
+        reports = reduce_json([self._like, self._meter.take()], _slowest, self._group)
+        ranks = [Slow(*rank) for rank in reports]
+        slow = [rank for rank in ranks if rank.score < SCORE]
+        for rank in slow:
             self._say(
-                f"{self._name(each.rank)} is slow: {each.stage} has taken {each.seconds:.3g} s of its own work, and "
-                f"{each.usual:.3g} s on ranks that do the same; it has {each.score:.0%} of their speed"
+                f"{self._name(rank.rank)} is slow: {rank.stage} has taken {rank.seconds:.3g} s of its own work, and "
+                f"{rank.usual:.3g} s on ranks that do the same; it has {rank.score:.0%} of their speed"
             )
         metrics = {"stragglers/count": float(len(slow))}
         if ranks:
@@ -160,10 +160,10 @@ class Stragglers:
         return metrics
 
 
-def _slowest(said: Sequence[tuple[str, Work]]) -> list[Slow]:
+def _slowest(reports: Sequence[tuple[str, Work]]) -> list[Slow]:
     """Return the slow ranks and in any case the slowest one first, from all ranks' reports."""
-    found = slowness([like for like, _ in said], [work for _, work in said])
-    return [each for number, each in enumerate(found) if not number or each.score < SCORE]
+    ranks = slowness([like for like, _ in reports], [work for _, work in reports])
+    return [rank for number, rank in enumerate(ranks) if not number or rank.score < SCORE]
 
 
 def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
@@ -172,15 +172,15 @@ def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
     A rank's time of a stage is its time per call of each kernel, times the usual number of calls over all ranks. So a
     rank with more work is not slow because of it. "Usual" is the lower median over the ranks.
     """
-    found: list[Slow] = []
+    slow: list[Slow] = []
     for kind in dict.fromkeys(like):
-        ranks = [rank for rank, each in enumerate(like) if each == kind]
+        ranks = [rank for rank, slow_rank in enumerate(like) if slow_rank == kind]
         if len(ranks) > 1:
-            found += _of_alike({rank: works[rank] for rank in ranks})
-    return sorted(found, key=lambda each: (each.score, each.rank))
+            slow += _compare_alike({rank: works[rank] for rank in ranks})
+    return sorted(slow, key=lambda slow_rank: (slow_rank.score, slow_rank.rank))
 
 
-def _of_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
+def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
     stages = set.intersection(*(set(work) for work in works.values()))
     seconds = {stage: _seconds({rank: work[stage] for rank, work in works.items()}) for stage in sorted(stages)}
     usual = {stage: median_low(list(of_stage.values())) for stage, of_stage in seconds.items()}
@@ -190,9 +190,9 @@ def _of_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
         worst = max(lost, key=lambda stage: lost[stage], default=None)
         if worst is None:
             continue
-        own, others = seconds[worst][rank], usual[worst]
-        score = min(1.0, others / own) if own > 0 and lost[worst] > least else 1.0
-        yield Slow(rank, score, worst, own, others)
+        rank_seconds, others = seconds[worst][rank], usual[worst]
+        score = min(1.0, others / rank_seconds) if rank_seconds > 0 and lost[worst] > least else 1.0
+        yield Slow(rank, score, worst, rank_seconds, others)
 
 
 def _seconds(of_ranks: Mapping[int, Mapping[str, tuple[float, float]]]) -> dict[int, float]:

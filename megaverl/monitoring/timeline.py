@@ -111,7 +111,9 @@ class Timeline:
             metrics[f"{prefix}other_ms"] = max(0, self._step_ns - self._covered_ns) / 1e6
         if self._step_ns:
             for role in dict.fromkeys(self.roles.values()):
-                worked = sum(self._totals.get(name, 0) for name, own in self.roles.items() if own == role)
+                worked = sum(
+                    self._totals.get(name, 0) for name, role_of_stage in self.roles.items() if role_of_stage == role
+                )
                 metrics[f"busy/{role}"] = min(1.0, worked / self._step_ns)
         return metrics
 
@@ -246,5 +248,5 @@ def gpu_metrics(uuid: Any) -> dict[str, float]:
     _GPUS[str(uuid)] = (handle, energy, now, newest)
     if before is None:
         return {}
-    found = {"gpu/power_w": (energy - before[1]) / 1e3 / max(now - before[2], 1e-9)}
-    return found | ({"gpu/utilization": sum(values) / len(values) / 100} if values else {})
+    metrics = {"gpu/power_w": (energy - before[1]) / 1e3 / max(now - before[2], 1e-9)}
+    return metrics | ({"gpu/utilization": sum(values) / len(values) / 100} if values else {})

@@ -142,8 +142,8 @@ def _number(key: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"{type(value).__name__}: {value!r}"
-        raise TypeError(f"metric {key!r} must be one number, got {found}") from error
+        description = f"{type(value).__name__}: {value!r}"
+        raise TypeError(f"metric {key!r} must be one number, got {description}") from error
 
 
 WAITING = 1000  # queued records after which a tracker counts as failed
@@ -220,8 +220,8 @@ class Queued:
 
     def _leave_out(self, why: str) -> None:
         with self._lock:
-            told, self.works = not self.works, False
-        if not told:
+            is_known, self.works = not self.works, False
+        if not is_known:
             self._failed(why)
 
 

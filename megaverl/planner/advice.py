@@ -80,15 +80,15 @@ def shortages(job: PlannedJob, memory: list[RankMemory], room: float = 1.0) -> l
     Args:
         room: fraction of each GPU's memory that may be used.
     """
-    found, available = [], room * job.machine.memory
+    shortages_found, available = [], room * job.machine.memory
     for phase in phases_of(memory):
         worst = max(memory, key=lambda rank: rank.phases.get(phase, 0.0))
         if worst.phases[phase] > available:
-            found.append(Shortage(phase, worst.rank, worst.phases[phase], available))
+            shortages_found.append(Shortage(phase, worst.rank, worst.phases[phase], available))
     engine = memory[0].engine
     if engine.concurrency < 1:
-        found.append(Shortage("KV cache", 0, engine.longest * engine.bytes_per_token, max(0.0, engine.cache)))
-    return found
+        shortages_found.append(Shortage("KV cache", 0, engine.longest * engine.bytes_per_token, max(0.0, engine.cache)))
+    return shortages_found
 
 
 def advise(job: PlannedJob) -> Advice:
@@ -172,8 +172,8 @@ def with_settings(job: PlannedJob, settings: tuple[Setting, ...]) -> PlannedJob:
             world = value * job.machine.gpus_per_node
             continue
         section, name, *rest = key.split(".")
-        mine = values["actor"].get(name)
-        followers = [role for role in FOLLOWERS if section == "actor" and values[role].get(name, ...) == mine]
+        actor_value = values["actor"].get(name)
+        followers = [role for role in FOLLOWERS if section == "actor" and values[role].get(name, ...) == actor_value]
         for place in (section, *followers):
             _set(values[place], [name, *rest], value)
     return make_job(Config.model_validate(values), job.spec, world, job.machine)

@@ -67,10 +67,12 @@ def eight_bit_copies(
     # Layers that stay in bf16 at the model's ends have no 8-bit copy. With virtual stages, the first layers are in the
     # first chunk and the last layers in the last one.
     for number, chunk in enumerate(chunks):
-        found = [(int(match[1]), each.numel) for each in chunk if (match := _LINEAR.search(each.name))]
-        count = 1 + max((layer for layer, _ in found), default=0)
+        linear_sizes = [
+            (int(match[1]), parameter.numel) for parameter in chunk if (match := _LINEAR.search(parameter.name))
+        ]
+        count = 1 + max((layer for layer, _ in linear_sizes), default=0)
         begin, end = ends[0] * (number == 0), count - ends[1] * (number == len(chunks) - 1)
-        numel += sum(size for layer, size in found if begin <= layer < end)
+        numel += sum(size for layer, size in linear_sizes if begin <= layer < end)
     return math.ceil(numel * (1 + backward) * (1 + _SCALES.get(str(fields.get("fp8_recipe")), 0.0)))
 
 
@@ -310,7 +312,7 @@ def trained_bytes(
                 step += 4 * owned
             # Only the first stage writes the embedding table that it shares with the last stage.
             saved = [p.numel if first_stage or not p.is_shared_embedding else 0 for p in members]
-            ranges = [each for each, numel in zip(buffer.ranges, reversed(saved), strict=True) if numel]
+            ranges = [span for span, numel in zip(buffer.ranges, reversed(saved), strict=True) if numel]
             saved_weights += itemsize * sum(saved) // count
             saved_owned = buffer.owned(replica, count, ranges) if options.distributed else sum(saved) // count
             saved_optimizer += 4 * saved_states * saved_owned

@@ -75,19 +75,19 @@ def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = 
         tell("the same on two ranks, tensor-parallel")
         probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, "actor.tp=2", "reference.tp=2"))
         if (others := max(probe.others for probe in probes)) > QUIET:
-            said = f"other programs had {others:.1f} processors meanwhile: measure again when they have ended"
-            hardware = _doubted(hardware, said, tell)
+            doubt = f"other programs had {others:.1f} processors meanwhile: measure again when they have ended"
+            hardware = _doubted(hardware, doubt, tell)
         hardware = fit(hardware, probes)
         if hardware.node_latency_us <= LEAST:
-            said = "node_latency_us: nothing, as two ranks were no slower than one lets expect: measure again"
-            hardware = _doubted(hardware, said, tell)
+            doubt = "node_latency_us: nothing, as two ranks were no slower than one lets expect: measure again"
+            hardware = _doubted(hardware, doubt, tell)
         return hardware
 
 
-def _doubted(hardware: Hardware, said: str, tell: Callable[[str], object]) -> Hardware:
+def _doubted(hardware: Hardware, doubt: str, tell: Callable[[str], object]) -> Hardware:
     """Return the description with a reason to distrust it added to its sources, and print that reason."""
-    tell(said)
-    return replace(hardware, sources=(*hardware.sources, said))
+    tell(doubt)
+    return replace(hardware, sources=(*hardware.sources, doubt))
 
 
 def available_cores() -> int:
@@ -119,17 +119,17 @@ class Probe:
 
         inputs = make_inputs(folder / f"model_{layers}", PROBE | {"num_hidden_layers": layers})
         keys = [*PROBE_KEYS, *sampling(engine, RESPONSE), *inputs, *more]
-        found = real_steps(folder / f"run_{len(list(folder.iterdir()))}", keys, ranks, STEPS)
+        measured = real_steps(folder / f"run_{len(list(folder.iterdir()))}", keys, ranks, STEPS)
         config = load_config(None, keys, check_paths=False, world_size=ranks)
         machine = Machine(gpus_per_node=ranks, on_gpus=count_gpus() > 0)
-        return cls(make_job(config, find_spec(config), ranks, machine), found.operators, found.others)
+        return cls(make_job(config, find_spec(config), ranks, machine), measured.operators, measured.others)
 
     def beyond(self, name: str, hardware: Hardware) -> float:
         """Return the measured seconds of an operator less its predicted seconds; negative if the prediction is too
         long.
         """
-        found = operations(StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None))
-        (operator,) = (each for each in found if each.name == name)
+        predicted = operations(StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None))
+        (operator,) = (operation for operation in predicted if operation.name == name)
         measured = self.measured[name]
         # A single rank waits for no other, so its processor time is its time without other programs' disturbance.
         alone = hardware.cores is not None and len(operator.ranks) == 1
@@ -169,10 +169,10 @@ def measure_rates(ranks: int) -> dict[str, Any]:
     trial = Trial("rates", "megaverl.planner.calibrate", ranks, "its last words say why", environment)
     finding = trial.finish(time.monotonic() + 90)
     try:
-        found: dict[str, Any] = json.loads(finding.found)
+        rates: dict[str, Any] = json.loads(finding.found)
     except json.JSONDecodeError as error:
         raise MegaverlError(f"calibrate: rates were not measured: {finding.found}") from error
-    return found
+    return rates
 
 
 def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
@@ -219,21 +219,21 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     layers = many.job.spec.num_layers - few.job.spec.num_layers
     updates = few.job.config.algorithm.num_mini_batches
 
-    def mean(name: str, found: Hardware) -> float:
-        return statistics.mean(probe.beyond(name, found) for probe in (few, many))
+    def mean(name: str, candidate: Hardware) -> float:
+        return statistics.mean(probe.beyond(name, candidate) for probe in (few, many))
 
     # Elementwise work and kernel time affect both measurements, so fit them in turn until they settle.
     for _ in range(ROUNDS):
-        hardware = _settled(hardware, "elementwise_efficiency", lambda found: mean("ref_log_probs", found), -1)
+        hardware = _settled(hardware, "elementwise_efficiency", lambda candidate: mean("ref_log_probs", candidate), -1)
         slope = many.beyond("rollout", hardware) - few.beyond("rollout", hardware)
         more = slope / (layers * FORWARD_KERNELS * RESPONSE) * 1e6
         hardware = _with(hardware, kernel_us=hardware.kernel_us + more)
     hardware = _with(hardware, sample_ms=mean("reward", hardware) / few.job.config.samples_per_step * 1e3)
     hardware = _with(hardware, step_ms=mean("advantages", hardware) * 1e3)
     hardware = _with(hardware, decode_step_ms=mean("rollout", hardware) / RESPONSE * 1e3)
-    hardware = _settled(hardware, "backward_factor", lambda found: mean("actor_update", found))
+    hardware = _settled(hardware, "backward_factor", lambda candidate: mean("actor_update", candidate))
     hardware = _with(hardware, update_ms=mean("actor_update", hardware) / updates * 1e3)
-    return _settled(hardware, "node_latency_us", lambda found: tensor_parallel.beyond("ref_log_probs", found))
+    return _settled(hardware, "node_latency_us", lambda candidate: tensor_parallel.beyond("ref_log_probs", candidate))
 
 
 def _settled(hardware: Hardware, field: str, lacking: Callable[[Hardware], float], sign: int = 1) -> Hardware:
@@ -265,28 +265,28 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, _, device = join(torch.cuda.device_count())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found: dict[str, Any] = {"device": device.type, "products": _products(device, dtype)}
-    best = max(flops / seconds for flops, seconds in found["products"])
-    found["dtypes"] = {str(dtype).removeprefix("torch."): 1.0}
+    rates: dict[str, Any] = {"device": device.type, "products": _products(device, dtype)}
+    best = max(flops / seconds for flops, seconds in rates["products"])
+    rates["dtypes"] = {str(dtype).removeprefix("torch."): 1.0}
     for other in (torch.float32, torch.bfloat16):
         name = str(other).removeprefix("torch.")
-        if name not in found["dtypes"]:
-            found["dtypes"][name] = max(f / s for f, s in _products(device, other, large=True)) / best
+        if name not in rates["dtypes"]:
+            rates["dtypes"][name] = max(f / s for f, s in _products(device, other, large=True)) / best
     size = 64 * 2**20 if device.type == "cuda" else 8 * 2**20
     whole = torch.ones(size, device=device)
-    found["memory_gb_s"] = 2 * whole.nbytes / _seconds(lambda: whole.add_(1.0), device) / 1e9
+    rates["memory_gb_s"] = 2 * whole.nbytes / _seconds(lambda: whole.add_(1.0), device) / 1e9
     if device.type == "cpu":
-        found["weights_gb_s"] = _weights_rate()
+        rates["weights_gb_s"] = _weights_rate()
     queries = torch.randn(1, 4, 256, 64, device=device, dtype=dtype)
     mask = torch.ones(256, 256, device=device, dtype=torch.bool).tril()
     attend = torch.nn.functional.scaled_dot_product_attention
     taken = _seconds(lambda: attend(queries, queries, queries, attn_mask=mask), device)
-    found["attention"] = 4 * 256 * 256 * 4 * 64 / taken
-    found |= _messages(device)
+    rates["attention"] = 4 * 256 * 256 * 4 * 64 / taken
+    rates |= _messages(device)
     if device.type == "cuda":
-        found["memory_gb"] = torch.cuda.get_device_properties(device).total_memory / 1e9
+        rates["memory_gb"] = torch.cuda.get_device_properties(device).total_memory / 1e9
     if rank == 0:
-        answer(json.dumps(found))
+        answer(json.dumps(rates))
     torch.distributed.destroy_process_group()
 
 
@@ -319,10 +319,10 @@ def _weights_rate() -> float:
     row = torch.randn(1, 384)
 
     def over_all() -> None:
-        for each in weights:
-            torch.nn.functional.linear(row, each)
+        for weight in weights:
+            torch.nn.functional.linear(row, weight)
 
-    return sum(each.nbytes for each in weights) / _seconds(over_all, row.device) / 1e9
+    return sum(weight.nbytes for weight in weights) / _seconds(over_all, row.device) / 1e9
 
 
 def _messages(device: Any) -> dict[str, float]:
@@ -358,12 +358,12 @@ def _messages(device: Any) -> dict[str, float]:
         if device.type == "cuda":
             return _seconds(turn, device, clock)
         both = []
-        for each in (turn, work):
+        for function in (turn, work):
             torch.distributed.barrier()
             times = []
             for _ in range(TURNS):
                 begin = clock()
-                each()
+                function()
                 times.append(clock() - begin)
             both.append(statistics.quantiles(times, n=4)[0])
         return max(1e-5, both[0] - both[1])
@@ -371,9 +371,9 @@ def _messages(device: Any) -> dict[str, float]:
     reduced = taken(together)
     share = taken(together, time.process_time) / reduced if device.type == "cpu" else 0.0
     rate = 2 * large.nbytes * (world - 1) / world / _seconds(lambda: reduce(large), device, time.perf_counter) / 1e9
-    found = {"all_reduce_us": reduced * 1e6, "message_work": min(1.0, share), "all_reduce_gb_s": rate}
+    rates = {"all_reduce_us": reduced * 1e6, "message_work": min(1.0, share), "all_reduce_gb_s": rate}
     # Where ranks share processors, waking the receiver dominates, so sends have the same latency as collectives.
-    return found | ({"send_us": taken(there_and_back) / 2 * 1e6} if device.type == "cuda" else {})
+    return rates | ({"send_us": taken(there_and_back) / 2 * 1e6} if device.type == "cuda" else {})
 
 
 def _seconds(work: Callable[[], object], device: Any, clock: Clock = time.process_time) -> float:

@@ -58,13 +58,13 @@ class Candidates:
 
     def groups(self) -> list[tuple[list[Settings], list[Settings]]]:
         """List (training settings from the fastest to those with the least memory, engine settings), in fixed order."""
-        found = []
+        groups = []
         for placed in self._placements():
             ranks, engines = self.world - self._engine_ranks(placed), list(self._engines(placed))
             for grid in self._grids(ranks):
                 for tokens in self._row_tokens():
-                    found.append(([placed | rung for rung in self._rungs(grid | tokens)], engines))
-        return sorted(found, key=lambda group: key_of(group[0][0]))
+                    groups.append(([placed | rung for rung in self._rungs(grid | tokens)], engines))
+        return sorted(groups, key=lambda group: key_of(group[0][0]))
 
     def apart(self, name: str, ranks: int) -> Iterator[Settings]:
         """Yield grids for a role that does not share the actor's grid. Experts keep the actor's ep and etp."""
@@ -133,10 +133,10 @@ class Candidates:
 
     def _dealt(self, role: str, uneven: Mapping[str, int]) -> Settings:
         """Return the keys for an uneven split of a role's layers. null removes a value that the role would inherit."""
-        said = getattr(self.config, role).megatron
+        fields = getattr(self.config, role).megatron
         # Other roles inherit the actor's fields. If some grid needs an uneven split, each role must set or clear them.
         inherited = role != "actor" and self.spec.num_layers % 8 != 0
-        names = [name for name in UNEVEN if name in uneven or said.get(name) is not None or inherited]
+        names = [name for name in UNEVEN if name in uneven or fields.get(name) is not None or inherited]
         return {f"{role}.megatron.{name}": uneven.get(name) for name in names}
 
     def _row_tokens(self) -> Iterator[Settings]:
@@ -167,13 +167,15 @@ class Candidates:
         A recipe that sets `actor.megatron.recompute_*` gets the same level in these fields, since they override
         `actor.activation_checkpointing`.
         """
-        given = self.config.actor.megatron
-        if not any(given.get(name) is not None for name in RECOMPUTE):
+        configured = self.config.actor.megatron
+        if not any(configured.get(name) is not None for name in RECOMPUTE):
             return {"actor.activation_checkpointing": level}
         moe = self.spec.moe
         dense = moe is None or bool(moe.num_dense_layers)
         fields = recompute_fields(level, dense=dense, experts=moe is not None, fused_attention=True)
-        return {f"actor.megatron.{name}": fields.get(name) for name in RECOMPUTE if name in fields or name in given}
+        return {
+            f"actor.megatron.{name}": fields.get(name) for name in RECOMPUTE if name in fields or name in configured
+        }
 
     def _engines(self, placed: Settings) -> Iterator[Settings]:
         ranks = self._engine_ranks(placed) or self.world
@@ -223,8 +225,8 @@ def read_choice(config: Config, world: int) -> dict[str, Any]:
     if config.checkpoint.resume == "never" and not restarted:
         return {}
     try:
-        said = read_json_file(config.chosen_file)
-        return said if said["ranks"] == world and isinstance(said["settings"], dict) else {}
+        choice = read_json_file(config.chosen_file)
+        return choice if choice["ranks"] == world and isinstance(choice["settings"], dict) else {}
     except (ValueError, KeyError, TypeError, OSError):
         return {}
 
@@ -237,8 +239,8 @@ def write_choice(config: Config, world: int, settings: Settings, measured: Seque
     Args:
         measured: settings and time factors of layouts that the run has used.
     """
-    said = {"ranks": world, "settings": settings, "measured": list(measured)}
+    choice = {"ranks": world, "settings": settings, "measured": list(measured)}
     part = config.chosen_file.with_name(f"{config.chosen_file.name}.part")
-    part.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
     os.replace(part, config.chosen_file)
     return config.chosen_file

@@ -242,7 +242,7 @@ class ModelCosts:
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""
         spec = self.spec
-        each = self._attention_flops() + 0.0
+        attention = self._attention_flops() + 0.0
         dense, moe = spec.num_layers, 0
         if spec.moe is not None:
             dense, moe = spec.moe.num_dense_layers, spec.num_layers - spec.moe.num_dense_layers
@@ -250,7 +250,7 @@ class ModelCosts:
             each_moe = 6 * spec.hidden_size * width
         else:
             each_moe = 0
-        layers = spec.num_layers * each + dense * 6 * spec.hidden_size * spec.ffn_hidden_size + moe * each_moe
+        layers = spec.num_layers * attention + dense * 6 * spec.hidden_size * spec.ffn_hidden_size + moe * each_moe
         head = 2 * spec.hidden_size * spec.vocab_size
         return tokens * (layers + head) + pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
 
@@ -260,12 +260,12 @@ class ModelCosts:
         if spec.mla is not None:
             mla, heads = spec.mla, spec.num_heads / tp
             query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            found = [(float(spec.hidden_size), float(mla.kv_lora_rank + mla.qk_rope_head_dim))]
-            found += [(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
-            found += [(heads * mla.v_head_dim, float(spec.hidden_size))]
+            shapes = [(float(spec.hidden_size), float(mla.kv_lora_rank + mla.qk_rope_head_dim))]
+            shapes += [(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
+            shapes += [(heads * mla.v_head_dim, float(spec.hidden_size))]
             if mla.q_lora_rank:
-                return [*found, (spec.hidden_size, float(mla.q_lora_rank)), (mla.q_lora_rank, heads * query)]
-            return [*found, (spec.hidden_size, heads * query)]
+                return [*shapes, (spec.hidden_size, float(mla.q_lora_rank)), (mla.q_lora_rank, heads * query)]
+            return [*shapes, (spec.hidden_size, heads * query)]
         q, kv = spec.num_heads * spec.head_dim / tp, max(spec.num_kv_heads / tp, 1) * spec.head_dim
         return [(spec.hidden_size, q + 2 * kv), (q, spec.hidden_size)]
 
@@ -289,19 +289,19 @@ class ModelCosts:
         assert moe is not None
         etp = grid.expert_tp
         # Tensor-parallel ranks hold the same tokens, and each routes an equal part of them.
-        own = tokens / grid.tp
-        arriving = own * moe.experts_per_token * etp
+        local_tokens = tokens / grid.tp
+        arriving = local_tokens * moe.experts_per_token * etp
         local = moe.num_experts / grid.ep
         busy = min(local, arriving)
         rows, width = arriving / busy if busy else 0.0, moe.ffn_hidden_size / etp
         products = self.product(rows, spec.hidden_size, 2 * width, busy) + self.product(
             rows, width, spec.hidden_size, busy
         )
-        products += self.product(own, spec.hidden_size, moe.num_experts)
+        products += self.product(local_tokens, spec.hidden_size, moe.num_experts)
         if moe.shared_ffn_hidden_size:
             products += self._mlp(tokens, moe.shared_ffn_hidden_size / grid.tp)
         moved = self.moved(size * arriving * (4 * spec.hidden_size + 5 * width))
-        sent = size * own * moe.experts_per_token * spec.hidden_size
+        sent = size * local_tokens * moe.experts_per_token * spec.hidden_size
         wait = 2 * self.links.all_to_all(sent, grid.ep, etp)
         wait += 2 * self.links.gather(size * arriving * spec.hidden_size, etp)
         return products, moved, wait

@@ -37,11 +37,11 @@ def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
     """
     if spec.is_tabled:
         return weights_of(spec, value_head=value_head)
-    return _of_module(spec, value_head, tp=1, count=1).weights
+    return _module_weights(spec, value_head, tp=1, count=1).weights
 
 
 @lru_cache(maxsize=16)
-def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
+def tensor_rank_weights(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
     """List the weights with the shapes that one of `tp` tensor-parallel ranks holds.
 
     Raises:
@@ -51,13 +51,13 @@ def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
     weights = described(spec, value_head)
     if tp == 1:
         return weights
-    layout = _of_module(spec, value_head, tp=tp, count=1).layout_of(0)
+    layout = _module_weights(spec, value_head, tp=tp, count=1).layout_of(0)
     shapes = {piece.tensor: piece.box.shape for piece in layout.pieces}
     return [weight._replace(shape=shapes[weight.name]) for weight in weights]
 
 
 @lru_cache(maxsize=64)
-def _of_module(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> ShardedWeights:
+def _module_weights(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> ShardedWeights:
     """Return the weights of the module that transformers builds from the model's config.json, and their layouts.
 
     Raises:
@@ -113,7 +113,7 @@ def shards_of(fsdp: FsdpConfig, world: int, gpus_per_node: int) -> Shards:
 def fsdp_layouts(spec: ModelSpec, value_head: bool, count: int, tp: int = 1) -> Callable[[int], Layout]:
     """Return a function from a rank of the role to its layout. Ranks of a shard group are neighbours."""
     if tp > 1:
-        return _of_module(spec, value_head, tp=tp, count=count).layout_of
+        return _module_weights(spec, value_head, tp=tp, count=count).layout_of
     weights = described(spec, value_head)
 
     @cache

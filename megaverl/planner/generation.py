@@ -199,12 +199,12 @@ class EngineCosts:
 
 def _thinning(responses: Sequence[float]) -> list[tuple[float, float, float]]:
     """List (steps, middle step, share of sequences still running) for a batch that starts together."""
-    found, before, count = [], 0.0, len(responses)
+    intervals, before, count = [], 0.0, len(responses)
     for number, length in enumerate(responses):
         if length > before:
-            found.append((length - before, (before + length) / 2, (count - number) / count))
+            intervals.append((length - before, (before + length) / 2, (count - number) / count))
             before = length
-    return found
+    return intervals
 
 
 def _residual(responses: Sequence[float]) -> list[tuple[float, float, float]]:
@@ -212,12 +212,12 @@ def _residual(responses: Sequence[float]) -> list[tuple[float, float, float]]:
     length.
     """
     mean, longest = sum(responses) / len(responses), responses[-1]
-    found, number = [], 16
+    intervals, number = [], 16
     for part in range(number):
         middle = (part + 0.5) * longest / number
         left = sum(max(0.0, length - middle) for length in responses) / len(responses) / mean
-        found.append((longest / number, middle, left))
-    return found
+        intervals.append((longest / number, middle, left))
+    return intervals
 
 
 def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution) -> EngineCosts:
@@ -256,7 +256,7 @@ def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution
 def rollout_duration(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution) -> Duration:
     """Return the time to generate one engine's equal share of a step's samples."""
     engine, config = engine_costs(job, model, lengths), job.config
-    sequences, episodes = (each / job.rollout.num_engines for each in (config.rows_per_step, config.samples_per_step))
+    sequences, episodes = (total / job.rollout.num_engines for total in (config.rows_per_step, config.samples_per_step))
     shared = config.rollout.engine != "hf" and config.rollout.vllm.get("enable_prefix_caching", True)
     # With prefix caching, samples of a group share one prefill of their prompt.
     begun_alike = episodes / (min(config.algorithm.group_size, episodes) if shared else 1)

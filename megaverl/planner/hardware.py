@@ -125,9 +125,9 @@ class Hardware:
         """
         if not isinstance(fields, dict):
             raise ConfigError(f"{source}: expected keys and values, found {type(fields).__name__}.")
-        own = {field.name: field for field in dataclasses.fields(cls)}
-        wrong = [f"unknown key {key} (keys: {', '.join(own)})" for key in fields if key not in own]
-        needed = [name for name, field in own.items() if field.default is dataclasses.MISSING]
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        wrong = [f"unknown key {key} (keys: {', '.join(known)})" for key in fields if key not in known]
+        needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
         wrong += [f"{name} is missing" for name in needed if name not in fields]
         if not wrong:
             wrong = list(_wrong_types(fields))
@@ -154,7 +154,7 @@ class Hardware:
         Args:
             given: fields that the user has set, which override the description.
         """
-        own = {
+        described = {
             "gpus_per_node": self.ranks_per_node,
             "memory": self.memory_gb * GB,
             "nvlink": self.node_gb_s * GB,
@@ -162,7 +162,7 @@ class Hardware:
             "hbm": self.memory_gb_s * GB,
             "on_gpus": self.on_gpus,
         }
-        return Machine(**own | given)
+        return Machine(**described | given)
 
     def peak(self, dtype: str) -> float:
         """Return the peak of matrix products in floating-point operations a second.
@@ -236,7 +236,7 @@ def _wrong_types(fields: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: expected a number, found {value!r}"
     if not isinstance(fields["tflops"], dict) or not all(_is_number(v) for v in fields["tflops"].values()):
         yield f"tflops: expected dtype: number, found {fields['tflops']!r}"
-    if not isinstance(fields["sources"], list) or not all(isinstance(each, str) for each in fields["sources"]):
+    if not isinstance(fields["sources"], list) or not all(isinstance(source, str) for source in fields["sources"]):
         yield "sources: expected a list of texts"
     curve = fields["matmul_efficiency"]
     pairs = isinstance(curve, list | tuple) and all(isinstance(p, Sequence) and len(p) == 2 for p in curve)

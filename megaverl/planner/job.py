@@ -269,7 +269,8 @@ def make_job(
     placement = _placement(config, world, machine)
     sections = {"actor": config.actor} | ({"critic": config.critic} if config.uses_critic else {})
     roles = [
-        _role(name, each, spec, placement, machine, value_head=name == "critic") for name, each in sections.items()
+        _role(name, section, spec, placement, machine, value_head=name == "critic")
+        for name, section in sections.items()
     ]
     if config.uses_reference and not config.reference_is_actor:
         roles.append(_role("reference", config.reference, spec, placement, machine))
@@ -305,9 +306,9 @@ def _node_names(config: Config, count: int) -> list[str]:
     alike.
     """
     wanted, _ = config.placement.wanted()
-    said = [node for place in wanted.values() for node in place.nodes or ()]
-    named = dict.fromkeys(node for node in said if isinstance(node, str))
-    unnumbered = (number for number in range(count) if number not in said)
+    wanted_nodes = [node for place in wanted.values() for node in place.nodes or ()]
+    named = dict.fromkeys(node for node in wanted_nodes if isinstance(node, str))
+    unnumbered = (number for number in range(count) if number not in wanted_nodes)
     places = dict(zip(unnumbered, named, strict=False))
     return [places.get(number, f"node {number}") for number in range(count)]
 
@@ -323,8 +324,8 @@ def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement
         if entry.path is not None and entry.engine == "megatron":
             trained = config.trains_reward_model and not is_implicit
             model = _spec_of(entry.path, spec, entry.engine)
-            each = section if trained else scoring
-            yield _role(entry.label, each, model, placement, machine, on="reward", value_head=True)
+            chosen = section if trained else scoring
+            yield _role(entry.label, chosen, model, placement, machine, on="reward", value_head=True)
 
 
 def _spec_of(path: str | None, spec: ModelSpec, engine: str) -> ModelSpec:

@@ -17,7 +17,7 @@ from megaverl.planner.buffers import (
     parameters_of,
     trained_bytes,
 )
-from megaverl.planner.fsdp import gathered_bytes, of_tensor_rank, shard_bytes
+from megaverl.planner.fsdp import gathered_bytes, shard_bytes, tensor_rank_weights
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.reserve import engine_workspace, graph_bytes, reserve_parts
 from megaverl.planner.stages import (
@@ -146,7 +146,7 @@ class MemoryModel:
             parts["reserve"] = reserve
         moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
         written = [self.trained(role, rank) for role in job.roles if role.trained and role.place(rank) is not None]
-        saved = float(sum(each.saved_weights + each.saved_optimizer for each in written))
+        saved = float(sum(role_bytes.saved_weights + role_bytes.saved_optimizer for role_bytes in written))
         return RankMemory(rank, parts, moments, engine, saved, self._host(rank, parts, saved))
 
     def _host(self, rank: int, parts: dict[str, dict[str, float]], saved: float) -> dict[str, float]:
@@ -156,20 +156,20 @@ class MemoryModel:
             parts: parts of the rank's device memory.
             saved: bytes that the rank writes to a checkpoint.
         """
-        found: dict[str, float] = {}
+        host_bytes: dict[str, float] = {}
         for role in self.job.roles:
             if role.place(rank) is None:
                 continue
             if role.trained is None:
                 is_away = role.name == "reference" and self.job.config.reference.offload
-                found[role.name] = parts[role.name]["weights"] if is_away else 0.0
+                host_bytes[role.name] = parts[role.name]["weights"] if is_away else 0.0
             elif (offload := role.trained.offload).folder is None:
                 names = [name for name in ("optimizer", "parameters") if getattr(offload, name)]
                 of_names = {"optimizer": "optimizer", "parameters": "weights"}
-                found[role.name] = sum(parts[role.name][of_names[name]] for name in names)
+                host_bytes[role.name] = sum(parts[role.name][of_names[name]] for name in names)
         if self.job.config.checkpoint.async_save:
-            found["checkpoint"] = saved
-        return {part: nbytes for part, nbytes in found.items() if nbytes}
+            host_bytes["checkpoint"] = saved
+        return {part: nbytes for part, nbytes in host_bytes.items() if nbytes}
 
     def _reserve(self, rank: int) -> dict[str, float]:
         """Return part -> bytes of reserve: the user's figure if there is one, else the sum that this rank needs."""
@@ -235,15 +235,15 @@ class MemoryModel:
             loads: phase -> component -> bytes in use in this phase only.
         """
         engine, config = self._engine, self.job.config
-        own = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
-        resting = {} if config.rollout.sleep else own
-        generate = held | own | {"activations": engine.workspace}
+        engine_parts = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
+        resting = {} if config.rollout.sleep else engine_parts
+        generate = held | engine_parts | {"activations": engine.workspace}
         # At start, vLLM allocates all its weights. Only then are some replaced by the actor's, and the cache allocated.
         loading = held | {"engine weights": engine.weights}
         # During a reshard a sleeping engine has its weights mapped but no cache (`workers.weight_sync`).
-        written = own
+        written = engine_parts
         if config.rollout.sleep and self.job.placement.is_colocated:
-            written = {"engine weights": own["engine weights"]}
+            written = {"engine weights": engine_parts["engine weights"]}
         return {
             "engine start": max(loading, generate, key=lambda used: sum(used.values())),
             "generate": generate,
@@ -265,8 +265,8 @@ class MemoryModel:
         stage, grid = role.grid.coords(place).pp, role.grid
         ends = {"first": stage == 0, "last": stage == grid.pp - 1}
         chunks, backward = self._stage_parameters(role.name, stage), role.trained is not None
-        found = eight_bit_copies(chunks, role.config.megatron, backward=backward, **ends)
-        return {"8-bit copies": found} if found else {}
+        nbytes = eight_bit_copies(chunks, role.config.megatron, backward=backward, **ends)
+        return {"8-bit copies": nbytes} if nbytes else {}
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
         """Return what training adds to a role on this rank."""
@@ -350,7 +350,7 @@ class MemoryModel:
     def _gathered(self, role: Role, train: bool) -> float:
         fsdp = role.config.fsdp
         itemsize = ITEMSIZE[fsdp.param_dtype] if fsdp.param_dtype else self.job.itemsize
-        weights = of_tensor_rank(role.spec, role.value_head, role.grid.tp)
+        weights = tensor_rank_weights(role.spec, role.value_head, role.grid.tp)
         return gathered_bytes(weights, fsdp, itemsize, train=train, micro_batches=self._micro_batches(role))
 
     @staticmethod

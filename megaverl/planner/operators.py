@@ -61,7 +61,7 @@ class Operation:
         """Return the operator with all its times multiplied by `factor`."""
         if factor == 1.0:
             return self
-        lanes = tuple((what, rank, begin * factor, end * factor) for what, rank, begin, end in self.lanes)
+        lanes = tuple((label, rank, begin * factor, end * factor) for label, rank, begin, end in self.lanes)
         return replace(self, seconds=self.seconds * factor, work=self.work * factor, lanes=lanes)
 
 
@@ -100,13 +100,13 @@ class StepLoad:
 
     def model_flops(self) -> dict[str, float]:
         """Return operator -> operations that the model needs for it, over all ranks."""
-        found = {}
+        by_operator = {}
         tokens, pairs = self.samples * self.lengths.tokens, self.samples * self.lengths.pairs
         for name, role, kind in scored(self.job):
             # A backward pass has twice the operations of a forward pass.
             times = 3 * self.passes_over() if kind == "update" else 1
-            found[name] = times * self.model(role.spec).flops(tokens, pairs)
-        return found | {"rollout": self.actor.flops(tokens, pairs)}
+            by_operator[name] = times * self.model(role.spec).flops(tokens, pairs)
+        return by_operator | {"rollout": self.actor.flops(tokens, pairs)}
 
 
 def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
@@ -130,34 +130,36 @@ def operations(load: StepLoad) -> list[Operation]:
     models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks, copied = job.rollout.ranks, slept_seconds(load)
-    own = load.samples / len(ranks) * hardware.sample_ms * 1e-3
-    work = (generated.work(hardware) + own) * len(ranks)
-    seconds = generated.seconds + own
+    per_sample = load.samples / len(ranks) * hardware.sample_ms * 1e-3
+    work = (generated.work(hardware) + per_sample) * len(ranks)
+    seconds = generated.seconds + per_sample
     lanes = _around(job, [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)], sleeps=copied is not None)
-    found = [_operation(load, "rollout", "rollout", ranks, (), seconds + (copied or 0.0), work, lanes)]
+    planned = [_operation(load, "rollout", "rollout", ranks, (), seconds + (copied or 0.0), work, lanes)]
     reward_ranks = job.placement.ranks["reward"]
-    own = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
-    found.append(_operation(load, "reward", "reward", reward_ranks, ("rollout",), own, own * len(reward_ranks)))
+    per_sample = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
+    planned.append(
+        _operation(load, "reward", "reward", reward_ranks, ("rollout",), per_sample, per_sample * len(reward_ranks))
+    )
     needs = ["reward"]
     for name, role, kind in scored(job):
         if kind == "score":
             seconds, work, lanes = models[name]
-            told = _exchanged(load, role)
-            seconds, work = seconds + told.seconds, work + told.work(hardware) * len(role.ranks)
-            found.append(_operation(load, name, role.name, role.ranks, ("rollout",), seconds, work, lanes))
+            exchange = _exchanged(load, role)
+            seconds, work = seconds + exchange.seconds, work + exchange.work(hardware) * len(role.ranks)
+            planned.append(_operation(load, name, role.name, role.ranks, ("rollout",), seconds, work, lanes))
             needs.append(name)
     alone = Duration(hardware.step_ms * 1e-3) + _exchanged(load, job.actor)
     ranks, work = job.actor.ranks, alone.work(hardware) * len(job.actor.ranks)
-    found.append(_operation(load, "advantages", "actor", ranks, tuple(needs), alone.seconds, work))
+    planned.append(_operation(load, "advantages", "actor", ranks, tuple(needs), alone.seconds, work))
     for name, role, kind in scored(job):
         if kind == "update":
-            found.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
+            planned.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
     moving = Duration(wait=reshard_seconds(load))
     work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
     lanes = _around(job, [("wake", copied or 0.0), ("reshard", moving.seconds)], sleeps=copied is not None)
-    found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), seconds, work, lanes))
-    return _running_ahead(job, found)
+    planned.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), seconds, work, lanes))
+    return _running_ahead(job, planned)
 
 
 def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]:
@@ -182,11 +184,11 @@ def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]
 
 def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool) -> tuple[Lane, ...]:
     """Return the lanes of what an engine does in sequence, on its first rank; empty if the engine never sleeps."""
-    found, at = [], 0.0
-    for what, seconds in parts if sleeps else ():
-        found.append((what, job.rollout.ranks[0], at, at + seconds))
+    lanes, at = [], 0.0
+    for label, seconds in parts if sleeps else ():
+        lanes.append((label, job.rollout.ranks[0], at, at + seconds))
         at += seconds
-    return tuple(found)
+    return tuple(lanes)
 
 
 def slept_seconds(load: StepLoad) -> float | None:
@@ -222,7 +224,7 @@ def _operation(
     if hardware.cores is not None:
         nodes = len({rank // hardware.ranks_per_node for rank in ranks})
         longer = max(seconds, work / (hardware.cores * nodes))
-        lanes = tuple((what, rank, a * longer / seconds, b * longer / seconds) for what, rank, a, b in lanes)
+        lanes = tuple((label, rank, a * longer / seconds, b * longer / seconds) for label, rank, a, b in lanes)
         seconds = longer
     names = [world.name for world in job.placement.worlds if set(world.ranks) & set(ranks)]
     return Operation(name, role, ranks, frozenset(names), needs, seconds, work, lanes)
@@ -264,9 +266,9 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     for stage in range(role.grid.pp):
         first += (("optimizer", role.ranks[role.grid.rank(pp=stage)], span, span + closing.seconds),)
     all_lanes = tuple(
-        (what, rank, begin + turn * (span + closing.seconds), stop + turn * (span + closing.seconds))
+        (label, rank, begin + turn * (span + closing.seconds), stop + turn * (span + closing.seconds))
         for turn in range(times)
-        for what, rank, begin, stop in first
+        for label, rank, begin, stop in first
     )
     work += closing.work(load.hardware) * len(role.ranks)
     return times * (span + closing.seconds) + offload, times * work, all_lanes
@@ -305,16 +307,16 @@ def stage_passes(load: StepLoad, role: Role, batch: MicroBatchLoad) -> list[Laye
     fields = role.recompute
     parallel = bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
     recompute = Recompute.read(fields)
-    each = {}
+    by_kind = {}
     for is_moe in layers_of(role.spec):
         passes = costs.layer(batch, grid, is_moe=is_moe, sequence_parallel=parallel)
-        each[is_moe] = costs.recomputed(passes, batch, grid, recompute)
+        by_kind[is_moe] = costs.recomputed(passes, batch, grid, recompute)
     head = costs.head(batch, grid, value_head=role.value_head)
     embedding = costs.moved(3 * costs.itemsize * batch.tokens / grid.cp * role.spec.hidden_size)
     stages = []
     for stage in range(grid.pp):
         dense, moe = role.layers(stage)
-        total = each[False] * dense + each[True] * moe
+        total = by_kind[False] * dense + by_kind[True] * moe
         if stage == 0:
             total = total + LayerPasses(Duration(embedding), Duration(embedding))
         if stage == grid.pp - 1:
@@ -352,16 +354,16 @@ def _hop(load: StepLoad, role: Role, batch: MicroBatchLoad) -> float:
 
 def _ranked(role: Role, lanes: Sequence[tuple[str, int, float, float]]) -> tuple[Lane, ...]:
     """Map lanes of stages to each stage's first rank, and merge passes that follow each other without a pause."""
-    found: list[Lane] = []
+    merged: list[Lane] = []
     open_lanes: dict[int, int] = {}
-    for what, stage, begin, end in lanes:
+    for label, stage, begin, end in lanes:
         at = open_lanes.get(stage)
-        if at is not None and found[at][0] == what and begin - found[at][3] < 1e-9:
-            found[at] = (what, found[at][1], found[at][2], end)
+        if at is not None and merged[at][0] == label and begin - merged[at][3] < 1e-9:
+            merged[at] = (label, merged[at][1], merged[at][2], end)
             continue
-        open_lanes[stage] = len(found)
-        found.append((what, role.ranks[role.grid.rank(pp=stage)], begin, end))
-    return tuple(found)
+        open_lanes[stage] = len(merged)
+        merged.append((label, role.ranks[role.grid.rank(pp=stage)], begin, end))
+    return tuple(merged)
 
 
 def parameters_of_stage(role: Role, stage: int) -> tuple[float, float]:
@@ -414,15 +416,15 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         if gathers_early:
             gathered = max(gathered / 8, gathered - stages[stage].forward.seconds)
         shards = role.shards.size if role.shards is not None else 1
-        own = plain / (replicas if distributed and shards == 1 else shards) + expert / (
+        updated = plain / (replicas if distributed and shards == 1 else shards) + expert / (
             grid.expert_dp if distributed and shards == 1 else shards
         )
-        step = OPTIMIZER_BYTES * own / costs.memory
+        step = OPTIMIZER_BYTES * updated / costs.memory
         if optimizer.get("optimizer_cpu_offload"):
-            step = OPTIMIZER_BYTES * own / (load.hardware.host_gb_s * 1e9)
+            step = OPTIMIZER_BYTES * updated / (load.hardware.host_gb_s * 1e9)
         step += load.hardware.update_ms * 1e-3
-        each = Duration(step, reduced + gathered)
-        slowest = max(slowest, each, key=lambda piece: piece.seconds)
+        duration = Duration(step, reduced + gathered)
+        slowest = max(slowest, duration, key=lambda piece: piece.seconds)
     return slowest
 
 

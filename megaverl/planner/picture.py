@@ -79,19 +79,19 @@ def _step(axes: Axes, capacity: Capacity) -> list[int]:
     Returns:
         The ranks that have a row.
     """
-    found = capacity.prediction
-    assert found is not None
+    prediction = capacity.prediction
+    assert prediction is not None
     rows: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
-    for phase in found.phases:
+    for phase in prediction.phases:
         lanes = phase.lanes or ((phase.name, phase.ranks[0], phase.begin, phase.end),)
-        for what, rank, begin, end in lanes:
-            rows.setdefault((phase.role, rank), []).append((what, begin, end))
-    names = list(dict.fromkeys(what for bars in rows.values() for what, _, _ in bars))
+        for label, rank, begin, end in lanes:
+            rows.setdefault((phase.role, rank), []).append((label, begin, end))
+    names = list(dict.fromkeys(label for bars in rows.values() for label, _, _ in bars))
     colours = {name: STEP_COLOURS[number % len(STEP_COLOURS)] for number, name in enumerate(names)} | {MORE: PALE}
     for number, bars in enumerate(list(rows.values())[:MOST_LANES]):
-        for what, begin, end in bars:
-            width = 1.5 if what in ("sleep", "wake") else 0  # points, as these may take no time
-            paint: dict[str, Any] = {"color": colours[what], "edgecolor": colours[what], "linewidth": width}
+        for label, begin, end in bars:
+            width = 1.5 if label in ("sleep", "wake") else 0  # points, as these may take no time
+            paint: dict[str, Any] = {"color": colours[label], "edgecolor": colours[label], "linewidth": width}
             axes.barh(number, end - begin, left=begin, height=0.75, **paint)
     several = len({rank for _, rank in rows}) > 1
     labels = [f"{role} · {rank}" if several else role for role, rank in list(rows)[:MOST_LANES]]
@@ -99,8 +99,9 @@ def _step(axes: Axes, capacity: Capacity) -> list[int]:
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(
-        f"a step, predicted: {found.step_seconds:.1f} s, {found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU "
-        f"{found.mfu:.1%} (a row for each role and the first rank of each of its stages)"
+        f"a step, predicted: {prediction.step_seconds:.1f} s, "
+        f"{prediction.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {prediction.mfu:.1%} "
+        "(a row for each role and the first rank of each of its stages)"
     )
     handles = [axes.barh(0, 0, color=colours[name]) for name in names]
     axes.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -240,7 +241,7 @@ def _fill(axes: Axes, capacity: Capacity) -> None:
     greys = dict(zip(reserve, (str(grey) for grey in np.linspace(*GREYS, len(reserve))), strict=True))
     for part, colour in (greys | COLOURS).items():
         held = (fullest[p].parts["reserve"] if part in greys else fullest[p].moments[p] for p in fullest)
-        values = np.array([each.get(part, 0.0) / GB for each in held])
+        values = np.array([parts.get(part, 0.0) / GB for parts in held])
         if values.any():
             axes.barh(labels, values, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
             left += values

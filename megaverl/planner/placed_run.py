@@ -43,8 +43,12 @@ def derive_share(job: PlannedJob) -> float | None:
     while True:
         trial = with_share(job, share)
         missing = shortages(trial, MemoryModel(trial).ranks(trial.stage_ranks()), ROOM)
-        depends = (each for each in missing if each.what != "KV cache" and (not sleeps or each.what in OF_ENGINE))
-        over = max((each.needed - each.available for each in depends), default=0.0)
+        depends = (
+            shortage
+            for shortage in missing
+            if shortage.what != "KV cache" and (not sleeps or shortage.what in OF_ENGINE)
+        )
+        over = max((shortage.needed - shortage.available for shortage in depends), default=0.0)
         if over <= 0 or share <= LEAST:
             return share
         # Without 1e-9, rounding errors just below a multiple of STEP would cost one more step.
@@ -137,5 +141,5 @@ def by_ranks(config: Config, placement: ResolvedPlacement) -> Config:
     if placement.is_colocated:
         return config
     places = {role: ranks_text(ranks) for role, ranks in placement.ranks.items()}
-    said = PlacementConfig(**places, actor_islands=len(placement.islands))  # type: ignore[arg-type]
-    return config.model_copy(update={"placement": said})
+    section = PlacementConfig(**places, actor_islands=len(placement.islands))  # type: ignore[arg-type]
+    return config.model_copy(update={"placement": section})

@@ -13,7 +13,7 @@ from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.distributed.placement import ranks_text
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
 from megaverl.planner.buffers import ITEMSIZE
-from megaverl.planner.fsdp import Passes, described, of_tensor_rank, passes_of
+from megaverl.planner.fsdp import Passes, described, passes_of, tensor_rank_weights
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, PlannedJob
@@ -99,9 +99,9 @@ def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
     for role in job.roles:
         if role.trained is None or role.shards is not None:
             continue
-        given = role.trained.ddp
-        fields = ddp_defaults(given, replicas=role.grid.dp * role.grid.cp, on_gpus=True)
-        chosen = [f"{name}={str(value).lower()}" for name, value in fields.items() if name not in given]
+        configured = role.trained.ddp
+        fields = ddp_defaults(configured, replicas=role.grid.dp * role.grid.cp, on_gpus=True)
+        chosen = [f"{name}={str(value).lower()}" for name, value in fields.items() if name not in configured]
         if chosen:
             yield f"{role.name}.ddp: {', '.join(chosen)}"
     if {role.config.engine for role in job.roles} == {"megatron"}:
@@ -125,7 +125,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         | {name: {"ranks": ranks_text(job.placement.ranks[name])} for name in ("reward", "coordinator")},
         "derived": list(capacity.derived),
         "memory": {
-            role: {part: spread(of_part(memory, role, part)) for part in parts}
+            role: {part: spread(part_bytes(memory, role, part)) for part in parts}
             for role, parts in parts_of(memory).items()
         },
         "phases": {
@@ -170,14 +170,14 @@ def as_text(capacity: Capacity) -> str:
 
 def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
     """Return role -> its memory components on any rank."""
-    found: dict[str, dict[str, None]] = {}
+    by_role: dict[str, dict[str, None]] = {}
     for rank in memory:
         for role, parts in rank.parts.items():
-            found.setdefault(role, {}).update(dict.fromkeys(parts))
-    return {role: list(parts) for role, parts in found.items()}
+            by_role.setdefault(role, {}).update(dict.fromkeys(parts))
+    return {role: list(parts) for role, parts in by_role.items()}
 
 
-def of_part(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
+def part_bytes(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
     """List the bytes of a component on each rank that has it."""
     return [rank.parts[role][part] for rank in memory if part in rank.parts.get(role, {})]
 
@@ -189,27 +189,27 @@ def parameters(job: PlannedJob) -> int:
 
 def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
     """Return role -> bytes that a rank receives in a micro-batch, for roles that are trained under FSDP."""
-    found = {}
+    by_role = {}
     for role in job.roles:
         if role.shards is not None and role.trained is not None:
             dtype = role.config.fsdp.param_dtype
-            weights = of_tensor_rank(role.spec, role.value_head, role.grid.tp)
+            weights = tensor_rank_weights(role.spec, role.value_head, role.grid.tp)
             itemsize = ITEMSIZE[dtype] if dtype else job.itemsize
-            found[role.name] = passes_of(weights, role.config.fsdp, itemsize, role.shards)
-    return found
+            by_role[role.name] = passes_of(weights, role.config.fsdp, itemsize, role.shards)
+    return by_role
 
 
 Span = tuple[float, float, str, float]
 
 
-def memory_over_time(found: Prediction, memory: RankMemory) -> list[Span]:
+def memory_over_time(prediction: Prediction, memory: RankMemory) -> list[Span]:
     """List (begin, end, activity, peak bytes) of a rank through a step, without gaps.
 
     Between operators the rank holds what it keeps at rest, with engines asleep if they sleep. An operator that runs
     ahead of its own step appears at the time of this step at which it runs.
     """
-    step, pieces = found.step_seconds, []
-    for phase in found.phases:
+    step, pieces = prediction.step_seconds, []
+    for phase in prediction.phases:
         if memory.rank in phase.ranks and phase.seconds > INSTANT:
             # Steps repeat, so an operator that began before this step appears at its end, split in two if it crosses
             # the boundary.
@@ -236,10 +236,10 @@ def _moment(phase: PredictedPhase) -> str:
     return kinds.get(phase.name, f"{phase.role} {'update' if phase.name.endswith('_update') else 'forward'}")
 
 
-def sleep_and_wake(found: Prediction) -> list[tuple[str, float, float]]:
+def sleep_and_wake(prediction: Prediction) -> list[tuple[str, float, float]]:
     """List ("sleep" or "wake", begin, end) of the engines by begin; begin equals end if nothing is copied."""
-    lanes = [lane for phase in found.phases for lane in phase.lanes if lane[0] in ("sleep", "wake")]
-    return sorted(((what, begin, end) for what, _, begin, end in lanes), key=lambda each: each[1])
+    lanes = [lane for phase in prediction.phases for lane in phase.lanes if lane[0] in ("sleep", "wake")]
+    return sorted(((label, begin, end) for label, _, begin, end in lanes), key=lambda event: event[1])
 
 
 def num_nodes(job: PlannedJob) -> int:
@@ -290,7 +290,7 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     yield f"{'memory per rank, GB':<36}{'least':>10}{'median':>10}{'most':>10}"
     for role, parts in parts_of(memory).items():
         for part in parts:
-            yield _row(f"  {role:<10} {part}", of_part(memory, role, part))
+            yield _row(f"  {role:<10} {part}", part_bytes(memory, role, part))
     yield f"in use, of {machine.memory / GB:g} GB"
     for phase in phases_of(memory):
         values = [m.phases[phase] for m in memory if phase in m.phases]
@@ -305,8 +305,8 @@ def _memory(capacity: Capacity) -> Iterator[str]:
         f"   {sum(m.saved for m in memory) / GB:,.0f} GB together"
     )
     if host := host_memory(capacity):
-        each = ", ".join(f"{part} {nbytes / GB:,.0f} GB" for part, nbytes in host.items())
-        yield f"host memory of the fullest node: {sum(host.values()) / GB:,.0f} GB ({each})"
+        by_part = ", ".join(f"{part} {nbytes / GB:,.0f} GB" for part, nbytes in host.items())
+        yield f"host memory of the fullest node: {sum(host.values()) / GB:,.0f} GB ({by_part})"
 
 
 def host_memory(capacity: Capacity) -> dict[str, float]:
@@ -350,52 +350,54 @@ def _fsdp(job: PlannedJob) -> Iterator[str]:
 
 
 def _step_as_dict(capacity: Capacity) -> dict[str, Any] | None:
-    found = capacity.prediction
-    if found is None:
+    prediction = capacity.prediction
+    if prediction is None:
         return None
     return {
-        "seconds": found.step_seconds,
-        "phases": {phase.name: [phase.begin, phase.end] for phase in found.phases},
-        "critical_path": [list(part) for part in found.critical_path],
-        "sleep_and_wake": [list(each) for each in sleep_and_wake(found)],
-        "memory_over_time": _memory_by_ranks(found, capacity.memory),
-        "tokens": found.tokens,
-        "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
-        "mfu": found.mfu,
-        "mfu_of_updates": found.update_mfu,
+        "seconds": prediction.step_seconds,
+        "phases": {phase.name: [phase.begin, phase.end] for phase in prediction.phases},
+        "critical_path": [list(part) for part in prediction.critical_path],
+        "sleep_and_wake": [list(event) for event in sleep_and_wake(prediction)],
+        "memory_over_time": _memory_by_ranks(prediction, capacity.memory),
+        "tokens": prediction.tokens,
+        "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
+        "mfu": prediction.mfu,
+        "mfu_of_updates": prediction.update_mfu,
     }
 
 
-def _memory_by_ranks(found: Prediction, memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
+def _memory_by_ranks(prediction: Prediction, memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
     """Return memory over time, with ranks of equal memory in one entry."""
     alike: dict[tuple[Span, ...], list[int]] = {}
-    for each in memory:
-        alike.setdefault(tuple(memory_over_time(found, each)), []).append(each.rank)
+    for rank_memory in memory:
+        alike.setdefault(tuple(memory_over_time(prediction, rank_memory)), []).append(rank_memory.rank)
     return [{"ranks": ranks_text(ranks), "spans": [list(span) for span in spans]} for spans, ranks in alike.items()]
 
 
 def _step(capacity: Capacity) -> Iterator[str]:
-    found, lengths = capacity.prediction, capacity.lengths
-    if found is None or lengths is None:
+    prediction, lengths = capacity.prediction, capacity.lengths
+    if prediction is None or lengths is None:
         return
     yield (
-        f"a step, predicted: {found.step_seconds:.1f} s; {found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; "
-        f"MFU {found.mfu:.1%} of the step, {found.update_mfu:.1%} of the update"
+        f"a step, predicted: {prediction.step_seconds:.1f} s; {prediction.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+        f"; MFU {prediction.mfu:.1%} of the step, {prediction.update_mfu:.1%} of the update"
     )
     yield (
-        f"  {found.samples:,} samples: prompts of {lengths.prompt:,.0f} tokens, responses of {lengths.response:,.0f} "
-        f"(up to {lengths.responses[-1]:,.0f})"
+        f"  {prediction.samples:,} samples: prompts of {lengths.prompt:,.0f} tokens, "
+        f"responses of {lengths.response:,.0f} (up to {lengths.responses[-1]:,.0f})"
     )
-    on_path = dict(found.critical_path)
-    for phase in found.phases:
-        share = on_path.get(phase.name, 0.0) / found.step_seconds
+    on_path = dict(prediction.critical_path)
+    for phase in prediction.phases:
+        share = on_path.get(phase.name, 0.0) / prediction.step_seconds
         beside = f"{share:>7.0%} of the step" if share else "   beside other operators"
         yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{beside}"
-    yield "  critical path: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.critical_path)
-    if slept := sleep_and_wake(found):
-        yield "  engines: " + ", ".join(f"{what} at {begin:.2f} s ({end - begin:.2f} s)" for what, begin, end in slept)
-    fullest = max(capacity.memory, key=lambda each: each.peak)
-    held = ", ".join(f"{what} {nbytes / GB:.1f}" for _, _, what, nbytes in memory_over_time(found, fullest))
+    yield "  critical path: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in prediction.critical_path)
+    if slept := sleep_and_wake(prediction):
+        yield "  engines: " + ", ".join(
+            f"{label} at {begin:.2f} s ({end - begin:.2f} s)" for label, begin, end in slept
+        )
+    fullest = max(capacity.memory, key=lambda rank_memory: rank_memory.peak)
+    held = ", ".join(f"{label} {nbytes / GB:.1f}" for _, _, label, nbytes in memory_over_time(prediction, fullest))
     yield from textwrap.wrap(f"memory of rank {fullest.rank} through it, GB: {held}", WIDTH, **INDENTED)
 
 

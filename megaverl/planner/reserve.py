@@ -105,17 +105,19 @@ def captured_sizes(fields: Mapping[str, Any]) -> list[int]:
 
     These are 1, 2 and 4, every 8 up to 256, every 16 up to twice `max_num_seqs` but at most 512, and `max_num_seqs`.
     """
-    given = fields.get("compilation_config")
-    given = {**(given if isinstance(given, Mapping) else {}), **fields}
-    if fields.get("enforce_eager") or given.get("cudagraph_mode") in ("NONE", 0):
+    compilation = fields.get("compilation_config")
+    compilation = {**(compilation if isinstance(compilation, Mapping) else {}), **fields}
+    if fields.get("enforce_eager") or compilation.get("cudagraph_mode") in ("NONE", 0):
         return []
-    if chosen := given.get("cudagraph_capture_sizes"):
+    if chosen := compilation.get("cudagraph_capture_sizes"):
         return sorted({int(size) for size in chosen})
-    num_seqs, largest = int(fields.get("max_num_seqs") or NUM_SEQS), given.get("max_cudagraph_capture_size")
+    num_seqs, largest = int(fields.get("max_num_seqs") or NUM_SEQS), compilation.get("max_cudagraph_capture_size")
     tokens = int(fields.get("max_num_batched_tokens") or MOST_CAPTURED)
     most = min(tokens, int(largest or min(MOST_CAPTURED, 2 * num_seqs)))
-    own = [num_seqs] if num_seqs <= most and largest is None else []
-    return sorted({size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), *own) if size <= most})
+    at_most_seqs = [num_seqs] if num_seqs <= most and largest is None else []
+    return sorted(
+        {size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), *at_most_seqs) if size <= most}
+    )
 
 
 def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
@@ -159,17 +161,17 @@ def p2p_bytes(members: Members, peers: Collection[int], rank: int, job: PlannedJ
     if nodes == 1:
         return near * P2P_CHANNELS * LINK
     channels = _power_of_two(_channels(here))
-    each = _power_of_two(-(-int(job.machine.network) // int(CHANNEL_BANDWIDTH)))
+    channels_per_peer = _power_of_two(-(-int(job.machine.network) // int(CHANNEL_BANDWIDTH)))
     # NCCL halves the channels per peer until all peers that are served at once fit into the communicator's channels.
-    while each > 1 and each * -(-len(members) // PEERS_AT_ONCE) > channels:
-        each //= 2
+    while channels_per_peer > 1 and channels_per_peer * -(-len(members) // PEERS_AT_ONCE) > channels:
+        channels_per_peer //= 2
     far = any(job.machine.node_of(peer) != job.machine.node_of(rank) for peer in peers)
-    return near * min(each, channels) * LINK + (2 * channels * SHARED if far else 0)
+    return near * min(channels_per_peer, channels) * LINK + (2 * channels * SHARED if far else 0)
 
 
 def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
     """Return the groups of this rank's roles that run collectives. Roles with equal ranks share one communicator."""
-    found: set[tuple[int, ...]] = set()
+    collective: set[tuple[int, ...]] = set()
     for role in job.roles:
         place = role.place(rank)
         if place is None:
@@ -188,8 +190,8 @@ def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
             stages = group_of(role, rank, DIMS, ("pp",))
             if role.spec.tie_embeddings and not role.value_head and rank in (stages[0], stages[-1]):
                 groups.append(tuple(dict.fromkeys((stages[0], stages[-1]))))
-        found.update(group for group in groups if len(group) > 1)
-    return found
+        collective.update(group for group in groups if len(group) > 1)
+    return collective
 
 
 def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
@@ -198,7 +200,7 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
     Experts' ranks send to all ranks of their group, pipeline stages to their neighbours, and context-parallel ranks to
     their neighbours in a ring.
     """
-    found: dict[tuple[int, ...], set[int]] = {}
+    by_group: dict[tuple[int, ...], set[int]] = {}
     for role in job.roles:
         if role.place(rank) is None:
             continue
@@ -206,15 +208,15 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
         place, last = stages.index(rank), len(stages) - 1
         # With virtual stages the last stage sends to the first one again.
         beside = (place - 1, place + 1) if role.grid.vpp else (max(place - 1, 0), min(place + 1, last))
-        found.setdefault(stages, set()).update(stages[number % len(stages)] for number in beside)
+        by_group.setdefault(stages, set()).update(stages[number % len(stages)] for number in beside)
         context = group_of(role, rank, DIMS, ("cp",))
-        found.setdefault(context, set()).update(
+        by_group.setdefault(context, set()).update(
             context[(context.index(rank) + step) % len(context)] for step in (-1, 1)
         )
         if role.spec.moe is not None:
             experts = group_of(role, rank, EXPERT_DIMS, ("ep",))
-            found.setdefault(experts, set()).update(experts)
-    return {group: others - {rank} for group, others in found.items() if len(group) > 1}
+            by_group.setdefault(experts, set()).update(experts)
+    return {group: others - {rank} for group, others in by_group.items() if len(group) > 1}
 
 
 def group_of(role: Role, rank: int, dims: tuple[str, ...], spanned: tuple[str, ...]) -> tuple[int, ...]:

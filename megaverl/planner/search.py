@@ -69,10 +69,10 @@ class Choice:
         """Name the operators that take longer than in the best layout, and the one that is faster."""
         names = dict.fromkeys(phase.name for phase in (*self.prediction.phases, *best.prediction.phases))
         more = {name: self.prediction.seconds_of(name) - best.prediction.seconds_of(name) for name in names}
-        found = sorted(more.items(), key=lambda each: (-each[1], each[0]))
+        by_phase = sorted(more.items(), key=lambda entry: (-entry[1], entry[0]))
         least = 0.002 * best.prediction.step_seconds
-        slower = [f"{name} +{seconds:.3g} s" for name, seconds in found if seconds > least][:2]
-        faster = [f"{name} {seconds:.3g} s" for name, seconds in reversed(found) if seconds < -least][:1]
+        slower = [f"{name} +{seconds:.3g} s" for name, seconds in by_phase if seconds > least][:2]
+        faster = [f"{name} {seconds:.3g} s" for name, seconds in reversed(by_phase) if seconds < -least][:1]
         return "; ".join([", ".join(slower) or "no phase by much", *faster])
 
 
@@ -162,17 +162,17 @@ class LayoutSearch:
         waiting: list[_Entry] = []
         for group in self._candidates():
             self._push_group(waiting, group)
-        found: dict[str, Choice] = {}
+        kept: dict[str, Choice] = {}
         # Layouts that fit only with a smaller engine share, and so are slower than their first prediction. They return
         # to the heap with their new time, so that faster layouts are still taken first.
         slowed: dict[Key, Choice] = {}
-        while waiting and len(found) < number and self.counted < MOST_COUNTED:
+        while waiting and len(kept) < number and self.counted < MOST_COUNTED:
             seconds, key, candidate, job, prediction = heapq.heappop(waiting)
             if prediction is None:
                 self._push(waiting, candidate)
                 continue
             name = _grid_name(job)
-            if name in found:
+            if name in kept:
                 continue
             choice, is_hopeless = slowed.pop(key, None), False
             if choice is None:
@@ -182,17 +182,19 @@ class LayoutSearch:
                     heapq.heappush(waiting, (slower, key, candidate, job, choice.prediction))
                     continue
             if choice is not None:
-                found[name] = self._apart(choice) if self.further else choice
+                kept[name] = self._apart(choice) if self.further else choice
             elif not is_hopeless:
                 candidate.rung += 1
                 self._push(waiting, candidate)
-        if not found:
+        if not kept:
             refused = f" One of them was refused: {self._refusal}" if self._refusal else ""
             raise ConfigError(
                 f"auto: no layout of {self.world:,} ranks holds this run; {self.looked_at} were looked at. Use more "
                 f"nodes, or run `megaverl plan` without --auto for what is missing.{refused}"
             )
-        choices = sorted(found.values(), key=lambda each: (each.prediction.step_seconds, key_of(each.settings)))
+        choices = sorted(
+            kept.values(), key=lambda kept_choice: (kept_choice.prediction.step_seconds, key_of(kept_choice.settings))
+        )
         return Found(tuple(choices), self.looked_at, self.counted)
 
     def _candidates(self) -> Iterator[list[_Candidate]]:
@@ -288,7 +290,7 @@ class LayoutSearch:
                 prediction = self._predict(job, settings)
                 if prediction.step_seconds < (1 - GAIN) * choice.prediction.step_seconds:
                     tried.append((prediction.step_seconds, key_of(settings), settings, job, prediction))
-            for _, _, settings, job, prediction in sorted(tried, key=lambda each: each[:2])[:4]:
+            for _, _, settings, job, prediction in sorted(tried, key=lambda entry: entry[:2])[:4]:
                 other, _ = self._counted(_Candidate([settings], {}), job, prediction)
                 if other is not None:
                     choice = other
@@ -329,9 +331,9 @@ class LayoutSearch:
         if missing and self.further and self._only_engine(missing):
             # Only the engine's share is too large: reduce it by what is missing instead of giving up the training
             # settings.
-            over = max(each.needed - each.available for each in missing)
+            over = max(lacking.needed - lacking.available for lacking in missing)
             share = float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92)) - over / self.machine.memory
-            fitting = next((each for each in SHARES if each <= 100 * share), None)
+            fitting = next((lacking for lacking in SHARES if lacking <= 100 * share), None)
             other = self._job(settings | {SHARE: fitting / 100}) if fitting else None
             if other is None:
                 return None, False
@@ -344,7 +346,7 @@ class LayoutSearch:
 
     @staticmethod
     def _only_engine(missing: Sequence[Any]) -> bool:
-        return all(each.what in ("generate", "engine start", "reshard") for each in missing)
+        return all(shortage.what in ("generate", "engine start", "reshard") for shortage in missing)
 
 
 def _grid_name(job: PlannedJob) -> str:
@@ -377,20 +379,20 @@ def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = 
     moments = options.exp_avg_itemsize * options.num_moments  # the second is no smaller than the first
     state = 0.0 if trained.offload.optimizer else (1 - options.offload) * (options.main_itemsize + moments)
     shares = (replicas, role.grid.expert_dp) if options.distributed else (1, 1)
-    each = gradients + job.itemsize
+    bytes_per_weight = gradients + job.itemsize
     if generating:
-        each = 0 if trained.offload.gradients else gradients
-    return (plain + expert) * each + state * (plain / shares[0] + expert / shares[1])
+        bytes_per_weight = 0 if trained.offload.gradients else gradients
+    return (plain + expert) * bytes_per_weight + state * (plain / shares[0] + expert / shares[1])
 
 
-def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
+def as_text(result: Found, seconds: float, hardware: Hardware) -> str:
     """Format the choices for a terminal."""
     lines = [
-        f"{found.looked_at:,} layouts that may fit predicted, {found.counted} counted rank by rank, in {seconds:.0f} s "
-        f"({hardware.name}); the best of each grid:"
+        f"{result.looked_at:,} layouts that may fit predicted, {result.counted} counted rank by rank, "
+        f"in {seconds:.0f} s ({hardware.name}); the best of each grid:"
     ]
-    best = found.choices[0]
-    for number, choice in enumerate(found.choices, 1):
+    best = result.choices[0]
+    for number, choice in enumerate(result.choices, 1):
         predicted = choice.prediction
         memory = "" if choice.peak is None else f", {choice.peak / GB:.1f} GB"
         lines += [
@@ -403,12 +405,16 @@ def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
             more = 100 * (predicted.step_seconds / best.prediction.step_seconds - 1)
             lines.append(f"   {more:.1f} % slower: {choice.worse_than(best)}")
     phases = sorted(best.prediction.phases, key=lambda phase: -phase.seconds)
-    lines += ["", "the best, by phase: " + ", ".join(f"{each.name} {each.seconds:.3g} s" for each in phases[:6])]
+    lines += [
+        "",
+        "the best, by phase: "
+        + ", ".join(f"{slowest_phase.name} {slowest_phase.seconds:.3g} s" for slowest_phase in phases[:6]),
+    ]
     return "\n".join(lines)
 
 
 def chosen_recipe(
-    found: Found, recipe: str, path: str, overrides: Sequence[str], hardware: Hardware, world: int
+    result: Found, recipe: str, path: str, overrides: Sequence[str], hardware: Hardware, world: int
 ) -> str:
     """Return YAML that extends the recipe with the command line's overrides and the chosen settings.
 
@@ -416,7 +422,7 @@ def chosen_recipe(
         recipe: path of the recipe's file.
         path: path that the result is written to; `base` is relative to it.
     """
-    best, values = found.choices[0], dict[str, Any]()
+    best, values = result.choices[0], dict[str, Any]()
     for override in overrides:
         key, _, text = override.partition("=")
         at = tuple(key.split("."))
@@ -446,11 +452,11 @@ def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str
         return stored, f"auto: {_said(stored)}, as {config.chosen_file} has it of the run that goes on."
     hardware = hardware_of(config, world)
     search = LayoutSearch(make, find_spec(config), world, hardware, keys=keys, further=False)
-    found = search.best(1)
-    settings = found.choices[0].settings
-    seconds = found.choices[0].prediction.step_seconds
+    result = search.best(1)
+    settings = result.choices[0].settings
+    seconds = result.choices[0].prediction.step_seconds
     return settings, (
-        f"auto: {_said(settings)}; of {found.looked_at} layouts of {world} ranks that may fit the fastest on "
+        f"auto: {_said(settings)}; of {result.looked_at} layouts of {world} ranks that may fit the fastest on "
         f"{hardware.name}, {seconds:.3g} s a step (predicted)."
     )
 

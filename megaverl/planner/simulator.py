@@ -141,8 +141,8 @@ def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: Planned
     now = 0.0
     while len(timed) < len(waits):
         for key, before in waits.items():
-            if key not in begun and all(each in timed for each in before):
-                last = max(before, key=lambda each: timed[each][1], default=None)
+            if key not in begun and all(earlier in timed for earlier in before):
+                last = max(before, key=lambda earlier: timed[earlier][1], default=None)
                 begun[key] = (now, last)
                 left[key] = by_name[key[1]].seconds
         if not left:
@@ -163,7 +163,7 @@ def _circle(waits: Mapping[tuple[int, str], Sequence[tuple[int, str]]], timed: T
     """Describe a circle of operators that wait for each other."""
     path = [next(key for key in waits if key not in timed)]
     while path[-1] not in path[:-1]:
-        path.append(next(each for each in waits[path[-1]] if each not in timed))
+        path.append(next(waited_for for waited_for in waits[path[-1]] if waited_for not in timed))
     circle = path[path.index(path[-1]) :]
     names = " -> ".join(f"{name} of step {step + 1}" for step, name in circle)
     return (
@@ -194,7 +194,7 @@ def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> l
         else:
             before.append((step if number < place else step - 1, other.name))
     before.append((step - 1, op.name))
-    return [each for each in dict.fromkeys(before) if each[0] >= 0]
+    return [key for key in dict.fromkeys(before) if key[0] >= 0]
 
 
 def _rates(
@@ -217,11 +217,11 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
         begin, end, _ = timed[last, op.name]
         stretch = (end - begin) / op.seconds if op.seconds else 1.0
         start = begin - origin
-        lanes = tuple((what, rank, start + stretch * a, start + stretch * b) for what, rank, a, b in op.lanes)
+        lanes = tuple((label, rank, start + stretch * a, start + stretch * b) for label, rank, a, b in op.lanes)
         phases.append(PredictedPhase(op.name, op.role, op.ranks, start, end - origin, lanes))
     # The critical path runs backwards from the last operator, each time to the operator that it waited for last.
     path: list[tuple[str, float]] = []
-    key: tuple[int, str] | None = max(((last, op.name) for op in ops), key=lambda each: timed[each][1])
+    key: tuple[int, str] | None = max(((last, op.name) for op in ops), key=lambda last_key: timed[last_key][1])
     while key is not None and timed[key][1] > origin + EPSILON:
         begin, end, before = timed[key]
         path.append((key[1], end - max(begin, origin)))
@@ -271,9 +271,9 @@ class MeasuredRate:
         """
         if not lengths or seconds <= 0:
             return {}
-        each = LengthDistribution(0.0, tuple(map(float, lengths)))
-        load = StepLoad(self._job, self._counted_on, each, None)
+        distribution = LengthDistribution(0.0, tuple(map(float, lengths)))
+        load = StepLoad(self._job, self._counted_on, distribution, None)
         rate = sum(load.model_flops().values()) * len(lengths) / load.samples / seconds / self._job.world
-        found = {"train/tokens_per_gpu_per_sec": sum(lengths) / seconds / self._job.world}
-        found["train/tflop_per_gpu_per_sec"] = rate / 1e12
-        return found | ({"train/mfu": rate / load.peak} if self._hardware is not None else {})
+        metrics = {"train/tokens_per_gpu_per_sec": sum(lengths) / seconds / self._job.world}
+        metrics["train/tflop_per_gpu_per_sec"] = rate / 1e12
+        return metrics | ({"train/mfu": rate / load.peak} if self._hardware is not None else {})

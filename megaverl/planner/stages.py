@@ -65,10 +65,12 @@ def layer_split(num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, 
     return split
 
 
-def _divide(number: int, parts: int, role: str, what: str) -> None:
+def _divide(number: int, parts: int, role: str, things: str) -> None:
     if (number % parts if parts else number) or number < 0:
         fits = ", ".join(str(size) for size in range(1, max(number, 0) + 1) if number % size == 0)
-        raise GridError(f"{role}.pp: {number} {what} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}.")
+        raise GridError(
+            f"{role}.pp: {number} {things} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}."
+        )
 
 
 def pipeline(
@@ -101,7 +103,7 @@ def pipeline(
     if chunks > 1 and size > 1:
         least = max(number * (forward + (0.0 if forward_only else backward)) for forward, backward in stages)
         shorter = least + max(0.0, span - least) / chunks + 2 * hop * number * (chunks - 1) / chunks
-        lanes = [(what, stage, begin * shorter / span, end * shorter / span) for what, stage, begin, end in lanes]
+        lanes = [(label, stage, begin * shorter / span, end * shorter / span) for label, stage, begin, end in lanes]
         span = shorter
     return span, lanes
 

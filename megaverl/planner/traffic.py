@@ -164,7 +164,7 @@ def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = fro
 
 def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Piece], numel: int) -> bool:
     places: set[tuple[str, tuple[int, ...]]] = set()
-    found = 0
+    covered = 0
     for piece in pieces:
         for held in source.by_tensor.get(piece.tensor, ()):
             common = intersect(held.box, piece.box)
@@ -174,8 +174,8 @@ def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Pie
             if origin.shape != target.shape:
                 return False
             places.add((held.local, tuple(a - b for a, b in zip(origin.start, target.start, strict=True))))
-            found += common.numel
-    if found != numel or len(places) != 1:
+            covered += common.numel
+    if covered != numel or len(places) != 1:
         return False
     name, shift = places.pop()
     if name in source.views:
@@ -185,7 +185,7 @@ def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Pie
 
 
 def _by_local(layout: Layout) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+    by_local: dict[str, list[Piece]] = {}
     for piece in layout.pieces:
-        found.setdefault(piece.local, []).append(piece)
-    return found
+        by_local.setdefault(piece.local, []).append(piece)
+    return by_local

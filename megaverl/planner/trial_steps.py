@@ -80,16 +80,16 @@ class Watch(threading.Thread):
 
         before, busy, others = dict[int, float](), _busy_seconds(), 0.0
         while not self._done.wait(WATCH_SECONDS):
-            own, now = dict[int, float](), _busy_seconds()
+            by_process, now = dict[int, float](), _busy_seconds()
             with suppress(psutil.NoSuchProcess):
                 root = psutil.Process(self._process)
-                for each in (root, *root.children(recursive=True)):
+                for process in (root, *root.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess):
-                        times = each.cpu_times()
-                        own[each.pid] = times.user + times.system
-            mine = sum(seconds - before.get(pid, 0.0) for pid, seconds in own.items())
-            others += max(0.0, now - busy - mine)
-            before, busy = own, now
+                        times = process.cpu_times()
+                        by_process[process.pid] = times.user + times.system
+            run_seconds = sum(seconds - before.get(pid, 0.0) for pid, seconds in by_process.items())
+            others += max(0.0, now - busy - run_seconds)
+            before, busy = by_process, now
             self._looks.append((time.time(), others))
 
     def end(self) -> None:
@@ -123,8 +123,8 @@ def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> Mea
     Raises:
         MegaverlError: the run failed.
     """
-    own = [f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}", f"trainer.steps={steps}"]
-    command = [sys.executable, "-m", "megaverl", "train", *keys, *own, *SETTLED]
+    run_settings = [f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}", f"trainer.steps={steps}"]
+    command = [sys.executable, "-m", "megaverl", "train", *keys, *run_settings, *SETTLED]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -160,10 +160,10 @@ def steps_of_trace(path: Path, others: Callable[[float, float], float]) -> Measu
                 begin = event["ts"] / 1e6
                 disturbed[step] = max(disturbed.get(step, 0.0), others(begin, begin + event["dur"] / 1e6))
     quiet = sorted(disturbed, key=lambda step: disturbed[step])[: max(3, len(disturbed) // 2)]
-    found = {}
+    operators = {}
     for name in (*(name for name in seconds if name in OPERATORS), "step"):
         spans = [max(seconds[name][step]) for step in quiet if step in seconds[name]]
         worked = [work[name][step] / len(seconds[name][step]) for step in quiet if step in seconds[name]]
         if spans:
-            found[name] = MeasuredOperator(statistics.median(spans), statistics.median(worked))
-    return MeasuredSteps(found, max(disturbed[step] for step in quiet))
+            operators[name] = MeasuredOperator(statistics.median(spans), statistics.median(worked))
+    return MeasuredSteps(operators, max(disturbed[step] for step in quiet))

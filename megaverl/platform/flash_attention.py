@@ -43,13 +43,13 @@ def reason(capability: tuple[int, int] | None) -> str:
     if capability < LOWEST_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or more, and this one has {capability[0]}.{capability[1]}"
     try:
-        found = str(getattr(importlib.import_module("flash_attn"), "__version__", "unknown"))
+        version = str(getattr(importlib.import_module("flash_attn"), "__version__", "unknown"))
     except Exception as error:
         # Missing, or built for another torch, CUDA or C library, for which the loader may raise anything.
         return f"flash_attn cannot be imported: {type(error).__name__}: {error}"
-    numbers = [int(part) for part in found.split(".")[:2] if part.isdigit()]
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
     if len(numbers) < 2 or tuple(numbers) < LOWEST_VERSION:
-        return f"flash_attn 2.5 or later is needed, and {found} is installed"
+        return f"flash_attn 2.5 or later is needed, and {version} is installed"
     return ""
 
 
@@ -92,7 +92,7 @@ def attend_varlen(
     Returns:
         [queries, heads, d].
     """
-    found: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+    attended: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
         query,
         key,
         value,
@@ -104,7 +104,7 @@ def attend_varlen(
         causal=True,
         window_size=(-1 if window is None else window - 1, -1 if window is None else 0),
     )
-    return found
+    return attended
 
 
 def use_in(model: PreTrainedModel) -> None:

@@ -63,8 +63,8 @@ def adapt_images() -> None:
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
                 """Accept the image processor as the processor of videos: only its sizes are read."""
 
-        own = {key: value for key, value in options.items() if key in ("size", "min_pixels", "max_pixels")}
-        images = AutoImageProcessor.from_pretrained(name, backend="pil", **own)
+        image_options = {key: value for key, value in options.items() if key in ("size", "min_pixels", "max_pixels")}
+        images = AutoImageProcessor.from_pretrained(name, backend="pil", **image_options)
         return WithoutVideos(images, tokenizer or AutoTokenizer.from_pretrained(name), images)
 
     processors.cached_get_processor = functools.lru_cache(get_processor)
@@ -92,8 +92,8 @@ def _look_for_kernels_in_vllm() -> None:
 
     @replaces(dispatcher, "_rebind_kernels")
     def rebind(everywhere: Any, overrides: Any) -> None:
-        own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
-        dispatcher.sys = SimpleNamespace(modules=own)
+        vllm_modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+        dispatcher.sys = SimpleNamespace(modules=vllm_modules)
         try:
             everywhere(overrides)
         finally:

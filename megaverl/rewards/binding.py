@@ -120,19 +120,19 @@ class Binding:
     def described(self, function: Callable[..., Any], options: Collection[str]) -> dict[str, str]:
         """Return parameter -> the value that it is bound to, in words."""
         positional = iter(self.positional)
-        found = {}
+        sources = {}
         for parameter in inspect.signature(function).parameters.values():
             if parameter.name in options:
-                found[parameter.name] = "an option"
+                sources[parameter.name] = "an option"
             elif parameter.kind is Parameter.VAR_KEYWORD:
-                found[f"**{parameter.name}"] = "the other columns"
+                sources[f"**{parameter.name}"] = "the other columns"
             elif parameter.kind is Parameter.VAR_POSITIONAL:
-                found[f"*{parameter.name}"] = ", ".join(positional) or "nothing"
+                sources[f"*{parameter.name}"] = ", ".join(positional) or "nothing"
             elif parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name not in self.keywords:
-                found[parameter.name] = next(positional, "its default")
+                sources[parameter.name] = next(positional, "its default")
             else:
-                found[parameter.name] = self.keywords.get(parameter.name, "its default")
-        return found
+                sources[parameter.name] = self.keywords.get(parameter.name, "its default")
+        return sources
 
 
 def bind(
@@ -152,44 +152,52 @@ def bind(
     for name in NOT_GIVEN:
         if row.value_of(name) is None and _needs_keyword(function, name):
             raise ValueError(f"{name}, which the function reads from its keyword arguments, {WHY_NOT_GIVEN}")
-    parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in options]
-    named = [each for each in parameters if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
-    takes_rest = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
-    if not named and any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
+    parameters = [
+        parameter for parameter in inspect.signature(function).parameters.values() if parameter.name not in options
+    ]
+    named = [
+        parameter for parameter in parameters if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    takes_rest = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    if not named and any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
         return Binding(VALUES, {})
-    needed = [each for each in named if each.default is Parameter.empty]
-    if not batched and (lists := [each.name for each in needed if _is_list(each.name, row)]):
+    needed = [parameter for parameter in named if parameter.default is Parameter.empty]
+    if not batched and (lists := [parameter.name for parameter in needed if _is_list(parameter.name, row)]):
         raise ValueError(f"{', '.join(lists)} is of whole lists, which needs batched: true")
-    if not batched and any(each.name == LOG_EXTRA for each in needed):
+    if not batched and any(parameter.name == LOG_EXTRA for parameter in needed):
         raise ValueError(f"{LOG_EXTRA} is of whole lists, which needs batched: true")
-    if any(each.name in ("sample", "samples") and row.value_of(each.name) is None for each in needed):
+    if any(parameter.name in ("sample", "samples") and row.value_of(parameter.name) is None for parameter in needed):
         raise ValueError("sample stands first, or, with batched: true, samples")
     chosen = _bind_needed(needed, row, batched=batched)
-    for each in named:
-        if each.default is Parameter.empty or (each.name == LOG_EXTRA and not batched):
+    for parameter in named:
+        if parameter.default is Parameter.empty or (parameter.name == LOG_EXTRA and not batched):
             continue
-        if value := _optional_value(each, chosen, row, batched=batched):
-            chosen[each.name] = value
+        if value := _optional_value(parameter, chosen, row, batched=batched):
+            chosen[parameter.name] = value
     if not chosen and not takes_rest:
         raise ValueError(f"0 parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
-    taken = frozenset({*(each.name for each in named), *options})
+    taken = frozenset({*(parameter.name for parameter in named), *options})
     if takes_rest:
         chosen |= _extra_keywords(chosen, taken, row, batched=batched)
     if batched:
         chosen = {name: _OF_TRL.get((name, value), value) for name, value in chosen.items()}
-    first = [each.name for each in named if each.kind is Parameter.POSITIONAL_ONLY and each.name in chosen]
+    first = [
+        parameter.name
+        for parameter in named
+        if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name in chosen
+    ]
     keywords = {name: value for name, value in chosen.items() if name not in first}
     return Binding(tuple(chosen[name] for name in first), keywords, takes_rest, taken | keywords.keys())
 
 
 def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function reads `kwargs[name]` and does nothing else with that name, such as testing for it."""
-    rest = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.VAR_KEYWORD]
+    rest = [entry.name for entry in inspect.signature(function).parameters.values() if entry.kind is entry.VAR_KEYWORD]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not rest or code is None:
         return False
     instructions = list(dis.get_instructions(code))
-    uses = [place for place, each in enumerate(instructions) if each.argval == name and each.opname == "LOAD_CONST"]
+    uses = [place for place, entry in enumerate(instructions) if entry.argval == name and entry.opname == "LOAD_CONST"]
     if len(uses) != 1 or uses[0] == 0 or uses[0] + 1 == len(instructions):
         return False
     container, subscript = instructions[uses[0] - 1], instructions[uses[0] + 1]
@@ -214,26 +222,26 @@ def _is_list(name: str, row: RowNames) -> bool:
 
 def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> dict[str, str]:
     """Bind the parameters without a default."""
-    found = {each.name: value for each in needed if (value := _value(each.name, row, batched=batched))}
-    _prefer_columns(found, row)
-    unknown = [each for each in needed if each.name not in found]
-    if refused := [each.name for each in unknown if each.name in NOT_GIVEN]:
+    chosen = {parameter.name: value for parameter in needed if (value := _value(parameter.name, row, batched=batched))}
+    _prefer_columns(chosen, row)
+    unknown = [parameter for parameter in needed if parameter.name not in chosen]
+    if refused := [parameter.name for parameter in unknown if parameter.name in NOT_GIVEN]:
         raise ValueError(f"{', '.join(refused)} {WHY_NOT_GIVEN}")
-    positional = [each for each in needed if each.kind is not Parameter.KEYWORD_ONLY]
-    if positional and all(each in unknown for each in positional):
-        found |= _by_count(positional, found)
-        unknown = [each for each in unknown if each.name not in found]
+    positional = [parameter for parameter in needed if parameter.kind is not Parameter.KEYWORD_ONLY]
+    if positional and all(parameter in unknown for parameter in positional):
+        chosen |= _by_count(positional, chosen)
+        unknown = [parameter for parameter in unknown if parameter.name not in chosen]
     if unknown and row.extra is not None:
         columns = ", ".join(sorted({*row.extra, row.prompt, *([row.answer] if row.answer else [])}))
-        names = ", ".join(each.name for each in unknown)
+        names = ", ".join(parameter.name for parameter in unknown)
         raise ValueError(f"what {names} stands for cannot be told: the data has the columns {columns}")
     # The columns are unknown yet, so assume that the names are columns. Calling the function will show it.
-    found |= {each.name: f"{COLUMN}{each.name}" for each in unknown}
-    values = [value for value in found.values() if not value.startswith(COLUMN)]
+    chosen |= {parameter.name: f"{COLUMN}{parameter.name}" for parameter in unknown}
+    values = [value for value in chosen.values() if not value.startswith(COLUMN)]
     if len(set(values)) < len(values):
-        twice = ", ".join(name for name, value in found.items() if values.count(value) > 1)
+        twice = ", ".join(name for name, value in chosen.items() if values.count(value) > 1)
         raise ValueError(f"what {twice} stands for cannot be told: they mean the same")
-    return found
+    return chosen
 
 
 def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
@@ -244,20 +252,20 @@ def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
     return row.value_of(name) or row.value_of(singular) or value_of(name)
 
 
-def _prefer_columns(found: dict[str, str], row: RowNames) -> None:
+def _prefer_columns(chosen: dict[str, str], row: RowNames) -> None:
     """Bind a fixed name to its column if another name means the same: `completions` beside a column `response`."""
-    for name, value in list(found.items()):
-        others = [other for other, same in found.items() if other != name and same == value]
+    for name, value in list(chosen.items()):
+        others = [other for other, same in chosen.items() if other != name and same == value]
         if others and name in (row.extra or ()) and not name.startswith("completion"):
-            found[name] = f"{COLUMN}{name}"
+            chosen[name] = f"{COLUMN}{name}"
 
 
-def _by_count(positional: list[Parameter], found: Mapping[str, str]) -> dict[str, str]:
+def _by_count(positional: list[Parameter], chosen: Mapping[str, str]) -> dict[str, str]:
     """Bind parameters with unknown names by their number."""
     if len(positional) not in BY_COUNT:
         raise ValueError(f"{len(positional)} parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
-    values = dict(zip((each.name for each in positional), BY_COUNT[len(positional)], strict=True))
-    if set(values.values()) & set(found.values()):
+    values = dict(zip((parameter.name for parameter in positional), BY_COUNT[len(positional)], strict=True))
+    if set(values.values()) & set(chosen.values()):
         raise ValueError(f"what {', '.join(values)} stands for cannot be told")
     return values
 

@@ -62,7 +62,7 @@ def delimited(name: str, text: str, salt: str) -> str:
 
 def fill(template: str, values: Mapping[str, str]) -> str:
     """Fill the {places} of a template in one pass, so that braces inside a value are not places."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
 
 
 def read_score(answer: Any, low: float, high: float) -> float:
@@ -73,16 +73,16 @@ def read_score(answer: Any, low: float, high: float) -> float:
     """
     text = answer["choices"][0]["message"]["content"]
     objects = re.findall(r"\{[^{}]*\}", text)
-    found = None
+    score = None
     for candidate in [text, *reversed(objects)]:
         try:
-            found = read_json(candidate)["score"]
+            score = read_json(candidate)["score"]
             break
         except (ValueError, KeyError, TypeError):
             continue
-    if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:
+    if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
         raise ValueError(f"no score from {low:g} to {high:g} in {text[:200]!r}")
-    return float(found)
+    return float(score)
 
 
 def majority(votes: Sequence[float | None]) -> float:
@@ -177,14 +177,16 @@ def judge(
             request = {"model": model, "messages": messages, **fields, **({"seed": vote} if votes > 1 else {})}
             requests.append(request | ({"response_format": _schema(low, high)} if structured else {}))
     read = functools.partial(read_score, low=low, high=high)
-    found = server.ask_all(requests, read, instead=_without_format if structured else None)
+    scores = server.ask_all(requests, read, instead=_without_format if structured else None)
     if mode == "pairwise":
         # The response comes first unless swapped, so the vote 1 means that it wins.
         worth = [{0: 0.5, 1: float(not other), 2: float(other)} for other in swapped]
-        found = [None if each is None else value.get(round(each)) for each, value in zip(found, worth, strict=True)]
+        scores = [
+            None if score is None else value.get(round(score)) for score, value in zip(scores, worth, strict=True)
+        ]
     else:
-        found = [None if each is None else (each - low) / (high - low) for each in found]
-    return [majority(found[first : first + votes]) for first in range(0, len(found), votes)]
+        scores = [None if score is None else (score - low) / (high - low) for score in scores]
+    return [majority(scores[first : first + votes]) for first in range(0, len(scores), votes)]
 
 
 def _without_format(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,9 +244,9 @@ def served(
         service: `ServiceOptions`, such as token_env.
     """
     server = Service.shared(ServiceOptions(_classify(url), job=job, **service))
-    requests = [{"model": model, "messages": _conversation(each), **AS_IT_STANDS} for each in samples]
-    found = server.ask_all(requests, _logit, instead=_as_text)
-    return [math.nan if score is None else score for score in found]
+    requests = [{"model": model, "messages": _conversation(sample), **AS_IT_STANDS} for sample in samples]
+    scores = server.ask_all(requests, _logit, instead=_as_text)
+    return [math.nan if score is None else score for score in scores]
 
 
 AS_IT_STANDS = {"use_activation": False, "add_generation_prompt": False, "add_special_tokens": False}
@@ -263,10 +265,10 @@ def _as_text(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logit(answer: Any) -> float:
-    [found] = answer["data"]
-    if len(found["probs"]) != 1:
-        raise ValueError(f"{found['probs']} of {len(found['probs'])} labels; a reward model has one, and a number")
-    return read_number(found["probs"][0])
+    [scored] = answer["data"]
+    if len(scored["probs"]) != 1:
+        raise ValueError(f"{scored['probs']} of {len(scored['probs'])} labels; a reward model has one, and a number")
+    return read_number(scored["probs"][0])
 
 
 @register_reward("grader", batched=True, check=check_service, may_fail=True)
@@ -288,8 +290,13 @@ def grader(
     """
     server = Service.shared(ServiceOptions(url, **service))
     requests = [
-        {"prompt": each.prompt, "response": each.response, "reference": each.reference, "extra": dict(each.extra)}
-        for each in samples
+        {
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "reference": sample.reference,
+            "extra": dict(sample.extra),
+        }
+        for sample in samples
     ]
     return [math.nan if score is None else score for score in server.ask_all(requests, _score)]
 

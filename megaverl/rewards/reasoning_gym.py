@@ -162,10 +162,10 @@ def reasoning_gym_score(
             raise ValueError("the row is of no reasoning-gym task; name one: data.train=reasoning_gym:chain_sum")
         name, options = read_task(task["task"])
         options = SEED | options
-        found = ANSWER.findall(sample.response) if tags else [sample.response]
-        if found:
-            given = {"name": name, "options": options, "index": task["index"], "answer": found[-1].strip()}
-            asked.append((number, given))
+        answers = ANSWER.findall(sample.response) if tags else [sample.response]
+        if answers:
+            task_input = {"name": name, "options": options, "index": task["index"], "answer": answers[-1].strip()}
+            asked.append((number, task_input))
     box = Sandbox.shared(SandboxLimits(seconds, memory_mb, preload=("reasoning_gym",)), workers)
     size = min(AT_ONCE, -(-len(asked) // workers)) or 1
     parts = [asked[first : first + size] for first in range(0, len(asked), size)]
@@ -174,7 +174,7 @@ def reasoning_gym_score(
     for part, values in zip(parts, _verified(box, parts), strict=True):
         # One of the answers made the process fail, so verify each in a process of its own.
         if values is None:
-            alone += [[each] for each in part]
+            alone += [[entry] for entry in part]
         else:
             for (number, _), value in zip(part, values, strict=True):
                 scores[number] = value
@@ -185,15 +185,17 @@ def reasoning_gym_score(
 
 def _verified(box: Sandbox, parts: list[list[tuple[int, dict[str, Any]]]]) -> list[list[float] | None]:
     """Return the scores of each part; None if its process failed, or answered something else."""
-    outcomes = box.run_all([ConfinedProgram(VERIFIER, json.dumps([given for _, given in part])) for part in parts])
-    found: list[list[float] | None] = []
+    outcomes = box.run_all(
+        [ConfinedProgram(VERIFIER, json.dumps([task_input for _, task_input in part])) for part in parts]
+    )
+    scores: list[list[float] | None] = []
     for part, outcome in zip(parts, outcomes, strict=True):
         try:
             values = json.loads(outcome.output.strip().rpartition("\n")[2]) if outcome.passed else None
         except ValueError:
             values = None
         if isinstance(values, list) and len(values) == len(part):
-            found.append([float(value) for value in values])
+            scores.append([float(value) for value in values])
         else:
-            found.append(None)
-    return found
+            scores.append(None)
+    return scores

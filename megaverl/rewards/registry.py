@@ -133,8 +133,8 @@ class RewardFunction:
     def may_take(self, value: str) -> bool:
         """Return whether it can receive a value of the run, such as TRL's `log_metric`, by name or in `**kwargs`."""
         parameters = inspect.signature(self.function).parameters.values()
-        takes_rest = self.batched and any(each.kind is each.VAR_KEYWORD for each in parameters)
-        return takes_rest or any(each.name == value for each in parameters)
+        takes_rest = self.batched and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return takes_rest or any(parameter.name == value for parameter in parameters)
 
     def binding(self, options: Collection[str], row: RowNames | None = None) -> Binding:
         """Bind its parameters.
@@ -165,15 +165,15 @@ class RewardFunction:
 
     def unbound(self, options: Mapping[str, Any], why: Exception) -> RewardError:
         """Return the error for parameters that cannot be bound."""
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+        values = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
         return RewardError(
-            f"reward {self.name!r} takes {inspect.signature(self.function)}, and is given {given}: {why}. {HOW}. "
+            f"reward {self.name!r} takes {inspect.signature(self.function)}, and is given {values}: {why}. {HOW}. "
             "Change its parameters, or the options in the configuration."
         )
 
     def _refused(self, error: BaseException) -> RewardError:
-        what = str(error) if isinstance(error, ValueError) else describe(error)
-        return RewardError(f"reward {self.name!r}: {what}")
+        reason = str(error) if isinstance(error, ValueError) else describe(error)
+        return RewardError(f"reward {self.name!r}: {reason}")
 
 
 _REGISTERED: dict[str, RewardFunction] = {}

@@ -81,7 +81,7 @@ class Component:
         NaN.
         """
         rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
-        found = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
+        values_shaped = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
         scores = self.score([samples[row] for row in rows], rows) if rows else []
         for row, value in zip(rows, scores, strict=True):
             if self.shape is not None and not math.isnan(value):
@@ -91,8 +91,8 @@ class Component:
                 value = self._number(value, where)
             if self.clip is not None and not math.isnan(value):
                 value = min(max(value, self.clip[0]), self.clip[1])
-            found[row] = value
-        return found
+            values_shaped[row] = value
+        return values_shaped
 
     def score(self, samples: Sequence[RewardSample], rows: Sequence[int] | None = None) -> list[float]:
         """Return one finite number for every sample, or NaN from a function that may fail.
@@ -212,8 +212,8 @@ class Component:
 
     def _number(self, value: Any, where: str) -> float:
         missing = " Does every path through the function return one?" if value is None else ""
-        what = f"reward {self.name!r} returned {show(value)} for {where}; it must return one number.{missing}"
-        with user_code(lambda error: RewardError(what)):
+        message = f"reward {self.name!r} returned {show(value)} for {where}; it must return one number.{missing}"
+        with user_code(lambda error: RewardError(message)):
             # A scalar of numpy or torch.
             if hasattr(value, "item"):
                 value = value.item()
@@ -274,20 +274,20 @@ class Reward:
 
     def take_logged(self) -> dict[str, list[float]]:
         """Return the metrics that functions have logged since the last call, by name."""
-        found: dict[str, list[float]] = {}
+        by_name: dict[str, list[float]] = {}
         for component in self.components:
             for name, value in component.context.metrics:
-                found.setdefault(name, []).append(value)
+                by_name.setdefault(name, []).append(value)
             component.context.metrics.clear()
-        return found
+        return by_name
 
     def take_columns(self, count: int) -> list[dict[str, Any]]:
         """Return, for each of the last call's `count` samples, the values that functions have logged, by column."""
-        found: list[dict[str, Any]] = [{} for _ in range(count)]
+        rows: list[dict[str, Any]] = [{} for _ in range(count)]
         for component in self.components:
-            for own, logged in zip(found, component.context.take_columns(count), strict=True):
-                own.update(logged)
-        return found
+            for row, logged in zip(rows, component.context.take_columns(count), strict=True):
+                row.update(logged)
+        return rows
 
     def begin(self, state: TrainerState) -> None:
         """Set the training progress that functions can read."""
@@ -320,7 +320,7 @@ class Reward:
     @property
     def _decisive(self) -> Component | None:
         """The component that decides whether a response is correct."""
-        named = (each for each in self.components if each.name == self.accuracy_component)
+        named = (component for component in self.components if component.name == self.accuracy_component)
         return next(named, None)
 
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:

@@ -71,11 +71,11 @@ def references(sample: RewardSample) -> list[str]:
     Raises:
         ValueError: the sample has none.
     """
-    given = sample.reference if isinstance(sample.reference, list) else [sample.reference]
-    found = [reference for reference in given if reference is not None]
-    if not found:
+    listed = sample.reference if isinstance(sample.reference, list) else [sample.reference]
+    known = [reference for reference in listed if reference is not None]
+    if not known:
         raise ValueError("the row has no reference answer; name its column with data.answer_key")
-    return [str(reference) for reference in found]
+    return [str(reference) for reference in known]
 
 
 @register_reward("exact_match")
@@ -145,10 +145,10 @@ def final_number(text: str, method: str = "strict") -> Decimal | None:
 
     Dollar signs and commas between thousands are allowed: `#### $1,234.50`.
     """
-    found = AFTER_HASHES.findall(text)
-    if not found and method == "flexible":
-        found = ANY_NUMBER.findall(text)
-    return _number(found[-1]) if found else None
+    numbers = AFTER_HASHES.findall(text)
+    if not numbers and method == "flexible":
+        numbers = ANY_NUMBER.findall(text)
+    return _number(numbers[-1]) if numbers else None
 
 
 def _number(text: str) -> Decimal | None:
@@ -179,10 +179,10 @@ def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float =
         expected = final_number(reference, "flexible") if whole is None else whole
     if expected is None:
         raise ValueError(f"the reference {reference[-60:]!r} has no number after '####', or none at all")
-    found = final_number(sample.response, method)
-    if found is None:
+    answer = final_number(sample.response, method)
+    if answer is None:
         return 0.0
-    return 1.0 if found == expected else format_score
+    return 1.0 if answer == expected else format_score
 
 
 def _check_math_verify(timeout_seconds: float = 5.0) -> None:
@@ -287,16 +287,16 @@ def _parsed(reference: Any) -> Any:
     return reference
 
 
-def _pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    pairs = list(zip(found["inputs"], found["outputs"], strict=True))
-    if name := found.get("fn_name"):
+def _pairs(cases: Mapping[str, Any]) -> list[dict[str, Any]]:
+    pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
+    if name := cases.get("fn_name"):
         # APPS wraps the value of a function in a list.
         values = [o[0] if isinstance(o, list) and len(o) == 1 else o for _, o in pairs]
         return [
             {"call": name, "args": [] if i is None else i, "expected": value}
             for (i, _), value in zip(pairs, values, strict=True)
         ]
-    return [{"input": _script_text(given), "output": _script_text(wanted)} for given, wanted in pairs]
+    return [{"input": _script_text(inputs), "output": _script_text(wanted)} for inputs, wanted in pairs]
 
 
 def _script_text(value: Any) -> str:
@@ -306,22 +306,22 @@ def _script_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
+def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     """Return whether two outputs are equal, apart from white space at the ends of lines and of the whole.
 
     Args:
         tolerance: permitted difference of numbers, relative or absolute, if the text is otherwise equal.
     """
-    lines = [[line.rstrip() for line in text.strip().split("\n")] for text in (found, expected)]
+    lines = [[line.rstrip() for line in text.strip().split("\n")] for text in (output, expected)]
     if lines[0] == lines[1] or not tolerance:
         return lines[0] == lines[1]
-    words = [[word for line in each for word in (*line.split(), "\n")] for each in lines]
+    words = [[word for line in text_lines for word in (*line.split(), "\n")] for text_lines in lines]
     return len(words[0]) == len(words[1]) and all(_close(a, b, tolerance) for a, b in zip(*words, strict=True))
 
 
-def _close(found: str, expected: str, tolerance: float) -> bool:
+def _close(output: str, expected: str, tolerance: float) -> bool:
     try:
-        return found == expected or math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+        return output == expected or math.isclose(float(output), float(expected), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
 
@@ -382,9 +382,9 @@ def code(
     for sample, tests in zip(samples, plan, strict=True):
         program = f"{setup}\n{extract_code(sample.response)}"
         for test in tests:
-            given = str(test.get("input", ""))
-            own = None if "output" in test else {"tolerance": tolerance, **test}
-            tasks.append(ConfinedProgram(program, given, own))
+            standard_input = str(test.get("input", ""))
+            own_test = None if "output" in test else {"tolerance": tolerance, **test}
+            tasks.append(ConfinedProgram(program, standard_input, own_test))
     outcomes = iter(box.run_all(tasks))
     scores = []
     for tests in plan:
@@ -402,7 +402,7 @@ def _passes(outcome: ProgramOutcome, test: Mapping[str, Any], tolerance: float) 
 def _tests(sample: RewardSample, key: str | None) -> list[dict[str, Any]]:
     if key is not None and key not in sample.extra:
         raise ValueError(f"the row has no column {key!r}; it has {', '.join(sample.extra) or 'no others'}")
-    found = row_tests(sample.reference if key is None else sample.extra[key])
-    if not found:
+    tests = row_tests(sample.reference if key is None else sample.extra[key])
+    if not tests:
         raise ValueError("the row has no tests")
-    return found
+    return tests

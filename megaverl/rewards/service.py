@@ -84,14 +84,14 @@ def check_service(url: str, **options: Any) -> None:
 def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function whose `**service` are `ServiceOptions`, and show them in its signature."""
     signature = inspect.signature(function)
-    *own, _ = signature.parameters.values()
+    *own_parameters, _ = signature.parameters.values()
     taken = (*signature.parameters, "job")
     others = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for each in fields(ServiceOptions)
-        if each.name not in taken
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+        for option in fields(ServiceOptions)
+        if option.name not in taken
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*own_parameters, *others])  # type: ignore[attr-defined]
     return function
 
 
@@ -144,7 +144,10 @@ class Service:
         """Return metrics of all clients of this process since its start."""
         names = {"requests": "sent", "failed_requests": "failed", "cached_requests": "from_cache", "tokens": "tokens"}
         known = cls.known()
-        return {f"reward/service_{name}": sum(getattr(each, own) for each in known) for name, own in names.items()}
+        return {
+            f"reward/service_{name}": sum(getattr(service, attribute) for service in known)
+            for name, attribute in names.items()
+        }
 
     def ask_all(
         self,

@@ -70,9 +70,9 @@ class CallContext:
 
     def take_columns(self, count: int) -> list[dict[str, Any]]:
         """Return the logged values of each of `count` samples, by column, and clear them."""
-        found = [{name: values[row] for name, values in self.columns.items() if row in values} for row in range(count)]
+        rows = [{name: values[row] for name, values in self.columns.items() if row in values} for row in range(count)]
         self.columns.clear()
-        return found
+        return rows
 
 
 def _json_value(value: Any) -> Any:

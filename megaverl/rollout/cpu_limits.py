@@ -65,7 +65,7 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
 SPECULATORS = ("ngram", "draft_model")
 
 
-def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
+def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` with a workaround for a bug of vLLM's CPU build (0.32).
 
     If all but one token of a prompt are cached, vLLM pads the request with draft tokens -1; its kernels then read
@@ -75,16 +75,16 @@ def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RolloutError: this build cannot run the speculator.
     """
-    if given["method"] not in SPECULATORS:
+    if config["method"] not in SPECULATORS:
         raise RolloutError(
-            f"rollout.vllm.speculative_config.method={given['method'] or None}: of vLLM's speculators, "
+            f"rollout.vllm.speculative_config.method={config['method'] or None}: of vLLM's speculators, "
             f"{' and '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
             "leave speculative_config out."
         )
-    if given.get("rejection_sample_method", "standard") != "standard":
+    if config.get("rejection_sample_method", "standard") != "standard":
         raise RolloutError(
             "rollout.vllm.speculative_config.rejection_sample_method: vLLM's CPU build has kernels for `standard` "
             "alone. Leave it out."
         )
-    number = given.get("num_speculative_tokens")
-    return {**given, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(given)
+    number = config.get("num_speculative_tokens")
+    return {**config, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(config)

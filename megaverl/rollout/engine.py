@@ -244,23 +244,23 @@ class SavedWork:
         self.cached_tokens += sum(cached)
 
     @staticmethod
-    def shares(of_engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def shares(engine_counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return the metrics over several engines.
 
         Args:
-            of_engines: `vars` of each engine's counters.
+            engine_counts: `vars` of each engine's counters.
         """
         by_server = Counter[str]()
-        for engine in of_engines:
+        for engine in engine_counts:
             by_server.update(engine["by_server"])
-        found = {f"rollout/server_samples/{server}": float(count) for server, count in sorted(by_server.items())}
+        metrics = {f"rollout/server_samples/{server}": float(count) for server, count in sorted(by_server.items())}
         numbers = [name for name, value in vars(SavedWork()).items() if isinstance(value, int)]
-        total = {name: sum(each[name] for each in of_engines) for name in numbers}
+        total = {name: sum(counts[name] for counts in engine_counts) for name in numbers}
         if total["prompt_tokens"]:
-            found["rollout/prefix_cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
+            metrics["rollout/prefix_cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
         if total["draft_tokens"]:
-            found["rollout/draft_acceptance_rate"] = total["accepted_tokens"] / total["draft_tokens"]
-        return found
+            metrics["rollout/draft_acceptance_rate"] = total["accepted_tokens"] / total["draft_tokens"]
+        return metrics
 
 
 def check_request(
@@ -278,20 +278,22 @@ def check_request(
     """
     if len(seeds) != len(prompts):
         raise RolloutError(f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt.")
-    ways = of_each(sampling, len(prompts))
-    if len(ways) != len(prompts):
-        raise RolloutError(f"{len(prompts)} prompts came with {len(ways)} sampling options. Give one, or one each.")
+    per_prompt = of_each(sampling, len(prompts))
+    if len(per_prompt) != len(prompts):
+        raise RolloutError(
+            f"{len(prompts)} prompts came with {len(per_prompt)} sampling options. Give one, or one each."
+        )
     if isinstance(sampling, SamplingOptions):
         # Check the options even if the request has no prompt.
-        ways = [*ways, sampling]
-    for max_tokens in {way.max_tokens for way in ways if way.max_tokens < 1}:
+        per_prompt = [*per_prompt, sampling]
+    for max_tokens in {options.max_tokens for options in per_prompt if options.max_tokens < 1}:
         raise RolloutError(f"rollout.sampling.max_tokens is {max_tokens}. At least 1 is needed.")
-    for index, (prompt, way) in enumerate(zip(prompts, ways, strict=False)):
+    for index, (prompt, options) in enumerate(zip(prompts, per_prompt, strict=False)):
         if not prompt:
             raise RolloutError(f"prompt {index} is empty. A prompt needs at least one token.")
-        if len(prompt) + way.max_tokens > max_model_len:
+        if len(prompt) + options.max_tokens > max_model_len:
             raise RolloutError(
-                f"prompt {index} has {len(prompt)} tokens; with rollout.sampling.max_tokens={way.max_tokens} "
+                f"prompt {index} has {len(prompt)} tokens; with rollout.sampling.max_tokens={options.max_tokens} "
                 f"that is more than the engine's max_model_len of {max_model_len}. Lower max_tokens, shorten or "
                 "drop the prompt (data.max_prompt_tokens), or make the engine with a larger max_model_len."
             )
@@ -362,9 +364,9 @@ class InFlight:
         return self.number
 
 
-def sampling_options(given: Mapping[str, Any], **changes: Any) -> SamplingOptions:
+def sampling_options(fields: Mapping[str, Any], **changes: Any) -> SamplingOptions:
     """Return the configuration's sampling fields, with changes, as `SamplingOptions`."""
-    return SamplingOptions(**{**given, **changes})
+    return SamplingOptions(**{**fields, **changes})
 
 
 def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
@@ -372,8 +374,8 @@ def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
     plain = sampling_options(config.sampling)
     if not config.adaptive_sampling:
         return plain
-    ways = [(rule, sampling_options(config.sampling, **rule.changes)) for rule in config.sampling_rules]
-    return [next((way for rule, way in ways if rule.holds(length)), plain) for length in lengths]
+    by_rule = [(rule, sampling_options(config.sampling, **rule.changes)) for rule in config.sampling_rules]
+    return [next((options for rule, options in by_rule if rule.holds(length)), plain) for length in lengths]
 
 
 def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
@@ -391,9 +393,9 @@ def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
 
     if isinstance(sampling, SamplingOptions) and not sampling.top_k:
         return {}
-    ways = of_each(sampling, count)
-    ways = list(ways) * (count // len(ways))
+    per_prompt = of_each(sampling, count)
+    per_prompt = list(per_prompt) * (count // len(per_prompt))
     return {
-        "temperatures": torch.tensor([way.temperature or 1.0 for way in ways], dtype=torch.float32),
-        "top_ks": torch.tensor([way.top_k for way in ways], dtype=torch.int64),
+        "temperatures": torch.tensor([options.temperature or 1.0 for options in per_prompt], dtype=torch.float32),
+        "top_ks": torch.tensor([options.top_k for options in per_prompt], dtype=torch.int64),
     }

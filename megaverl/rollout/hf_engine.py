@@ -106,8 +106,8 @@ class HFEngine(Engine):
             raise RolloutError("rollout.engine=hf answers text alone, and the prompts have images. Use vllm.")
         vocab_size = self.model.config.vocab_size
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=vocab_size)
-        ways = of_each(sampling, len(prompts))
-        if extra := {name: None for way in ways for name in way.extra}:
+        per_prompt = of_each(sampling, len(prompts))
+        if extra := {name: None for options in per_prompt for name in options.extra}:
             raise RolloutError(
                 f"rollout.sampling: {', '.join(extra)} cannot be used with rollout.engine=hf. Leave them "
                 "out, or use rollout.engine=vllm."
@@ -116,16 +116,16 @@ class HFEngine(Engine):
             return []
         step = len(prompts)
         if self.in_flight is not None:
-            longest = max(map(len, prompts)) + max(way.max_tokens for way in ways)
+            longest = max(map(len, prompts)) + max(options.max_tokens for options in per_prompt)
             # Otherwise the ranks have already agreed on a budget.
             if self.in_flight.budget is None:
                 self.in_flight.fit(platform.free_memory())
             step = self.in_flight.choose((self.in_flight.budget or 0) // self._bytes_per_token, longest)
         starts = range(0, len(prompts), step)
-        found: list[Generation] = []
+        generations: list[Generation] = []
         for i in starts:
-            found += self._wave(prompts[i : i + step], ways[i : i + step], seeds[i : i + step], i)
-        return found
+            generations += self._wave(prompts[i : i + step], per_prompt[i : i + step], seeds[i : i + step], i)
+        return generations
 
     @property
     def _bytes_per_token(self) -> int:
@@ -138,30 +138,30 @@ class HFEngine(Engine):
         return int(total)
 
     def _wave(
-        self, prompts: Sequence[Sequence[int]], ways: Sequence[SamplingOptions], seeds: Sequence[int], first: int
+        self, prompts: Sequence[Sequence[int]], per_prompt: Sequence[SamplingOptions], seeds: Sequence[int], first: int
     ) -> list[Generation]:
         """Generate responses to one batch of prompts.
 
         Args:
             first: index of the first prompt in the request.
         """
-        stop_tokens = [set(way.stop_tokens(self._stop_token_ids)) for way in ways]
+        stop_tokens = [set(options.stop_tokens(self._stop_token_ids)) for options in per_prompt]
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
         tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         generations = [Generation([], [], "length") for _ in prompts]
         running = set(range(len(prompts)))
-        shares = torch.tensor([[way.reference_share] for way in ways])
+        shares = torch.tensor([[options.reference_share] for options in per_prompt])
         assert self.reference is not None or not shares.any(), "the engine was made without a reference"
         cache = other_cache = None
-        for _ in range(max(way.max_tokens for way in ways)):
+        for _ in range(max(options.max_tokens for options in per_prompt)):
             logits, cache = _next_logits(self.model, tokens, mask, cache)
             # A geometric mixture of two distributions has the weighted mean of their logits: constants cancel.
             if shares.any():
                 others, other_cache = _next_logits(self.reference, tokens, mask, other_cache)
                 logits = torch.lerp(logits, others, shares)
-            log_probs, tokens = _next_tokens(logits, ways, draws)
+            log_probs, tokens = _next_tokens(logits, per_prompt, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             for row in sorted(running):
                 token = int(tokens[row])
@@ -169,7 +169,7 @@ class HFEngine(Engine):
                 generations[row].log_probs.append(float(log_probs[row, token]))
                 if token in stop_tokens[row]:
                     generations[row] = Generation(generations[row].token_ids, generations[row].log_probs, "stop")
-                elif len(generations[row].token_ids) < ways[row].max_tokens:
+                elif len(generations[row].token_ids) < per_prompt[row].max_tokens:
                     continue
                 running.remove(row)
                 if self.on_finished is not None:
@@ -203,17 +203,17 @@ def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: An
 
 
 def _next_tokens(
-    logits: torch.Tensor, ways: Sequence[SamplingOptions], draws: Sequence[torch.Generator]
+    logits: torch.Tensor, per_prompt: Sequence[SamplingOptions], draws: Sequence[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs [batch, vocab] and drawn tokens [batch, 1], each row drawn with its own options."""
-    if all(way is ways[0] for way in ways):
-        log_probs = sampled_distribution(logits, ways[0])
-        return log_probs, draw(log_probs, ways[0], draws)[:, None]
-    log_probs, tokens = torch.empty_like(logits), torch.empty((len(ways), 1), dtype=torch.int64)
-    for way in dict.fromkeys(ways):
-        rows = [row for row, other in enumerate(ways) if other is way]
-        log_probs[rows] = sampled_distribution(logits[rows], way)
-        tokens[rows, 0] = draw(log_probs[rows], way, [draws[row] for row in rows])
+    if all(shared is per_prompt[0] for shared in per_prompt):
+        log_probs = sampled_distribution(logits, per_prompt[0])
+        return log_probs, draw(log_probs, per_prompt[0], draws)[:, None]
+    log_probs, tokens = torch.empty_like(logits), torch.empty((len(per_prompt), 1), dtype=torch.int64)
+    for shared in dict.fromkeys(per_prompt):
+        rows = [row for row, other in enumerate(per_prompt) if other is shared]
+        log_probs[rows] = sampled_distribution(logits[rows], shared)
+        tokens[rows, 0] = draw(log_probs[rows], shared, [draws[row] for row in rows])
     return log_probs, tokens
 
 

@@ -123,26 +123,26 @@ class InferenceServer(ABC):
         except ValueError:
             return None
 
-    def _check(self, status: int, what: str, text: str) -> None:
+    def _check(self, status: int, request: str, text: str) -> None:
         if status == 401:
             wants = "another token" if self._token else "a token (rollout.servers.token_env)"
-            raise ServerRefused(f"{self.url}: answers {status} to {what}: it wants {wants}.")
+            raise ServerRefused(f"{self.url}: answers {status} to {request}: it wants {wants}.")
         if status in (403, 404, 405):
             raise ServerRefused(
-                f"{self.url}: has no {what} (it answers {status} {text[:SHOWN]}). Start it with: {self.start_with}"
+                f"{self.url}: has no {request} (it answers {status} {text[:SHOWN]}). Start it with: {self.start_with}"
             )
         if status >= 500 or status == 429:
-            raise ServerLost(f"{self.url}: answers {status} to {what}: {text[:SHOWN]}")
+            raise ServerLost(f"{self.url}: answers {status} to {request}: {text[:SHOWN]}")
         if status >= 300:
-            raise ServerRefused(f"{self.url}: answers {status} to {what}: {text[:SHOWN]}")
+            raise ServerRefused(f"{self.url}: answers {status} to {request}: {text[:SHOWN]}")
 
-    def _taken(self, what: str, take: Any) -> Any:
+    def _taken(self, request: str, take: Any) -> Any:
         """Return `take()`, which reads an answer; raise ServerRefused if the answer lacks a field."""
         try:
             return take()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefused(
-                f"{self.url}: its answer to {what} is not what this version of megaverl reads ({error!r}). "
+                f"{self.url}: its answer to {request} is not what this version of megaverl reads ({error!r}). "
                 f"Start it with: {self.start_with}"
             ) from error
 
@@ -158,13 +158,13 @@ class VLLMServer(InferenceServer):
         self.log_probs([0, 0])
         answer = self.ask("GET", "/server_info?config_format=json")
         config = self._taken("GET /server_info", lambda: answer["vllm_config"]["model_config"])
-        found = _length_problems(config.get("max_model_len"), expected)
+        problems = _length_problems(config.get("max_model_len"), expected)
         if (mode := config.get("logprobs_mode")) != "processed_logprobs":
-            found.append(
+            problems.append(
                 f"its log-probs are {mode}, and training needs those of the distribution that was drawn from: "
                 "--logprobs-mode processed_logprobs"
             )
-        return found + _folder_problems(config.get("model"), expected)
+        return problems + _folder_problems(config.get("model"), expected)
 
     def weight_version(self) -> str:
         answer = self.ask("GET", "/weight_info")
@@ -184,20 +184,20 @@ class VLLMServer(InferenceServer):
             raise ServerLost(f"{self.url}: did not reset its prefix cache: somebody else's requests are running.")
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
-        given = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = self._generate(tokens, given)
+        fields = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = self._generate(tokens, fields)
 
         def take() -> list[float]:
-            each = zip(answer["prompt_logprobs"][1:], tokens[1:], strict=True)
-            return [float(of_token[str(token)]["logprob"]) for of_token, token in each]
+            positions = zip(answer["prompt_logprobs"][1:], tokens[1:], strict=True)
+            return [float(of_token[str(token)]["logprob"]) for of_token, token in positions]
 
-        found: list[float] = self._taken("prompt_logprobs", take)
-        return found
+        log_probs: list[float] = self._taken("prompt_logprobs", take)
+        return log_probs
 
     def generate(
         self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
     ) -> tuple[Generation, Collection[str]]:
-        given = {
+        fields = {
             **way.extra,
             "max_tokens": way.max_tokens,
             "temperature": way.temperature,
@@ -209,11 +209,11 @@ class VLLMServer(InferenceServer):
             "seed": seed,
             "detokenize": False,
         }
-        answer = self._generate(prompt, given)
+        answer = self._generate(prompt, fields)
 
         def take() -> tuple[Generation, Collection[str]]:
             [choice] = answer["choices"]
-            log_probs = [float(each["logprob"]) for each in choice["logprobs"]["content"]]
+            log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice["weight_versions"] or ()}
             return Generation(list(choice["token_ids"]), log_probs, str(choice["finish_reason"])), versions
 
@@ -248,13 +248,13 @@ class SGLangServer(InferenceServer):
         self.log_probs([0, 0])
         model = self.ask("GET", "/get_model_info")
         server = self.ask("GET", "/get_server_info")
-        found = _folder_problems(self._taken("GET /get_model_info", lambda: model["model_path"]), expected)
-        found += _length_problems(server.get("context_length"), expected)
+        problems = _folder_problems(self._taken("GET /get_model_info", lambda: model["model_path"]), expected)
+        problems += _length_problems(server.get("context_length"), expected)
         if not server.get("enable_deterministic_inference"):
-            found.append("it draws without the seeds that it is given: --enable-deterministic-inference")
+            problems.append("it draws without the seeds that it is given: --enable-deterministic-inference")
         if not model.get("is_generation", True):
-            found.append("it generates nothing: it serves a reward or embedding model")
-        return found
+            problems.append("it generates nothing: it serves a reward or embedding model")
+        return problems
 
     def weight_version(self) -> str:
         answer = self.ask("GET", "/get_model_info")
@@ -273,10 +273,10 @@ class SGLangServer(InferenceServer):
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         answer = self.ask("POST", "/generate", body, timeout=self._generating)
-        found: list[float] = self._taken(
-            "POST /generate", lambda: [float(each[0]) for each in answer["meta_info"]["input_token_logprobs"][1:]]
+        log_probs: list[float] = self._taken(
+            "POST /generate", lambda: [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
         )
-        return found
+        return log_probs
 
     def generate(
         self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
@@ -298,7 +298,7 @@ class SGLangServer(InferenceServer):
             about = answer["meta_info"]
             drawn = about["output_token_logprobs"]
             generation = Generation(
-                [int(each[1]) for each in drawn], [float(each[0]) for each in drawn], about["finish_reason"]["type"]
+                [int(entry[1]) for entry in drawn], [float(entry[0]) for entry in drawn], about["finish_reason"]["type"]
             )
             return generation, {str(about["weight_version"])}
 

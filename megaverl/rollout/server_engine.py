@@ -122,14 +122,14 @@ class ServerEngine(Engine):
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         if not prompts:
             return []
-        ways = of_each(sampling, len(prompts))
+        per_prompt = of_each(sampling, len(prompts))
         with self.pool.watched():
-            generations = self._all([list(prompt) for prompt in prompts], ways, seeds)
+            generations = self._all([list(prompt) for prompt in prompts], per_prompt, seeds)
         check_generations(generations, len(prompts))
         return generations
 
     def _all(
-        self, prompts: Sequence[list[int]], ways: Sequence[SamplingOptions], seeds: Sequence[int]
+        self, prompts: Sequence[list[int]], per_prompt: Sequence[SamplingOptions], seeds: Sequence[int]
     ) -> list[Generation]:
         waiting = deque(range(len(prompts)))
         finished: queue.SimpleQueue[tuple[int, Generation | Exception]] = queue.SimpleQueue()
@@ -142,7 +142,9 @@ class ServerEngine(Engine):
                 except IndexError:
                     return
                 try:
-                    finished.put((number, self._one(number, prompts[number], ways[number], seeds[number], stop.is_set)))
+                    finished.put(
+                        (number, self._one(number, prompts[number], per_prompt[number], seeds[number], stop.is_set))
+                    )
                 except Exception as error:
                     # Raised again by the thread that collects responses.
                     finished.put((number, error))
@@ -150,18 +152,18 @@ class ServerEngine(Engine):
         for _ in range(min(len(prompts), MOST_THREADS)):
             # Daemon threads, since waiting for a dead server must not keep a failed run from ending.
             threading.Thread(target=work, name="request", daemon=True).start()
-        found: dict[int, Generation] = {}
+        generations: dict[int, Generation] = {}
         try:
-            while len(found) < len(prompts):
+            while len(generations) < len(prompts):
                 number, result = finished.get()
                 if isinstance(result, Exception):
                     raise result
-                found[number] = result
+                generations[number] = result
                 if self.on_finished is not None:
                     self.on_finished(number, result)
         finally:
             stop.set()
-        return [found[number] for number in range(len(prompts))]
+        return [generations[number] for number in range(len(prompts))]
 
     def _one(
         self, number: int, prompt: list[int], way: SamplingOptions, seed: int, stopped: Callable[[], bool]
@@ -226,12 +228,12 @@ class FolderWeights:
 
     def metadata(self) -> list[TensorOutline]:
         """List the outlines of all tensors, in the order in which iteration yields them."""
-        found = []
+        outlines = []
         for path in self._files:
             with safe_open(path, framework="pt") as file:
                 slices = ((name, file.get_slice(name)) for name in sorted(file.keys()))
-                found += [TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape())) for name, it in slices]
-        return found
+                outlines += [TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape())) for name, it in slices]
+        return outlines
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._files:
@@ -253,13 +255,15 @@ class VLLMOverNCCL(VLLMServer):
     _communicator: PyNcclCommunicator | None = None
 
     def problems(self, expected: ExpectedModel) -> list[str]:
-        found = super().problems(expected)
+        problems = super().problems(expected)
         if not platform.is_cuda:
-            found.append("rollout.servers.transfer=nccl needs a GPU on the rollout's first rank. Use transfer: folder")
+            problems.append(
+                "rollout.servers.transfer=nccl needs a GPU on the rollout's first rank. Use transfer: folder"
+            )
         config = self.ask("GET", "/server_info?config_format=json")["vllm_config"].get("weight_transfer_config")
         if (config or {}).get("backend") != "nccl":
-            found.append(f"it takes no weights over NCCL. Start it with: {self.start_with.rstrip('.')}")
-        return found
+            problems.append(f"it takes no weights over NCCL. Start it with: {self.start_with.rstrip('.')}")
+        return problems
 
     def load(self, folder: str) -> None:
         ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()

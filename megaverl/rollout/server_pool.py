@@ -239,7 +239,11 @@ class ServerPool:
 
     def _each(self, ask: Callable[[Member], None]) -> None:
         with self._changed:
-            free = [each for each in self.members.values() if not each.asked and each.state in ("waiting", "lost")]
+            free = [
+                candidate
+                for candidate in self.members.values()
+                if not candidate.asked and candidate.state in ("waiting", "lost")
+            ]
             for member in free:
                 member.asked = True
 
@@ -273,8 +277,8 @@ class ServerPool:
     def _check(self, member: Member) -> None:
         if member.checked:
             return
-        if found := member.server.problems(self._expected):
-            raise ServerRefused(f"{member.server.url}: {'; '.join(found)}.")
+        if problems := member.server.problems(self._expected):
+            raise ServerRefused(f"{member.server.url}: {'; '.join(problems)}.")
         member.checked = True
 
     def _ask(self, member: Member) -> None:
@@ -329,21 +333,21 @@ class ServerPool:
         """
         if not weights.tokens:
             return
-        url, found = member.server.url, member.server.log_probs(weights.tokens)
+        url, log_probs = member.server.url, member.server.log_probs(weights.tokens)
         # Written with `not` so that NaN counts as a difference.
-        if not (mean := _mean_difference(weights.log_probs, found)) <= weights.tolerance:
+        if not (mean := _mean_difference(weights.log_probs, log_probs)) <= weights.tolerance:
             raise ServerRefused(
-                f"{url}: has other weights than {weights.folder} after reading it: its log-probs of {len(found)} "
+                f"{url}: has other weights than {weights.folder} after reading it: its log-probs of {len(log_probs)} "
                 f"tokens are {mean:.3g} from the trainer's in the mean, and {weights.tolerance:g} is allowed. It must "
                 "see that very folder, and compute as the trainer does (dtype, quantisation)."
             )
-        before, member.compared = member.compared, (weights.log_probs, found)
-        if before is not None and found == before[1]:
+        before, member.compared = member.compared, (weights.log_probs, log_probs)
+        if before is not None and log_probs == before[1]:
             changed = _mean_difference(weights.log_probs, before[0])
             if changed > weights.tolerance / 5:
                 raise ServerRefused(
-                    f"{url}: says that it has read {weights.folder}, and its log-probs of {len(found)} tokens are what "
-                    f"they were before, to the bit; the trainer's have changed by {changed:.3g} in the mean."
+                    f"{url}: says that it has read {weights.folder}, and its log-probs of {len(log_probs)} tokens are "
+                    f"what they were before, to the bit; the trainer's have changed by {changed:.3g} in the mean."
                 )
 
     def _set(self, member: Member, state: Literal["ready", "lost", "refused"], why: str) -> None:
@@ -368,7 +372,7 @@ class ServerPool:
         if is_in_pool and member.state != "ready":
             return
         member.is_announced = is_in_pool
-        count = sum(each.is_announced for each in self.members.values())
+        count = sum(member_.is_announced for member_ in self.members.values())
         if is_in_pool:
             announcements.info("rollout server %s joined (%d in the pool)", url, count)
         else:
@@ -412,7 +416,9 @@ class ServerPool:
                 free = [member for member in ready if member.running < self._most_running]
                 if free or (ready and stopped is None):
                     first = self._turn % len(free or ready)
-                    chosen = min((free or ready)[first:] + (free or ready)[:first], key=lambda each: each.running)
+                    chosen = min(
+                        (free or ready)[first:] + (free or ready)[:first], key=lambda candidate: candidate.running
+                    )
                     chosen.running += stopped is not None
                     return chosen
                 empty_since = None if ready else empty_since or time.monotonic()
@@ -425,9 +431,9 @@ class ServerPool:
                 self.look()
 
     def _why_empty(self) -> str:
-        each = "\n".join(f"{url}: {member.why}" for url, member in self.members.items()) or "It is empty."
+        reasons = "\n".join(f"{url}: {member.why}" for url, member in self.members.items()) or "It is empty."
         return (
-            f"no rollout server could be used for {self._wait_seconds:g} s (rollout.servers.wait_seconds). {each}\n"
+            f"no rollout server could be used for {self._wait_seconds:g} s (rollout.servers.wait_seconds). {reasons}\n"
             "Start one, add it with `megaverl rollout-pool add`, and start the run again."
         )
 
@@ -442,13 +448,13 @@ def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
     Raises:
         RolloutError: the file cannot be read.
     """
-    found = dict.fromkeys([*config.urls, *(_resolved(config.dns) if config.dns else ())])
+    addresses = dict.fromkeys([*config.urls, *(_resolved(config.dns) if config.dns else ())])
     for line in lines_of(watched):
         if line.startswith("-"):
-            found.pop(line[1:].strip(), None)
+            addresses.pop(line[1:].strip(), None)
         else:
-            found[line] = None
-    return list(found)
+            addresses[line] = None
+    return list(addresses)
 
 
 def token_of(servers: ServersConfig) -> str | None:
@@ -521,9 +527,9 @@ def _resolved(url: str) -> list[str]:
     """List one URL for every address of a host name."""
     parts = urlsplit(url)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError as error:
         logger.warning("rollout.servers.dns=%s: cannot be resolved (%s).", url, error)
         return []
-    hosts = sorted({str(each[4][0]) for each in found})
+    hosts = sorted({str(entry[4][0]) for entry in entries})
     return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]

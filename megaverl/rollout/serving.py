@@ -63,13 +63,13 @@ DEEPEST_FIRST = ("VllmWorker", "Worker", "EngineCore", "APIServer", "")
 # --- what fits this machine -----------------------------------------------------------------------------------------
 
 
-def default_arguments(model: str, given: Sequence[str]) -> list[str]:
-    """Return arguments of `vllm serve` that suit this machine, except for those that `given` sets.
+def default_arguments(model: str, words: Sequence[str]) -> list[str]:
+    """Return arguments of `vllm serve` that suit this machine, except for those that `words` sets.
 
     On a CPU: eager mode, float32, and a KV cache that fits into the free memory. By default vLLM reserves 92 % of the
     machine's memory, and fails if other programs use more than the rest. On GPUs: a fraction of the free memory.
     """
-    named = {word.partition("=")[0] for word in given if word.startswith("--")}
+    named = {word.partition("=")[0] for word in words if word.startswith("--")}
 
     def unless(options: Sequence[str], *value: str) -> list[str]:
         return [] if named & set(options) else [options[0], *value]
@@ -310,11 +310,11 @@ def why_ended(log: Path) -> str:
     errors: dict[str, str] = {}
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if found := RAISED.match(line):
-            error = found["error"]
+        if match := RAISED.match(line):
+            error = match["error"]
             if "ValidationError" in error:  # pydantic names the field and the reason in the lines below
                 error = f"{error}: {following.strip()}"
-            errors.setdefault(found["process"] or "", error)
+            errors.setdefault(match["process"] or "", error)
         elif misused := MISUSED.match(line):
             errors.setdefault("", misused[1])
     cause = next((errors[process] for process in DEEPEST_FIRST if process in errors), "")

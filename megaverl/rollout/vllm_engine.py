@@ -274,11 +274,11 @@ class VLLMEngine:
         self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
-        ways = of_each(sampling, len(prompts))
+        per_prompt = of_each(sampling, len(prompts))
         if self.in_flight is not None:
-            self._limit(self.in_flight, max(map(len, prompts)) + max(way.max_tokens for way in ways))
+            self._limit(self.in_flight, max(map(len, prompts)) + max(options.max_tokens for options in per_prompt))
         with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished, self._experts_of):
-            outputs = answers(self.llm, prompts, self._parameters(ways, seeds), images)
+            outputs = answers(self.llm, prompts, self._parameters(per_prompt, seeds), images)
         generations = [generation(output, self._experts_of) for output in outputs]
         self.saved_work.add_cached(prompts, (output.num_cached_tokens or 0 for output in outputs))
         if self._experts_of is not None:
@@ -296,29 +296,29 @@ class VLLMEngine:
         in_flight.number = min(in_flight.choose(free, longest), slots)
         setattr(scheduler, limit, in_flight.number)
 
-    def _parameters(self, ways: Sequence[SamplingOptions], seeds: Sequence[int]) -> list[SamplingParams]:
+    def _parameters(self, per_prompt: Sequence[SamplingOptions], seeds: Sequence[int]) -> list[SamplingParams]:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
-        found = []
-        for way, seed in zip(ways, seeds, strict=True):
+        parameters = []
+        for options, seed in zip(per_prompt, seeds, strict=True):
             fields = {
-                **way.extra,
-                "max_tokens": way.max_tokens,
-                "temperature": way.temperature,
-                "top_p": way.top_p,
-                "top_k": way.top_k,
-                "stop_token_ids": way.stop_tokens(self._stop_token_ids),
-                "ignore_eos": way.ignore_eos,  # otherwise config.json's end-of-sequence token stops a response too
+                **options.extra,
+                "max_tokens": options.max_tokens,
+                "temperature": options.temperature,
+                "top_p": options.top_p,
+                "top_k": options.top_k,
+                "stop_token_ids": options.stop_tokens(self._stop_token_ids),
+                "ignore_eos": options.ignore_eos,  # else config.json's end-of-sequence token stops a response too
                 "logprobs": 0,  # only the drawn token's
                 "flat_logprobs": True,
                 "detokenize": False,
             }
             try:
-                found.append(SamplingParams(seed=seed, **fields))
+                parameters.append(SamplingParams(seed=seed, **fields))
             except (TypeError, ValueError, VLLMValidationError) as error:
-                raise RolloutError(f"rollout.sampling: vLLM refuses {way}: {error}") from error
-        return found
+                raise RolloutError(f"rollout.sampling: vLLM refuses {options}: {error}") from error
+        return parameters
 
     def _check_ranks_agree(self, *request: Any) -> None:
         """Check that all ranks of the replica hold the same request. Otherwise their schedulers would diverge and
@@ -330,9 +330,9 @@ class VLLMEngine:
 
         text = json.dumps(request, default=repr).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-        mine = torch.tensor([digest])
-        digests = [torch.empty_like(mine) for _ in range(self.tp_size)]
-        dist.all_gather(digests, mine, group=get_tp_group().cpu_group)
+        own_digest = torch.tensor([digest])
+        digests = [torch.empty_like(own_digest) for _ in range(self.tp_size)]
+        dist.all_gather(digests, own_digest, group=get_tp_group().cpu_group)
         different = [rank for rank, other in enumerate(digests) if int(other) != int(digests[0])]
         if different:
             first = self.replica * self.tp_size
@@ -431,9 +431,9 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
     # Only the tp axis is checked: whether experts are split or whole depends on vLLM's options. For models without a
     # table, vLLM itself reports what it cannot split.
     if spec.is_tabled and (
-        found := [misfit for misfit in misfits(spec, tp=tp_size, engine=True) if misfit.axis == "tp"]
+        misfits_found := [misfit for misfit in misfits(spec, tp=tp_size, engine=True) if misfit.axis == "tp"]
     ):
-        raise RolloutError(f"rollout.tp={tp_size} {found[0].reason}")
+        raise RolloutError(f"rollout.tp={tp_size} {misfits_found[0].reason}")
     if max_model_len > spec.max_positions:
         raise RolloutError(
             f"prompts and responses of {max_model_len} tokens were asked for, but the model's context is "

@@ -110,9 +110,9 @@ class LoaderLayouts:
         tp = get_tp_group()
         alone = tp.world_size == 1
         with nullcontext() if alone else together(tp.cpu_group):
-            mine = self.take(shapes, tp.rank_in_group)
-        told = [mine.to_json()] if alone else gather_json(mine.to_json(), tp.cpu_group)
-        layouts = [laid_out(Trace.from_json(each).whole(shapes), shapes, self._quantised) for each in told]
+            own_trace = self.take(shapes, tp.rank_in_group)
+        traces = [own_trace.to_json()] if alone else gather_json(own_trace.to_json(), tp.cpu_group)
+        layouts = [laid_out(Trace.from_json(trace).whole(shapes), shapes, self._quantised) for trace in traces]
         held = {name for layout in layouts for name in layout.global_shapes}
         if not tp.rank_in_group and (unused := sorted(shapes.keys() - held)):
             logger.warning("vLLM has no use for %s: they are not sent", ", ".join(listed(unused)))
@@ -126,21 +126,21 @@ class LoaderLayouts:
         """
         self._quantised = {name: weight.block for name, weight in quantised_weights(self._model).items()}
         trace = self._trace(shapes, place)
-        found = trace.whole(shapes)
-        held, self.mine = loaded_tensors(self._model), laid_out(found, shapes, self._quantised)
-        dtypes = {source: held[name].dtype for name, sources in found.computed.items() for source in sources}
+        traced_layout = trace.whole(shapes)
+        held, self.mine = loaded_tensors(self._model), laid_out(traced_layout, shapes, self._quantised)
+        dtypes = {source: held[name].dtype for name, sources in traced_layout.computed.items() for source in sources}
         device = next(iter(held.values())).device
         self.beside = {
             piece.local: torch.zeros(piece.box.shape, dtype=dtypes[piece.tensor], device=device)
             for piece in self.mine.pieces
             if piece.local.startswith(BESIDE)
         }
-        if found.computed:
-            names = ", ".join(listed(found.computed))
+        if traced_layout.computed:
+            names = ", ".join(listed(traced_layout.computed))
             logger.info("vLLM computes %s from weights, which go through its loader", names)
         if self._empty and not self._quantised:
             self._empty = False
-            self._try(trace, trace.traced(shapes), found, held)
+            self._try(trace, trace.traced(shapes), traced_layout, held)
         return trace
 
     def _trace(self, shapes: Shapes, place: int) -> Trace:
@@ -159,10 +159,14 @@ class LoaderLayouts:
                 "or use rollout.engine=hf."
             ) from error
 
-    def _try(self, trace: Trace, shapes: Shapes, found: TracedLayout, held: Mapping[str, torch.Tensor]) -> None:
+    def _try(self, trace: Trace, shapes: Shapes, traced_layout: TracedLayout, held: Mapping[str, torch.Tensor]) -> None:
         assert self.mine is not None
         with _loading(self._config):
-            wrong = [*_tried(self._model, held, trace.found.layout, shapes, self.mine, {*found.computed}, self._dtype)]
+            wrong = [
+                *_tried(
+                    self._model, held, trace.found.layout, shapes, self.mine, {*traced_layout.computed}, self._dtype
+                )
+            ]
             for name in held.keys() & {*padded_tensors(self.mine)}:
                 held[name].zero_()
         if wrong:
@@ -174,14 +178,16 @@ class LoaderLayouts:
             )
 
 
-def laid_out(found: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | None] | None = None) -> Layout:
+def laid_out(traced_layout: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | None] | None = None) -> Layout:
     """Return the layout of a trace, with whole weights added for parameters that are computed from them.
 
     Raises:
         RolloutError: a quantised parameter is a view of a loaded tensor.
     """
-    sources = dict.fromkeys(name for names in found.computed.values() for name in sorted(names))
-    layout = replace(found.layout, quantised={n: b for n, b in (quantised or {}).items() if n in found.parameters})
+    sources = dict.fromkeys(name for names in traced_layout.computed.values() for name in sorted(names))
+    layout = replace(
+        traced_layout.layout, quantised={n: b for n, b in (quantised or {}).items() if n in traced_layout.parameters}
+    )
     if beyond := [name for name, _ in layout.views.values() if name in layout.quantised]:
         raise RolloutError(
             f"vLLM transposes {', '.join(listed(beyond))} as it loads: such weights cannot be quantised. Leave "

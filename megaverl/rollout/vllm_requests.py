@@ -47,12 +47,12 @@ def prepare_images(architecture: str) -> dict[str, Any]:
     Raises:
         RolloutError: vLLM's CPU build would compute the images differently.
     """
-    found = pixels_are_normalised()
+    arguments = pixels_are_normalised()
     if not platform.is_cuda:
         check_images_run_here(architecture)
         # vLLM does not measure memory on a CPU.
-        found["skip_mm_profiling"] = True
-    return found
+        arguments["skip_mm_profiling"] = True
+    return arguments
 
 
 def image_arguments(config: ImagesConfig, tokenizer: str) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def answers(
         return llm.generate(requests, list(parameters), use_tqdm=False)  # type: ignore[arg-type]
     engine: Any = llm.llm_engine
     processor = engine.renderer.get_mm_processor()
-    for number, (prompt, own, way) in enumerate(zip(prompts, images, parameters, strict=True)):
-        engine.add_request(str(next(llm.request_counter)), _input(processor, prompt, own, number), way)
+    for number, (prompt, prompt_images, way) in enumerate(zip(prompts, images, parameters, strict=True)):
+        engine.add_request(str(next(llm.request_counter)), _input(processor, prompt, prompt_images, number), way)
     outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)  # type: ignore[assignment]
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if list(output.prompt_token_ids or ()) != list(prompt):
@@ -170,13 +170,13 @@ def calling_when_finished(
         del engine.step
 
 
-def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
+def speculation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` as vLLM takes it.
 
     A draft model reads its weights from its folder, not from a reshard. The drafts of a prompt must not depend on
     earlier responses.
     """
-    method, more = given.get("method") or ("draft_model" if given.get("model") else ""), {}
+    method, more = config.get("method") or ("draft_model" if config.get("model") else ""), {}
     if method == "suffix":
         more = {"suffix_decoding_max_cached_requests": 0}
     elif not method.startswith("ngram"):
@@ -185,8 +185,8 @@ def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
         drafts_from_their_folder()
         more = {"draft_load_config": LoadConfig()}
     if platform.is_cuda:
-        return {**given, **more}
-    return speculation_here({**given, "method": method, **more})
+        return {**config, **more}
+    return speculation_here({**config, "method": method, **more})
 
 
 def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:
@@ -300,14 +300,14 @@ class StepRecorder:
 
     def __call__(self, output: RequestOutput) -> torch.Tensor:
         total = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
-        found = torch.empty(total, *self._shape, dtype=self._dtype)
+        recorded = torch.empty(total, *self._shape, dtype=self._dtype)
         known = torch.zeros(total, dtype=torch.bool)
         for first, tokens in self._taken[output.request_id].items():
-            found[first : first + len(tokens)] = tokens[: total - first]
+            recorded[first : first + len(tokens)] = tokens[: total - first]
             known[first : first + len(tokens)] = True
         if not bool(known.all()):
             raise RolloutError(f"request {output.request_id}: the experts of {int((~known).sum())} tokens are unknown.")
-        return found
+        return recorded
 
     def forget(self) -> None:
         """Discard all records, as every request has been answered."""

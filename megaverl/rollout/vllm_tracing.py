@@ -133,16 +133,16 @@ def keep_transformers_classes() -> None:
         return noted
 
     def build_apart(self: nn.Module, *args: Any, **options: Any) -> None:
-        own = {}
+        restored = {}
         try:
             build(self, *args, **options)
         finally:
             for cls, (before, bases) in changed.items():
-                own[cls] = _taken_back(cls, before, bases)
+                restored[cls] = _taken_back(cls, before, bases)
             changed.clear()
         for module in self.modules():
-            if type(module) in own:
-                module.__class__ = own[type(module)]
+            if type(module) in restored:
+                module.__class__ = restored[type(module)]
 
     base.support_torch_compile = support_torch_compile
     base.Base.__init__ = build_apart
@@ -152,7 +152,7 @@ def keep_transformers_classes() -> None:
 def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> type:
     """Restore a class to its earlier state, and return a subclass with the changes that were made."""
     written = {name: value for name, value in vars(cls).items() if name not in before or before[name] is not value}
-    added = tuple(each for each in cls.__bases__ if each not in bases)
+    added = tuple(base for base in cls.__bases__ if base not in bases)
     for name in written:
         if name in before:
             setattr(cls, name, before[name])
@@ -236,8 +236,8 @@ def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
 
     for architecture in read_json_file(Path(folder) / "config.json").get("architectures", ()):
         inspect_here(architecture)
-    given: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True}
-    config = EngineArgs(str(folder), **given | pixels_are_normalised() | arguments).create_engine_config()
+    defaults: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True}
+    config = EngineArgs(str(folder), **defaults | pixels_are_normalised() | arguments).create_engine_config()
     # Set afterwards, since vLLM would check that this machine has as many devices.
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = tp
     return config
@@ -333,8 +333,8 @@ class Trace(NamedTuple):
         return {"found": self.found.to_json(), "of_each_kind": self.of_each_kind}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Trace:
-        return cls(TracedLayout.from_json(told["found"]), told["of_each_kind"])
+    def from_json(cls, content: Mapping[str, Any]) -> Trace:
+        return cls(TracedLayout.from_json(content["found"]), content["of_each_kind"])
 
 
 def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None) -> Trace:
@@ -367,15 +367,15 @@ def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dt
     # Trace one layer of each kind, which takes a fraction of the time. If repeating it does not give every tensor of
     # the model its right shape, trace all layers.
     kinds = _Kinds.of(sources)
-    found = traced(kinds.first)
+    first_layout = traced(kinds.first)
     try:
-        whole = kinds.repeat(found)
+        whole = kinds.repeat(first_layout)
     except LookupError:
         return Trace(traced(sources), False)
     shapes = whole.layout.local_shapes
     known = whole.parameters <= held.keys()
     alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes)
-    return Trace(found, True) if alike else Trace(traced(sources), False)
+    return Trace(first_layout, True) if alike else Trace(traced(sources), False)
 
 
 def current_config() -> VllmConfig:
@@ -418,18 +418,18 @@ class _Kinds:
                 skipped |= {f"{stack}{number_}{tail}" for tail in tensors}
         return cls([name for name in sources if name not in skipped], alike)
 
-    def repeat(self, found: TracedLayout) -> TracedLayout:
+    def repeat(self, first_layout: TracedLayout) -> TracedLayout:
         """Copy what was traced of the first layer of each kind to the other layers."""
-        parts = [found]
+        parts = [first_layout]
         for (stack, first), others in self.alike.items():
-            layer = found.from_sources(f"{stack}{first}.")
+            layer = first_layout.from_sources(f"{stack}{first}.")
             parts += [layer.renamed(partial(_renumbered, first, number)) for number in others]
         return joined(parts)
 
 
 def _renumbered(first: str, number: str, name: str) -> str:
     """Return the name with another layer number."""
-    found = _NUMBER.search(name)
-    if found is None or found.group() != first:
+    match = _NUMBER.search(name)
+    if match is None or match.group() != first:
         raise LookupError(f"{name} is of no layer {first}")
-    return name[: found.start()] + number + name[found.end() :]
+    return name[: match.start()] + number + name[match.end() :]

@@ -76,12 +76,12 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
         RolloutError: a kernel holds them in another order; names the kernel and a setting that avoids it.
     """
     modules = dict(model.named_modules())
-    found = {}
+    weights_by_name = {}
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float8_e4m3fn:
             owner, _, attribute = name.rpartition(".")
-            found[name] = _weight(name, modules[owner], attribute)
-    return found
+            weights_by_name[name] = _weight(name, modules[owner], attribute)
+    return weights_by_name
 
 
 def in_floating_point(weights: dict[str, QuantisedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -216,7 +216,11 @@ def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool
     for name, module in with_derived_weights(model).items():
         before = _addresses(module)
         module.process_weights_after_loading(dtype)
-        moved = [own for own, address in _addresses(module).items() if before.get(own, address) != address]
+        moved = [
+            tensor_name
+            for tensor_name, address in _addresses(module).items()
+            if before.get(tensor_name, address) != address
+        ]
         if moved and not may_move:
             raise RolloutError(
                 f"{name}: vLLM made {', '.join(moved)} anew at another address than its captured graphs read. "
@@ -226,8 +230,8 @@ def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool
 
 def _addresses(module: torch.nn.Module) -> dict[str, int]:
     """Return the addresses of a module's own tensors, parameters or not."""
-    own = {**vars(module), **dict(module.named_parameters(recurse=False))}
-    return {name: tensor.data_ptr() for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
+    tensors = {**vars(module), **dict(module.named_parameters(recurse=False))}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
 def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -242,12 +246,12 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that `load_weights` may write: parameters, and buffers that are not also a parameter."""
-    found: dict[str, torch.Tensor] = dict(loaded_parameters(model))
+    tensors: dict[str, torch.Tensor] = dict(loaded_parameters(model))
     kept, derived = {id(tensor) for tensor in model.parameters()}, with_derived_weights(model)
     for name, buffer in model.named_buffers():
         if id(buffer) not in kept and name.rpartition(".")[0] not in derived:
-            found[name] = buffer
-    return found
+            tensors[name] = buffer
+    return tensors
 
 
 @contextmanager

@@ -127,10 +127,10 @@ def save_folder(
     on_first_rank(lambda: _prepare(folder, temporary, sources, of_files, overwrite), group)
 
     def wire(tensor: str) -> torch.dtype:
-        return min(of_files, of_model.of(tensor) or of_files, key=lambda each: each.itemsize)
+        return min(of_files, of_model.dtype_of(tensor) or of_files, key=lambda dtype_of: dtype_of.itemsize)
 
     def converts(tensor: str) -> bool:
-        return of_model.of(tensor) != of_files
+        return of_model.dtype_of(tensor) != of_files
 
     failures, options = Failures(group, rank, None), TransportOptions(bucket_bytes=bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, of_files, shard_bytes, writes=rank == 0) as writer:
@@ -165,12 +165,12 @@ def _windows(weights: Sequence[Weight], adapters: Mapping[str, Factors], max_num
                 filled = 0
             windows[-1].append(_Chunk(f"{weight.name}#{i}", weight.name, box))
             filled += box.numel
-    found = []
+    made = []
     for number, window in enumerate(windows):
         merged = [adapters[tensor] for tensor in dict.fromkeys(chunk.tensor for chunk in window) if tensor in adapters]
         factors = [(name, shape) for adapter in merged for name, shape in adapter.shapes.items()]
-        found.append(_Window(window, [_Chunk(f"{name}#{number}", name, whole(shape)) for name, shape in factors]))
-    return found
+        made.append(_Window(window, [_Chunk(f"{name}#{number}", name, whole(shape)) for name, shape in factors]))
+    return made
 
 
 def _merge(

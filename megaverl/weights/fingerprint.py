@@ -208,11 +208,11 @@ class ReshardCheck:
         Raises:
             ReshardError: on every rank; names tensor, box, local tensor and rank of what differs.
         """
-        stats, found, num_more = self.differences(only=only, landed=landed)
-        if found:
+        stats, differences, num_more = self.differences(only=only, landed=landed)
+        if differences:
             more = f"; and {num_more} more boxes" if num_more else ""
             raise ReshardError(
-                f"source and destination differ after resharding: {'; '.join(map(str, found))}{more}. If an "
+                f"source and destination differ after resharding: {'; '.join(map(str, differences))}{more}. If an "
                 "optimizer step or a load ran in between, reshard again; otherwise stop, as responses would come "
                 "from wrong weights."
             )
@@ -230,8 +230,8 @@ class ReshardCheck:
         """
         start, rank = time.perf_counter(), dist.get_rank(self._group)
         if self._dtypes is None:
-            mine = {"destination": (self._layouts["destination"](rank), self._tensors["destination"])}
-            self._dtypes = agree_on_dtypes(mine, self._group)["destination"].of
+            sides = {"destination": (self._layouts["destination"](rank), self._tensors["destination"])}
+            self._dtypes = agree_on_dtypes(sides, self._group)["destination"].dtype_of
         cells = self._cells if only is None else self._cells.only(only)
         num_tensors = len(self._cells.tensors if only is None else only)
         tensors = {side: viewed(self._layouts[side](rank), held) for side, held in self._tensors.items()}
@@ -249,11 +249,11 @@ class ReshardCheck:
         # One rank contributes each cell's value and all others zero, so the sum is that value.
         dist.all_reduce(expected, group=self._group)
         wrong = (values != expected[index]).nonzero().flatten()
-        found: list[Difference] = []
+        named_differences: list[Difference] = []
         num_more = 0
         if reduce_json(wrong.numel(), sum, self._group):
-            found, num_more = self._name(cells.held, set(wrong.tolist()), values.tolist(), limit)
-        return CheckStats(num_tensors, nbytes, time.perf_counter() - start), found, num_more
+            named_differences, num_more = self._name(cells.held, set(wrong.tolist()), values.tolist(), limit)
+        return CheckStats(num_tensors, nbytes, time.perf_counter() - start), named_differences, num_more
 
     def _name(
         self, held_here: list[Held], wrong: set[int], values: list[int], limit: int
@@ -264,20 +264,22 @@ class ReshardCheck:
             wrong: positions in `held_here`.
         """
         cells = sorted({held_here[i].cell for i in wrong})
-        all_wrong = sorted({cell for found in gather_json(cells, self._group) for cell in found})
+        all_wrong = sorted(
+            {cell for named_differences in gather_json(cells, self._group) for cell in named_differences}
+        )
         named = set(all_wrong[:limit])
-        mine = [
+        reports_here = [
             [held.cell, held.tensor, held.box, held.side, held.local, value]
             for held, value in zip(held_here, values, strict=True)
             if held.cell in named
         ]
         copies: dict[int, list[_Copy]] = {}
-        for rank, reports in enumerate(gather_json(mine, self._group)):
+        for rank, reports in enumerate(gather_json(reports_here, self._group)):
             for cell, tensor, (low, high), side, local, value in reports:
                 copy = _Copy(tensor, Box(tuple(low), tuple(high)), side, local, rank, value)
                 copies.setdefault(cell, []).append(copy)
-        found = [difference for cell in sorted(copies) for difference in _odd_ones(copies[cell])]
-        return found, len(all_wrong) - len(named)
+        named_differences = [difference for cell in sorted(copies) for difference in _odd_ones(copies[cell])]
+        return named_differences, len(all_wrong) - len(named)
 
 
 class _Copy(NamedTuple):
@@ -323,11 +325,11 @@ class _Cells:
             boxes = sorted(dests.get(tensor, {}))
             index = BoxIndex(boxes)
             for box in sorted(sources[tensor]):
-                mine = own_source.get((tensor, box), ())
+                pieces_here = own_source.get((tensor, box), ())
                 for number, common in index.meeting(box):
-                    if mine and sources[tensor][box] == rank:
+                    if pieces_here and sources[tensor][box] == rank:
                         self.given.append(len(self.held))
-                    self._add(mine, common, "source")
+                    self._add(pieces_here, common, "source")
                     self._add(own_dest.get((tensor, boxes[number]), ()), common, "destination")
                     self.num_cells += 1
             self._numbers[tensor] = range(first, self.num_cells)
@@ -342,12 +344,12 @@ class _Cells:
         """Return the cells of these tensors, with new numbers."""
         part = copying.copy(self)
         part.num_cells, part.held, part.given = 0, [], []
-        given = self._given
+        numbers = self._given
         for tensor in sorted(tensors):
             shift = part.num_cells - self._numbers[tensor].start
             for position in self._positions.get(tensor, ()):
                 held = self.held[position]
-                if position in given:
+                if position in numbers:
                     part.given.append(len(part.held))
                 part.held.append(held._replace(cell=held.cell + shift))
             part.num_cells += len(self._numbers[tensor])
@@ -362,22 +364,22 @@ class _Cells:
 
 def _holders(layouts: Layouts, world: int) -> dict[str, dict[Box, int]]:
     """Return tensor -> distinct box -> the first rank that holds it."""
-    found: dict[str, dict[Box, int]] = {}
+    holders: dict[str, dict[Box, int]] = {}
     seen: dict[int, Layout] = {}
     for rank in range(world):
         layout = layouts(rank)
         if id(layout) not in seen:
             seen[id(layout)] = layout
             for piece in layout.pieces:
-                found.setdefault(piece.tensor, {}).setdefault(piece.box, rank)
-    return found
+                holders.setdefault(piece.tensor, {}).setdefault(piece.box, rank)
+    return holders
 
 
 def _own(layout: Layout) -> dict[tuple[str, Box], list[Piece]]:
-    found: dict[tuple[str, Box], list[Piece]] = {}
+    pieces: dict[tuple[str, Box], list[Piece]] = {}
     for piece in layout.pieces:
-        found.setdefault((piece.tensor, piece.box), []).append(piece)
-    return found
+        pieces.setdefault((piece.tensor, piece.box), []).append(piece)
+    return pieces
 
 
 def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
@@ -390,8 +392,8 @@ def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup 
     rank = dist.get_rank(group)
     layout, first = layouts(rank), _holders(layouts, dist.get_world_size(group))
     counted = {(p.tensor, p.box): p for p in reversed(layout.pieces) if first[p.tensor][p.box] == rank}
-    own = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes, views=layout.views)
-    parts = fingerprints(own, tensors)
+    counted_layout = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes, views=layout.views)
+    parts = fingerprints(counted_layout, tensors)
 
     def digest(ranks: list[dict[str, str]]) -> str:
         total: dict[str, int] = {}

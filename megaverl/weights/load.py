@@ -277,15 +277,15 @@ class OpenedCheckpoint:
             )
         if self.as_critic:
             weights = [w._replace(megatron=BESIDE_KEY) if w.megatron == HEAD_KEY else w for w in weights]
-        found = checkpoint_layout(
+        layout = checkpoint_layout(
             weights,
             spec,
             padded_vocab_size=max(self.index[self.prefix + EMBEDDING_KEY].shape[0], spec.vocab_size),
             prefix=self.prefix,
             present=self.index.keys(),
         )
-        self._check(found)
-        return found
+        self._check(layout)
+        return layout
 
     def arrays(self, layout: Layout) -> dict[str, StoredArray]:
         """Return the arrays that the layout names, and their views, with the places of their elements."""
@@ -323,18 +323,18 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
         CheckpointError: as `read_arrays`; or no model has that role, or several could be meant.
     """
     index = read_arrays(folder)
-    found = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
-    found = [prefix for prefix in found if "optimizer." not in prefix]
-    if not found and any(".lora_" in key for key in index):
+    prefixes = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
+    prefixes = [prefix for prefix in prefixes if "optimizer." not in prefix]
+    if not prefixes and any(".lora_" in key for key in index):
         raise CheckpointError(
             f"{folder}: holds adapters alone, of a run with `lora`. Take what the run exported: hf is the merged "
             "model, hf_adapter a peft adapter; or resume the run for its last steps."
         )
-    if not found:
+    if not prefixes:
         raise CheckpointError(f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}.")
-    if role == "critic" and "critic." not in found and f"actor.{BESIDE_KEY}" in index:
+    if role == "critic" and "critic." not in prefixes and f"actor.{BESIDE_KEY}" in index:
         return OpenedCheckpoint(folder, index, "actor.", as_critic=True)
-    return OpenedCheckpoint(folder, index, _choose(folder, found, role))
+    return OpenedCheckpoint(folder, index, _choose(folder, prefixes, role))
 
 
 def _choose(folder: Path, prefixes: Sequence[str], role: str | None) -> str:

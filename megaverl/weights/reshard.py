@@ -82,12 +82,12 @@ class ReshardStats:
 
     def metrics(self) -> dict[str, float]:
         """Return the statistics under their metric names."""
-        found = {
+        metrics = {
             "reshard/seconds": self.seconds,
             "reshard/bytes_received": float(self.bytes_received),
             "reshard/bytes_local": float(self.bytes_local),
         }
-        return found if self.hidden_seconds is None else found | {HIDDEN: self.hidden_seconds / self.seconds}
+        return metrics if self.hidden_seconds is None else metrics | {HIDDEN: self.hidden_seconds / self.seconds}
 
 
 class Resharder:
@@ -327,17 +327,17 @@ class Resharder:
         """
         if not self._anything_travels:
             return
-        mine = torch.tensor([self.version + 1], device=platform.device)
+        own_version = torch.tensor([self.version + 1], device=platform.device)
         versions = torch.empty(self._plan.world, dtype=torch.int64, device=platform.device)
         patience = None if self._timeout is None else self._timeout + timedelta(seconds=GRACE_SECONDS)
         try:
-            work = dist.all_gather_into_tensor(versions, mine, group=self._group, async_op=True)
+            work = dist.all_gather_into_tensor(versions, own_version, group=self._group, async_op=True)
             wait(work, patience)
             wait_for_event(record_event(), patience)
         except (RuntimeError, TimeoutError) as error:
-            what = "with its own part whole and waiting for the others"
-            raise self._failures.blame(self.version + 1, -1, what, error) from error
-        if other := {rank: found for rank, found in enumerate(versions.tolist()) if found != self.version + 1}:
+            state = "with its own part whole and waiting for the others"
+            raise self._failures.blame(self.version + 1, -1, state, error) from error
+        if other := {rank: version for rank, version in enumerate(versions.tolist()) if version != self.version + 1}:
             raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
 
 
@@ -348,11 +348,11 @@ def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> l
         ReshardError: no transport supports some transfer.
     """
     last: list[Transport] = [] if quantised is None else [QuantisedLanding.take(job, quantised, assign)]
-    found = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
-    found += last
+    transports = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
+    transports += last
     if job.copies or job.sends or job.receives:
         raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
-    return found
+    return transports
 
 
 def finished(transports: Sequence[Transport]) -> Moved:
@@ -381,17 +381,17 @@ def parts_of(
     if number < 2:
         return []
     places = {local: at for at, names in enumerate(in_order) for local in names}
-    mine: dict[str, int] = {}
+    last_part: dict[str, int] = {}
     for piece in source.pieces:
         at = places.get(source.stored_in(piece.local))
         part = number - 1 if at is None else at * number // len(in_order)
-        mine[piece.tensor] = max(part, mine.get(piece.tensor, 0))
+        last_part[piece.tensor] = max(part, last_part.get(piece.tensor, 0))
 
     def latest(reports: list[dict[str, int]]) -> list[list[str]]:
         parts = {name: max(report.get(name, 0) for report in reports) for name in set().union(*reports)}
         return [sorted(name for name, part in parts.items() if part == at) for at in range(number - 1)]
 
-    return [frozenset(names) for names in reduce_json(mine, latest, group)]
+    return [frozenset(names) for names in reduce_json(last_part, latest, group)]
 
 
 class FinalParts:

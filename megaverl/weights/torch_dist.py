@@ -51,7 +51,7 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    found = {}
+    located = {}
     # Under FakeTensorMode, torch.load reads a tensor's description but none of its elements.
     with ExitStack() as stack, FakeTensorMode():
 
@@ -62,8 +62,8 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
         for name, array in arrays.items():
             dtype = getattr(torch, array.dtype)
             extents = [_extent(name, dtype, chunk, opened) for chunk in array.chunks]
-            found[name] = StoredArray(array.shape, dtype, extents)
-    return found
+            located[name] = StoredArray(array.shape, dtype, extents)
+    return located
 
 
 def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: int = 1) -> None:

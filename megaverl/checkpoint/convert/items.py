@@ -67,7 +67,7 @@ def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
     Raises:
         ReshardError: see `intersect_layouts`.
     """
-    found: dict[str, list[ArrayPart]] = {}
+    by_array: dict[str, list[ArrayPart]] = {}
     for transfer in intersect_layouts(source_layout, dest):
         source, box = transfer.source_local, transfer.source_box
         local, dest_box = stored_box(dest, transfer.dest_local, transfer.dest_box)
@@ -75,8 +75,8 @@ def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
             source, box = stored_box(source_layout, source, box)
         elif transfer.dest_local != local:
             source, box = transposed_name(source), last_axes_swapped(box)
-        found.setdefault(local, []).append(ArrayPart(source, box, dest_box))
-    return found
+        by_array.setdefault(local, []).append(ArrayPart(source, box, dest_box))
+    return by_array
 
 
 def stored_box(layout: Layout, local: str, box: Box) -> tuple[str, Box]:
@@ -103,15 +103,15 @@ class Parts:
 
     def within(self, box: Box) -> list[ArrayPart]:
         """Return the parts inside a box of the target array, in the box's coordinates."""
-        found = []
+        inside_box = []
         for number, common in self._index.meeting(box):
             part = self._parts[number]
             inside = Box(
                 tuple(low - base for low, base in zip(common.start, box.start, strict=True)),
                 tuple(high - base for high, base in zip(common.stop, box.start, strict=True)),
             )
-            found.append(ArrayPart(part.source, carry(common, part.box, part.source_box), inside))
-        return found
+            inside_box.append(ArrayPart(part.source, carry(common, part.box, part.source_box), inside))
+        return inside_box
 
 
 def slabs(
@@ -188,22 +188,22 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
     """Return the items of one of `world` ranks: largest first, each to the rank with the fewest bytes so far."""
     load = [0] * world
-    mine = []
+    chosen = []
     for item in sorted(items, key=lambda item: -item.nbytes):
         taker = load.index(min(load))
         load[taker] += item.nbytes
         if taker == rank:
-            mine.append(item)
-    return sorted(mine, key=lambda item: (item.file, item.offset))
+            chosen.append(item)
+    return sorted(chosen, key=lambda item: (item.file, item.offset))
 
 
 @contextmanager
-def bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+def bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yield a function that counts bytes, from any thread. Show a bar on a terminal, and one line at the end."""
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-    task = progress.add_task(what, total=total)
+    task = progress.add_task(label, total=total)
     lock = threading.Lock()
     done, start = 0, time.perf_counter()
 
@@ -221,5 +221,5 @@ def bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]
     if shown:
         seconds = max(time.perf_counter() - start, 1e-9)
         console.print(
-            f"{what}: {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)", highlight=False
+            f"{label}: {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)", highlight=False
         )

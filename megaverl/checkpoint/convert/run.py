@@ -68,12 +68,12 @@ def compare_bytes(
     """
     shapes = {weight.name: weight.shape for weight in source.weights}
     plain = whole_layout(shapes.items())
-    before, after = (parts_of(each.layout, plain) for each in (source, written))
+    before, after = (parts_of(model.layout, plain) for model in (source, written))
     dtypes = written.dtypes
     items = [Item(name, "", 0, shape, dtypes[name], before[name]) for name, shape in shapes.items()]
     differing: dict[str, int] = {}
-    mine = share_of(items, dist.get_rank(), dist.get_world_size())
-    with bar("compared", sum(item.nbytes for item in mine), shown=shown) as count:
+    own_items = share_of(items, dist.get_rank(), dist.get_world_size())
+    with bar("compared", sum(item.nbytes for item in own_items), shown=shown) as count:
 
         def compare(item: Item) -> None:
             pairs = zip(
@@ -87,7 +87,7 @@ def compare_bytes(
                     differing[item.name] = differing.get(item.name, 0) + number
                 count(one.numel() * one.itemsize)
 
-        in_threads(compare, mine, threading.Event())
+        in_threads(compare, own_items, threading.Event())
     if differing:
         named = [
             f"{name}: {number} of {whole(shapes[name]).numel} elements" for name, number in sorted(differing.items())
@@ -114,7 +114,7 @@ def compare_twins(source: ModelSource, reader: StoredArrayReader) -> None:
         same = array.shape == source.arrays[of].shape and all(
             torch.equal(_bits(one), _bits(other))
             for one, other in zip(
-                *(slabs(reader, array.shape, array.dtype, [ArrayPart(each, box, box)]) for each in (name, of)),
+                *(slabs(reader, array.shape, array.dtype, [ArrayPart(twin, box, box)]) for twin in (name, of)),
                 strict=True,
             )
         )
@@ -154,8 +154,8 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
             f"{float(before[at]):.6g} became {float(after[at]):.6g}. Nothing is kept. Please report this model."
         )
     if shown:
-        what = "values" if source.value_head else "logits"
-        print(f"{what} agree: they differ by at most {float(difference.max()):.1e} of {scale:.1e}", file=sys.stderr)
+        compared = "values" if source.value_head else "logits"
+        print(f"{compared} agree: they differ by at most {float(difference.max()):.1e} of {scale:.1e}", file=sys.stderr)
 
 
 def _outputs(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
@@ -192,14 +192,14 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     length = tokens.shape[1]
     lengths = torch.full((len(tokens),), length - 1)
     batch = MicroBatch(torch.arange(len(tokens)), tokens, torch.ones_like(lengths), lengths)
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def keep(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        found.append(output[..., : source.spec.vocab_size].float().cpu())
+        outputs.append(output[..., : source.spec.vocab_size].float().cpu())
         return output.new_zeros(micro.response_mask.shape)
 
     model.score([batch], keep, (len(tokens), length - 1))
-    return found[0]
+    return outputs[0]
 
 
 @dataclass(frozen=True)
@@ -316,10 +316,10 @@ def convert(request: ConversionRequest) -> None:
         with StoredArrayReader(source.arrays) as reader:
             _say_what_is_left(source, shown)
             on_first_rank(lambda: _prepare(draft, target))
-            mine = share_of(target.items, rank, world)
-            with together(), writing(draft), bar("converted", sum(i.nbytes for i in mine), shown=shown) as count:
+            own_items = share_of(target.items, rank, world)
+            with together(), writing(draft), bar("converted", sum(i.nbytes for i in own_items), shown=shown) as count:
                 compare_twins(source, reader)
-                write_items(draft, mine, reader, count)
+                write_items(draft, own_items, reader, count)
             on_first_rank(lambda: _finish(draft, source, target, request))
             if request.verify or request.logits:
                 _verify(draft, source, reader, request, shown=shown)

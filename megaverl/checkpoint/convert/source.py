@@ -93,11 +93,11 @@ class ModelSource:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Stored dtype of each weight; the widest one for a weight in several arrays."""
-        found: dict[str, torch.dtype] = {}
+        by_tensor: dict[str, torch.dtype] = {}
         for piece in self.layout.pieces:
             dtype = self.arrays[piece.local].dtype
-            found[piece.tensor] = torch.promote_types(found.get(piece.tensor, dtype), dtype)
-        return found
+            by_tensor[piece.tensor] = torch.promote_types(by_tensor.get(piece.tensor, dtype), dtype)
+        return by_tensor
 
 
 def kind_of(path: Path) -> str:
@@ -110,8 +110,8 @@ def kind_of(path: Path) -> str:
     if path.suffix == ".gguf":
         return "gguf"
     if not path.is_dir():
-        what = "a file, not a folder" if path.exists() else "no such folder"
-        raise ModelError(f"{path}: {what}. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file.")
+        description = "a file, not a folder" if path.exists() else "no such folder"
+        raise ModelError(f"{path}: {description}. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file.")
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         return "hugging_face"
     if _checkpoint_folder(path) is not None:
@@ -317,7 +317,7 @@ def read_conversion(folder: Path) -> Conversion | None:
         if content["format"] <= CONVERSION_FORMAT:
             # megaverl 0.2 did not write this field.
             content.setdefault("buffers", {})
-            return Conversion(**{each.name: content[each.name] for each in fields(Conversion)})
+            return Conversion(**{field.name: content[field.name] for field in fields(Conversion)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
     raise CheckpointError(
@@ -378,9 +378,9 @@ def check_tokenizer(path: Path, spec: ModelSpec, model_folder: Path) -> None:
     check_same_ids(tokenizer, load_tokenizer(model_folder).backend.get_vocab(), model_folder)
 
 
-def check_same_ids(tokenizer: Tokenizer, own: Mapping[str, int], model: Path) -> None:
+def check_same_ids(tokenizer: Tokenizer, vocabulary: Mapping[str, int], model: Path) -> None:
     """Raise a DataError if `tokenizer` assigns another token to an id of the model's own vocabulary."""
-    token_of = {number: token for token, number in own.items()}
+    token_of = {number: token for token, number in vocabulary.items()}
     differing = [
         (number, token, token_of[number])
         for token, number in sorted(tokenizer.backend.get_vocab().items(), key=lambda entry: entry[1])

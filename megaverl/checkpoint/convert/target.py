@@ -97,7 +97,7 @@ def _recorded(
 ) -> dict[str, str] | None:
     """Return the headers of the files that the model came from, if they still describe it."""
     headers = {name: text for name, text in source.file_headers.items() if name != INDEX_FILE}
-    found = {
+    recorded = {
         name: (tuple(entry["shape"]), DTYPES[entry["dtype"]])
         for text in headers.values()
         for name, entry in entries_of(text).items()
@@ -105,7 +105,7 @@ def _recorded(
     }
     expected = {name: (shapes[name], dtypes[name]) for name in shapes}
     expected |= {name: expected[of] for name, of in source.twins.items()}
-    return headers if headers and found == expected else None
+    return headers if headers and recorded == expected else None
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,18 @@ def megatron_target(
         transformer_engine=options.transformer_engine,
     )
     parts = parts_of(source.layout, layout)
-    filling = {name: Parts(each) for name, each in parts.items()}
+    filling = {name: Parts(array_parts) for name, array_parts in parts.items()}
     dtypes = {name: dtype or _widest(source, parts[name]) for name in layout.local_shapes}
-    unknown = sorted({str(each) for each in dtypes.values()} - {str(each) for each in STORAGES})
+    unknown = sorted(
+        {str(array_parts) for array_parts in dtypes.values()} - {str(array_parts) for array_parts in STORAGES}
+    )
     if unknown:
         raise ModelError(f"weights of dtype {', '.join(unknown)} cannot be trained. Give one with --dtype bfloat16.")
     chunks = _chunks(source, layout, options)
     _check_tiling(chunks, layout)
     items: list[Item] = []
     files: dict[str, int] = {}
-    found: dict[str, list[Chunk]] = {name: [] for name in layout.local_shapes}
+    chunks_by_name: dict[str, list[Chunk]] = {name: [] for name in layout.local_shapes}
     for rank, boxes in chunks.items():
         number, end = 0, 0
         for key, box in boxes:
@@ -163,11 +165,11 @@ def megatron_target(
                     number, end = number + 1, 0
                 file = f"__{rank}_{number}.distcp"
                 items.append(Item(key, file, end, piece.shape, dtypes[key], filling[key].within(piece), frame))
-                found[key].append(Chunk(piece, Path(file), end, frame.length))
+                chunks_by_name[key].append(Chunk(piece, Path(file), end, frame.length))
                 end += frame.length
                 files[file] = end
     arrays = {
-        key: IndexedArray(shape, str(dtypes[key]).removeprefix("torch."), found[key])
+        key: IndexedArray(shape, str(dtypes[key]).removeprefix("torch."), chunks_by_name[key])
         for key, shape in layout.local_shapes.items()
     }
     objects, heads = _extra_states(layout, spec, files)
@@ -177,8 +179,8 @@ def megatron_target(
 def _widest(source: ModelSource, parts: Sequence[ArrayPart]) -> torch.dtype:
     dtypes = [source.arrays[part.source].dtype for part in parts]
     widest = dtypes[0]
-    for each in dtypes[1:]:
-        widest = torch.promote_types(widest, each)
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
     return widest
 
 
@@ -213,8 +215,8 @@ def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> di
 def _check_tiling(chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layout) -> None:
     """Check that every element of every array is in exactly one chunk."""
     boxes: dict[str, list[Box]] = {name: [] for name in layout.local_shapes}
-    for each in chunks.values():
-        for key, box in each:
+    for rank_chunks in chunks.values():
+        for key, box in rank_chunks:
             boxes[key].append(box)
     wrong = [
         key

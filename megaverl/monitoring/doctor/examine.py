@@ -39,8 +39,8 @@ def versions() -> Iterator[Finding]:
     """Yield every part of the stack with its version, and parts that do not fit together."""
     # The driver comes first, since it explains every finding about GPUs below.
     if old := driver_older_than_torch():
-        found, *fixes = old.splitlines()
-        yield Finding("versions", "driver", "fail", found, " ".join(fix.strip() for fix in fixes))
+        problem, *fixes = old.splitlines()
+        yield Finding("versions", "driver", "fail", problem, " ".join(fix.strip() for fix in fixes))
     # A package that seems to be missing is often installed for another interpreter.
     yield Finding("versions", "interpreter", "ok", sys.executable)
     for name, version in collect_versions().items():
@@ -74,22 +74,22 @@ def _torch_of_vllm() -> Iterator[Finding]:
             wanted = Requirement(line)
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
             if wanted.name == "torch" and applies and not wanted.specifier.contains(torch.__version__, True):
-                found = f"{distribution} is built for torch{wanted.specifier}; {torch.__version__} is installed"
-                yield Finding("versions", "torch of vllm", "fail", found, f"pip install 'torch{wanted.specifier}'")
+                mismatch = f"{distribution} is built for torch{wanted.specifier}; {torch.__version__} is installed"
+                yield Finding("versions", "torch of vllm", "fail", mismatch, f"pip install 'torch{wanted.specifier}'")
 
 
 def _foreign_builds() -> Iterator[Finding]:
     for package in cuda_builds_beside_cpu_torch():
         name, _, version = package.partition(" ")
-        found = f"{version} is a CUDA build beside a CPU torch: importing transformers' models fails with it"
-        yield Finding("versions", name, "fail", found, f"pip uninstall -y {name} (nothing here needs it)")
+        problem = f"{version} is a CUDA build beside a CPU torch: importing transformers' models fails with it"
+        yield Finding("versions", name, "fail", problem, f"pip uninstall -y {name} (nothing here needs it)")
     try:
         summary = metadata.metadata("apex")["Summary"] or ""
     except metadata.PackageNotFoundError:
         return
     if re.search("pyramid", summary, re.IGNORECASE):
-        found = f"PyPI's package of that name, {summary!r}, is not NVIDIA's"
-        yield Finding("versions", "apex", "warn", found, "pip uninstall -y apex, and build NVIDIA's from its source")
+        problem = f"PyPI's package of that name, {summary!r}, is not NVIDIA's"
+        yield Finding("versions", "apex", "warn", problem, "pip uninstall -y apex, and build NVIDIA's from its source")
 
 
 def devices() -> Iterator[Finding]:
@@ -111,8 +111,8 @@ def devices() -> Iterator[Finding]:
 def _no_gpu() -> Iterator[Finding]:
     if torch.version.cuda is None:
         if unused := cpu_torch_beside_gpus():
-            found, *fixes = unused.splitlines()
-            yield Finding("devices", "GPU", "fail", found, " ".join(fix.strip() for fix in fixes))
+            problem, *fixes = unused.splitlines()
+            yield Finding("devices", "GPU", "fail", problem, " ".join(fix.strip() for fix in fixes))
         else:
             yield Finding("devices", "GPU", "note", "none: gloo and float32 on the CPU")
     else:
@@ -137,9 +137,9 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("devices", f"GPU {index}", "ok", text)
     far = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
     if far:
-        found = f"GPUs {', '.join(far)} cannot read each other: weights go through the host between them"
+        problem = f"GPUs {', '.join(far)} cannot read each other: weights go through the host between them"
         fix = "look at nvidia-smi topo -m; in a container, give it all GPUs; switch ACS off in the BIOS"
-        yield Finding("devices", "peer access", "warn", found, fix)
+        yield Finding("devices", "peer access", "warn", problem, fix)
     elif count > 1:
         yield Finding("devices", "peer access", "ok", "all pairs of GPUs")
     yield Finding("devices", "CUDA", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
@@ -232,28 +232,28 @@ def kernels() -> Iterator[Finding]:
         if there and there[0] in (kernel.modules[0], "apex", "grouped_gemm"):
             yield Finding("kernels", kernel.what, "ok", kernel.fast)
         else:
-            found = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
-            yield Finding("kernels", kernel.what, "warn", found, kernel.fix)
+            text = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
+            yield Finding("kernels", kernel.what, "warn", text, kernel.fix)
     yield _flash_attention()
     has_liger = importlib.util.find_spec("liger_kernel") is not None
-    found = "Liger's, with actor.fsdp.liger" if has_liger else "none: liger-kernel is absent, actor.fsdp.liger refused"
-    yield Finding("kernels", "fused kernels under FSDP2", "ok" if has_liger else "note", found)
+    text = "Liger's, with actor.fsdp.liger" if has_liger else "none: liger-kernel is absent, actor.fsdp.liger refused"
+    yield Finding("kernels", "fused kernels under FSDP2", "ok" if has_liger else "note", text)
     yield Finding("kernels", "attention of vLLM", "note", "chosen by vLLM for the GPU and model; its log says which")
 
 
 def _flash_attention() -> Finding:
     if reason := flash_attention.why_not():
-        found = f"{reason}: attention is cuDNN's where Transformer Engine is, and PyTorch's elsewhere. Packed rows "
-        found += "then want compute capability 9.0 or more and cuDNN 9.7"
-        return Finding("kernels", "FlashAttention", "note", found)
+        text = f"{reason}: attention is cuDNN's where Transformer Engine is, and PyTorch's elsewhere. Packed rows "
+        text += "then want compute capability 9.0 or more and cuDNN 9.7"
+        return Finding("kernels", "FlashAttention", "note", text)
     return Finding("kernels", "FlashAttention", "ok", "Transformer Engine's choice, and that of rollout.engine=hf")
 
 
 def _vllm_on_cpu() -> Finding:
     if importlib.util.find_spec("vllm") is None:
         return Finding("kernels", "engine", "note", "vllm is absent: rollout.engine=hf, plain transformers")
-    found = "vLLM's CPU attention (heads of 32 dimensions and more); weights unpacked, so that a reshard can write them"
-    return Finding("kernels", "engine", "note", found)
+    text = "vLLM's CPU attention (heads of 32 dimensions and more); weights unpacked, so that a reshard can write them"
+    return Finding("kernels", "engine", "note", text)
 
 
 SECTIONS = ("versions", "devices", "kernels", "network", "storage", "trials")
@@ -292,8 +292,8 @@ def examine(
             yield from look()
         except Exception as error:
             # An unusual machine may raise anything. The other sections still help.
-            found = f"{type(error).__name__}: {error}"
-            yield Finding(section, "the look itself", "warn", found, "this is a bug of the doctor: please report it")
+            text = f"{type(error).__name__}: {error}"
+            yield Finding(section, "the look itself", "warn", text, "this is a bug of the doctor: please report it")
     while trial is not None:
         yield trial.finish(deadline)
         trial, deadline = next(waiting, None), time.monotonic() + timeout

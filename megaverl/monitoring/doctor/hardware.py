@@ -38,9 +38,9 @@ def hardware() -> Iterator[Finding]:
     try:
         query, topology, links = ask("-q", "-x"), ask("topo", "-m"), ask("nvlink", "-s")
     except subprocess.CalledProcessError as error:
-        said = (error.stdout + error.stderr).strip().splitlines() or [f"exit code {error.returncode}"]
+        output = (error.stdout + error.stderr).strip().splitlines() or [f"exit code {error.returncode}"]
         fix = "after an update of the driver: reboot; else look at dmesg for NVRM and Xid"
-        yield Finding(SECTION, "driver", "fail", f"nvidia-smi: {said[-1]}", fix)
+        yield Finding(SECTION, "driver", "fail", f"nvidia-smi: {output[-1]}", fix)
         return
     yield from gpu_findings(query, torch.version.cuda)
     yield from topology_findings(read_topology(topology))
@@ -85,20 +85,20 @@ def gpu_findings(query: str, torch_cuda: str | None) -> Iterator[Finding]:
     gpus = root.findall("gpu")
     newest = _text(root, "cuda_version")
     names = {_text(gpu, "product_name") for gpu in gpus}
-    found = f"{_text(root, 'driver_version')}, for CUDA up to {newest}; {len(gpus)} x {', '.join(sorted(names))}"
+    summary = f"{_text(root, 'driver_version')}, for CUDA up to {newest}; {len(gpus)} x {', '.join(sorted(names))}"
     if torch_cuda and newest and int(newest.split(".")[0]) < int(torch_cuda.split(".")[0]):
         fix = f"update the driver to one for CUDA {torch_cuda.split('.')[0]}, or install cuda-compat of that version"
-        yield Finding(SECTION, "driver", "fail", f"{found}; torch is built for CUDA {torch_cuda}", fix)
+        yield Finding(SECTION, "driver", "fail", f"{summary}; torch is built for CUDA {torch_cuda}", fix)
     elif len(names) > 1:
         fix = "train on GPUs of one kind (CUDA_VISIBLE_DEVICES): the slowest one sets the pace"
-        yield Finding(SECTION, "driver", "warn", found, fix)
+        yield Finding(SECTION, "driver", "warn", summary, fix)
     else:
-        yield Finding(SECTION, "driver", "ok", found)
+        yield Finding(SECTION, "driver", "ok", summary)
     for check in CHECKS:
         wrong = {number: text for number, gpu in enumerate(gpus) if (text := check.wrong(gpu))}
         if wrong:
-            found = "; ".join(f"GPU {number}: {text}" for number, text in wrong.items())
-            yield Finding(SECTION, check.name, check.status, found, check.fix)
+            summary = "; ".join(f"GPU {number}: {text}" for number, text in wrong.items())
+            yield Finding(SECTION, check.name, check.status, summary, check.fix)
         else:
             yield Finding(SECTION, check.name, "ok", check.fine)
 
@@ -115,10 +115,10 @@ def _memory_errors(gpu: ElementTree.Element) -> str:
         for tag in gpu.iterfind("ecc_errors/volatile/*")
         if "uncorrectable" in tag.tag and (text := (tag.text or "").strip()).isdigit()
     }
-    told = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    errors = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
     if _text(gpu, "remapped_rows/remapped_row_failure") == "Yes":
-        told.append("no rows left to remap")
-    return ", ".join(told)
+        errors.append("no rows left to remap")
+    return ", ".join(errors)
 
 
 def _slowdown(gpu: ElementTree.Element) -> str:
@@ -245,15 +245,15 @@ def topology_findings(topology: Topology) -> Iterator[Finding]:
     elif all(link.startswith("NV") for link in pairs):
         yield Finding(SECTION, "GPU to GPU", "ok", f"NVLink between all pairs ({', '.join(sorted(pairs))})")
     else:
-        found = f"{', '.join(sorted(pairs))}: not all pairs have NVLink, the others go over PCIe"
+        text = f"{', '.join(sorted(pairs))}: not all pairs have NVLink, the others go over PCIe"
         fix = "keep tp (and ep) among GPUs with NVLink, or small; use pp and dp across PCIe"
-        yield Finding(SECTION, "GPU to GPU", "note", found, fix)
+        yield Finding(SECTION, "GPU to GPU", "note", text, fix)
     if gpus and adapters:
         far = [gpu for gpu in gpus if not any(between.get((gpu, adapter)) in NEAR for adapter in adapters)]
         if far:
-            found = f"{', '.join(far)} without an adapter below the same PCIe bridge: RDMA goes through the processor"
+            text = f"{', '.join(far)} without an adapter below the same PCIe bridge: RDMA goes through the processor"
             fix = "expose the real PCIe topology to the machine (on a cloud: its NCCL_TOPO_FILE), or move the adapters"
-            yield Finding(SECTION, "GPU to network", "warn", found, fix)
+            yield Finding(SECTION, "GPU to network", "warn", text, fix)
         else:
             yield Finding(SECTION, "GPU to network", "ok", "each GPU has an adapter below its own PCIe bridge")
 
@@ -281,9 +281,9 @@ def link_findings(links: list[list[float | None]]) -> Iterator[Finding]:
         f"GPU {number}: link {link}" for number, gpu in enumerate(links) for link, rate in enumerate(gpu) if not rate
     ]
     if fewer or down:
-        found = f"{most} links on the best GPU; {'; '.join(fewer or down)} down or missing"
+        text = f"{most} links on the best GPU; {'; '.join(fewer or down)} down or missing"
         fix = "nvidia-smi nvlink -e shows their errors; reset the GPUs together, or have the baseboard looked at"
-        yield Finding(SECTION, "NVLink", "warn", found, fix)
+        yield Finding(SECTION, "NVLink", "warn", text, fix)
     else:
         yield Finding(SECTION, "NVLink", "ok", f"{most} links a GPU, {link_rate(links):.0f} GB/s in one direction")
 
@@ -300,8 +300,8 @@ def pair_rate(topology: Topology, links: list[list[float | None]]) -> float:
         for (a, b), link in topology.between.items()
         if "GPU" in a and "GPU" in b
     ]
-    each = min((rate for gpu in links for rate in gpu if rate), default=0.0)
-    return min(counts, default=0) * each
+    link_rate = min((rate for gpu in links for rate in gpu if rate), default=0.0)
+    return min(counts, default=0) * link_rate
 
 
 class Port(NamedTuple):
@@ -338,22 +338,26 @@ def adapter_findings(ports: list[Port], modules: str) -> Iterator[Finding]:
     active = [port for port in ports if port.state == "ACTIVE"]
     waiting = [port.name for port in ports if port.state in ("INIT", "ARMED")]
     rates = sorted({port.rate for port in active})
-    found = f"{len(active)} of {len(ports)} ports active, {sum(port.rate for port in active) / 8:.0f} GB/s together"
+    ports_text = (
+        f"{len(active)} of {len(ports)} ports active, {sum(port.rate for port in active) / 8:.0f} GB/s together"
+    )
     if waiting:
         fix = "the port has a link and no address: a subnet manager must run (opensm, or the switch's)"
-        yield Finding(SECTION, "adapters", "warn", f"{found}; {', '.join(waiting)} wait", fix)
+        yield Finding(SECTION, "adapters", "warn", f"{ports_text}; {', '.join(waiting)} wait", fix)
     elif not active:
         fix = "look at cables and switch: ibstat, or ip link for RoCE"
-        yield Finding(SECTION, "adapters", "fail", f"{found}: nodes talk over TCP", fix)
+        yield Finding(SECTION, "adapters", "fail", f"{ports_text}: nodes talk over TCP", fix)
     elif len(rates) > 1:
         fix = "name the fast ones with NCCL_IB_HCA, such as =mlx5_0,mlx5_1; a slow cable also shows as a lower rate"
-        text = f"{found}, of different rates: " + ", ".join(f"{port.name} {port.rate:.0f} Gb/s" for port in active)
+        text = f"{ports_text}, of different rates: " + ", ".join(f"{port.name} {port.rate:.0f} Gb/s" for port in active)
         yield Finding(SECTION, "adapters", "warn", text, fix)
     else:
-        yield Finding(SECTION, "adapters", "ok", f"{found} ({active[0].link_layer})")
+        yield Finding(SECTION, "adapters", "ok", f"{ports_text} ({active[0].link_layer})")
     if "nvidia_peermem" in modules or "nv_peer_mem" in modules:
         yield Finding(SECTION, "GPUDirect RDMA", "ok", "nvidia_peermem is loaded")
     else:
-        found = "nvidia_peermem is not loaded: only DMA-BUF (open kernel modules, Linux 5.12) lets adapters read GPUs"
+        ports_text = (
+            "nvidia_peermem is not loaded: only DMA-BUF (open kernel modules, Linux 5.12) lets adapters read GPUs"
+        )
         fix = "modprobe nvidia-peermem; NCCL_DEBUG=INFO says GDRDMA where it is used"
-        yield Finding(SECTION, "GPUDirect RDMA", "note", found, fix)
+        yield Finding(SECTION, "GPUDirect RDMA", "note", ports_text, fix)

@@ -52,38 +52,38 @@ def _backend() -> Finding:
 def _interfaces() -> dict[str, str]:
     """Return name -> IPv4 address of every interface that is up, except the loopback."""
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
-    found = {}
+    by_name = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if name in up and address.family == socket.AF_INET and not address.address.startswith("127."):
-                found[name] = address.address
-    return found
+                by_name[name] = address.address
+    return by_name
 
 
 def _settings(interfaces: set[str]) -> Iterator[Finding]:
     """Yield the network variables of the environment, and those that cannot work."""
-    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    yield Finding("network", "settings", "ok", ", ".join(f"{k}={v}" for k, v in given.items()) or "none: defaults")
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    yield Finding("network", "settings", "ok", ", ".join(f"{k}={v}" for k, v in variables.items()) or "none: defaults")
     for name in INTERFACE_SETTINGS:
-        value = given.get(name, "")
+        value = variables.get(name, "")
         wanted = [part for part in value.lstrip("=").split(",") if part]
         if not wanted or value.startswith("^"):
             continue
         # NCCL accepts prefixes of interface names, gloo only whole names.
         fits = any(
-            other == each or (name.startswith("NCCL") and other.startswith(each))
-            for each in wanted
+            other == prefix or (name.startswith("NCCL") and other.startswith(prefix))
+            for prefix in wanted
             for other in interfaces
         )
         if not fits:
             fix = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
             yield Finding("network", name, "fail", f"{value}: no such interface here", fix)
-    if given.get("NCCL_IB_DISABLE") == "1" and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
-        found = "1, although there is an InfiniBand device: nodes talk over TCP, many times slower"
-        yield Finding("network", "NCCL_IB_DISABLE", "warn", found, "unset NCCL_IB_DISABLE")
-    if given.get("NCCL_P2P_DISABLE") == "1":
-        found = "1: GPUs of one node talk through host memory"
-        yield Finding("network", "NCCL_P2P_DISABLE", "warn", found, "unset it, unless peer access is broken here")
+    if variables.get("NCCL_IB_DISABLE") == "1" and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
+        text = "1, although there is an InfiniBand device: nodes talk over TCP, many times slower"
+        yield Finding("network", "NCCL_IB_DISABLE", "warn", text, "unset NCCL_IB_DISABLE")
+    if variables.get("NCCL_P2P_DISABLE") == "1":
+        text = "1: GPUs of one node talk through host memory"
+        yield Finding("network", "NCCL_P2P_DISABLE", "warn", text, "unset it, unless peer access is broken here")
 
 
 def _infiniband() -> Finding:
@@ -95,21 +95,21 @@ def _infiniband() -> Finding:
 
 def _names() -> Iterator[Finding]:
     """Check that the names resolve: gloo looks up this machine's own name, and ranks look up MASTER_ADDR."""
-    own = socket.gethostname()
-    for what, name in (("host name", own), ("MASTER_ADDR", os.environ.get("MASTER_ADDR", ""))):
+    host = socket.gethostname()
+    for source, name in (("host name", host), ("MASTER_ADDR", os.environ.get("MASTER_ADDR", ""))):
         if not name:
             continue
         try:
             address = socket.gethostbyname(name)
         except OSError as error:
             fix = "add the name to /etc/hosts, or set MASTER_ADDR to the first node's address"
-            if what == "host name":
+            if source == "host name":
                 fix = (
                     "add the name to /etc/hosts, or name an interface with GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
                 )
-            yield Finding("network", what, "fail" if what == "MASTER_ADDR" else "warn", f"{name}: {error}", fix)
+            yield Finding("network", source, "fail" if source == "MASTER_ADDR" else "warn", f"{name}: {error}", fix)
         else:
-            yield Finding("network", what, "ok", f"{name} is {address}")
+            yield Finding("network", source, "ok", f"{name} is {address}")
 
 
 def _name_service() -> Finding:
@@ -128,15 +128,15 @@ def _name_service() -> Finding:
         with suppress(OSError):
             socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
         took.append(time.perf_counter() - began)
-    found = f"{1e3 * statistics.median(took):.1f} ms for the name of an address, {1e3 * max(took):.0f} ms the longest"
+    text = f"{1e3 * statistics.median(took):.1f} ms for the name of an address, {1e3 * max(took):.0f} ms the longest"
     if max(took) < SLOW_LOOKUP:
-        return Finding("network", "name service", "ok", found)
-    found += ": each connection to the job's store waits for one, and 1,000 ranks wait for each other's"
+        return Finding("network", "name service", "ok", text)
+    text += ": each connection to the job's store waits for one, and 1,000 ranks wait for each other's"
     fix = (
         f"a line '::ffff:{address} NAME' in /etc/hosts for this and every other node's address, or a cache (nscd, "
         "systemd-resolved); RES_OPTIONS='timeout:1 attempts:5' asks again sooner where an answer is lost"
     )
-    return Finding("network", "name service", "warn", found, fix)
+    return Finding("network", "name service", "warn", text, fix)
 
 
 def _ports() -> Iterator[Finding]:
@@ -150,9 +150,9 @@ def _ports() -> Iterator[Finding]:
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low, high = map(int, path.read_text().split()) if path.exists() else (32768, 60999)
     if high - low < 4096:
-        found = f"{low} to {high}: ranks and engines open many"
+        text = f"{low} to {high}: ranks and engines open many"
         fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-        yield Finding("network", "ports for connections", "warn", found, fix)
+        yield Finding("network", "ports for connections", "warn", text, fix)
     else:
         yield Finding("network", "ports for connections", "ok", f"{low} to {high}")
 

@@ -162,26 +162,26 @@ def expected() -> tuple[float, float]:
     return link_rate(links), pair_rate(topology, links)
 
 
-def judge(all_reduce: float, pairs: list[list[float]], of_a_gpu: float, of_a_pair: float) -> dict[str, str]:
+def judge(all_reduce: float, pairs: list[list[float]], gpu_link_rate: float, pair_link_rate: float) -> dict[str, str]:
     """Return the answer about the measured rates.
 
     Args:
         all_reduce: bus bandwidth in GB/s.
         pairs: GB/s from a rank (row) to another.
-        of_a_gpu, of_a_pair: NVLink's rates; 0 without NVLink.
+        gpu_link_rate, pair_link_rate: NVLink's rates; 0 without NVLink.
     """
-    each = {(a, b): rate for a, row in enumerate(pairs) for b, rate in enumerate(row) if a != b}
-    (a, b), slowest = min(each.items(), key=lambda item: item[1])
-    fastest = max(each.values())
-    found = (
-        f"all-reduce of {len(pairs)} ranks: {all_reduce:.1f} GB/s bus bandwidth{_share(all_reduce, of_a_gpu)}\n"
-        f"pairs: {slowest:.1f} ({a} to {b}) to {fastest:.1f} GB/s{_share(slowest, of_a_pair)}"
+    rates = {(a, b): rate for a, row in enumerate(pairs) for b, rate in enumerate(row) if a != b}
+    (a, b), slowest = min(rates.items(), key=lambda item: item[1])
+    fastest = max(rates.values())
+    text = (
+        f"all-reduce of {len(pairs)} ranks: {all_reduce:.1f} GB/s bus bandwidth{_share(all_reduce, gpu_link_rate)}\n"
+        f"pairs: {slowest:.1f} ({a} to {b}) to {fastest:.1f} GB/s{_share(slowest, pair_link_rate)}"
     )
-    if all_reduce < ENOUGH * of_a_gpu or slowest < ENOUGH * of_a_pair:
-        return {"found": found, "status": "warn", "fix": FIX}
+    if all_reduce < ENOUGH * gpu_link_rate or slowest < ENOUGH * pair_link_rate:
+        return {"found": text, "status": "warn", "fix": FIX}
     if slowest < fastest / 2:
-        return {"found": f"{found}: one pair has half of another's", "status": "warn", "fix": FIX}
-    return {"found": found}
+        return {"found": f"{text}: one pair has half of another's", "status": "warn", "fix": FIX}
+    return {"found": text}
 
 
 def _share(rate: float, link: float) -> str:

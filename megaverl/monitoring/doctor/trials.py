@@ -102,15 +102,21 @@ class Trial:
         answers = [self._answer(rank) for rank in range(len(self._processes))]
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         if failed := [rank for rank in failed if rank in silent]:
-            found = f"rank {failed[0]} ended with {self._processes[failed[0]].returncode}:\n{self._tail(failed[0])}"
-            return Finding(self.section, self.name, "fail", found, self.fix)
+            text = f"rank {failed[0]} ended with {self._processes[failed[0]].returncode}:\n{self._tail(failed[0])}"
+            return Finding(self.section, self.name, "fail", text, self.fix)
         if unfinished := [rank for rank in silent if rank in running]:
             return self._cut_off(unfinished[0])
-        said = answers[0]
-        if said is None:
-            found = f"rank 0 ended without an answer:\n{self._tail(0)}"
-            return Finding(self.section, self.name, "fail", found, self.fix)
-        return Finding(self.section, self.name, said.get("status", "ok"), said["found"], said.get("fix", ""))
+        first_answer = answers[0]
+        if first_answer is None:
+            text = f"rank 0 ended without an answer:\n{self._tail(0)}"
+            return Finding(self.section, self.name, "fail", text, self.fix)
+        return Finding(
+            self.section,
+            self.name,
+            first_answer.get("status", "ok"),
+            first_answer["found"],
+            first_answer.get("fix", ""),
+        )
 
     def _end(self, running: Sequence[int]) -> None:
         """Kill these ranks, and remove what all ranks have left behind."""
@@ -123,14 +129,14 @@ class Trial:
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
         """Return a rank's last answer, or None. A library may print more lines after it."""
-        said = (line for line in reversed(self._lines(rank)) if line.startswith('{"found": '))
-        line = next(said, None)
+        answers = (line for line in reversed(self._lines(rank)) if line.startswith('{"found": '))
+        line = next(answers, None)
         return None if line is None else dict(json.loads(line))
 
     def _cut_off(self, rank: int) -> Finding:
         seconds = time.monotonic() - self._start
-        found = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(rank)}"
-        return Finding(self.section, self.name, "fail", found, f"give it longer with --timeout 120; then: {self.fix}")
+        text = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(rank)}"
+        return Finding(self.section, self.name, "fail", text, f"give it longer with --timeout 120; then: {self.fix}")
 
     def _lines(self, rank: int) -> list[str]:
         self._logs[rank].seek(0)

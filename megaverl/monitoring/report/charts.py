@@ -138,11 +138,11 @@ def busy_shares(run: RunRecord) -> list[Busy]:
     by_role: defaultdict[str, list[float]] = defaultdict(list)
     for lane, spans in by_lane.items():
         by_role[lane.role].append(covered(spans) / 1e6)
-    found = []
+    shares = []
     for role in sorted(by_role, key=lambda role: Lane(role, 0).order):
         seconds = sum(by_role[role]) / len(by_role[role])
-        found.append(Busy(role, seconds, seconds / total if total else 0.0, len(by_role[role])))
-    return found
+        shares.append(Busy(role, seconds, seconds / total if total else 0.0, len(by_role[role])))
+    return shares
 
 
 def idle_share(run: RunRecord) -> float:
@@ -195,12 +195,12 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
     title = f"step {_number(steps[near])}"
     if last != near:
         title = f"steps {_number(steps[near])} and {_number(steps[last])}"
-    found = [(f"{title} (usual: {duration(usual / 1e6)} a step)", steps[near].begin, steps[last].end)]
+    shown = [(f"{title} (usual: {duration(usual / 1e6)} a step)", steps[near].begin, steps[last].end)]
     slowest = max(steps, key=lambda span: span.duration)
     if len(steps) > 2 and slowest.duration > 1.2 * usual:
         title = f"the slowest, step {_number(slowest)} ({duration(slowest.duration / 1e6)})"
-        found.append((title, slowest.begin, slowest.end))
-    return found
+        shown.append((title, slowest.begin, slowest.end))
+    return shown
 
 
 def _number(span: TraceSpan) -> int | str:
@@ -242,11 +242,11 @@ def _bar(span: TraceSpan, y: int, begin: float, end: float, scale: float) -> str
     left = LANES_LEFT + (max(span.begin, begin) - begin) * scale
     width = max(0.7, (min(span.end, end) - max(span.begin, begin)) * scale)
     colour = ROLES.index(span.role) if span.role in ROLES else len(ROLES)
-    what = f"{span.name}: {duration(span.duration / 1e6)}"
+    label = f"{span.name}: {duration(span.duration / 1e6)}"
     text = ""
     if width > 7.2 * len(span.name) + 6:
         text = f'<text class="in" x="{left + 5:.1f}" y="{y + 14}">{escape(span.name)}</text>'
     return (
-        f'<g><title>{escape(what)}</title><rect class="bar r{colour}" x="{left:.1f}" y="{y}" width="{width:.1f}" '
+        f'<g><title>{escape(label)}</title><rect class="bar r{colour}" x="{left:.1f}" y="{y}" width="{width:.1f}" '
         f'height="{BAR}" rx="2"/>{text}</g>'
     )

@@ -113,8 +113,8 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        given = parse_qs(url.query).get("token", [""])[0]
-        if self.server.token is not None and not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        token = parse_qs(url.query).get("token", [""])[0]
+        if self.server.token is not None and not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._answer(403, b"the address must end in ?token=..., as megaverl report --serve printed it")
         if url.path != "/":
             return self._answer(404, b"the report is at /")
@@ -235,8 +235,8 @@ def _families(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 def _chart(title: str, name: str, runs: Sequence[RunRecord], points: int, scale: float = 1.0) -> str:
     curves = []
     for run in runs:
-        found = buckets(run.metrics.get(name, Series()), points)
+        points_shown = buckets(run.metrics.get(name, Series()), points)
         curves.append(
-            (run.name, [b._replace(mean=b.mean * scale, low=b.low * scale, high=b.high * scale) for b in found])
+            (run.name, [b._replace(mean=b.mean * scale, low=b.low * scale, high=b.high * scale) for b in points_shown])
         )
     return line_chart(title, curves, is_share=bool(SHARES.search(name)))

@@ -142,12 +142,12 @@ def with_settings(folder: Path) -> RunRecord:
 
 def _mapping(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        found = load(path.read_text(encoding="utf-8")) or {}
+        content = load(path.read_text(encoding="utf-8")) or {}
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]}). Remove the file.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: holds a {type(found).__name__}; expected a mapping. Remove the file.")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: holds a {type(content).__name__}; expected a mapping. Remove the file.")
+    return content
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -203,13 +203,13 @@ def _read_trace(run: RunRecord, path: Path) -> None:
 
 def _warnings(folder: Path) -> list[str]:
     """List the warnings and errors that megaverl wrote to the run's logs, each once."""
-    found: dict[str, None] = {}
+    warnings: dict[str, None] = {}
     for path in sorted(folder.glob("rank_*.log")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 if match := WARNING.match(line.rstrip("\n")):
-                    found.setdefault(f"{match[1]}: {match[2]}")
-    lines = list(found)
+                    warnings.setdefault(f"{match[1]}: {match[2]}")
+    lines = list(warnings)
     left_out = len(lines) - MOST_WARNINGS
     return lines[:MOST_WARNINGS] + ([f"... and {left_out} more, in {folder}"] if left_out > 0 else [])
 

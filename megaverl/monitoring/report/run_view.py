@@ -77,11 +77,11 @@ class RunView:
     def ranks(self) -> dict[int, Heartbeat]:
         """Return the ranks' last reports; empty if they are old, or if all ranks have left."""
         try:
-            found = read_json_file(self.folder / "ranks.json", not_finite=True)
-            beats = {int(rank): Heartbeat.from_json(json.dumps(beat)) for rank, beat in found["ranks"].items()}
+            content = read_json_file(self.folder / "ranks.json", not_finite=True)
+            beats = {int(rank): Heartbeat.from_json(json.dumps(beat)) for rank, beat in content["ranks"].items()}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
-        is_over = time.time() - found["time"] > OLD or all(beat.left for beat in beats.values())
+        is_over = time.time() - content["time"] > OLD or all(beat.left for beat in beats.values())
         return {} if is_over else beats
 
     def render(self, width: int = 100) -> RenderableType:

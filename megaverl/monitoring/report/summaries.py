@@ -58,30 +58,30 @@ def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[St
         colours: stage -> colour in other runs, extended in place, so that a stage has the same colour in all runs.
     """
     colours = {} if colours is None else colours
-    found: list[tuple[str, float, float]] = []
+    stages: list[tuple[str, float, float]] = []
     for name, series in run.metrics.items():
         if name.startswith("time/") and name.endswith("_ms") and name != WHOLE:
             label = name.removeprefix("time/").removesuffix("_ms")
-            found.append((label, median(series.values), quantile(series.values, 0.95)))
-    found = sorted((part for part in found if math.isfinite(part[1])), key=lambda part: -part[1])
-    total = sum(part[1] for part in found)
+            stages.append((label, median(series.values), quantile(series.values, 0.95)))
+    stages = sorted((part for part in stages if math.isfinite(part[1])), key=lambda part: -part[1])
+    total = sum(part[1] for part in stages)
     return [
         StageShare(name, middle, high, middle / total if total else 0.0, colours.setdefault(name, len(colours)))
-        for name, middle, high in found
+        for name, middle, high in stages
     ]
 
 
 def memory_parts(run: RunRecord) -> list[Memory]:
     """Return every memory metric with its first, largest and last value."""
-    found = []
+    curves = []
     for name, series in run.metrics.items():
         finite = [(v, s) for v, s in zip(series.values, series.steps, strict=True) if math.isfinite(v)]
         if name.startswith("memory/") and finite:
             peak, step = max(finite)
             label = name.removeprefix("memory/").removesuffix("_mb")
             label = MEMORY_WORDS.get(label) or label.removesuffix("_gpu_mem").replace("_gpu_reserved", ", reserved")
-            found.append(Memory(label, finite[0][0], peak, int(step), finite[-1][0]))
-    return sorted(found, key=lambda part: -part.peak)
+            curves.append(Memory(label, finite[0][0], peak, int(step), finite[-1][0]))
+    return sorted(curves, key=lambda part: -part.peak)
 
 
 SLOW = 5.0  # a step is slow if it takes this many times the median
@@ -135,14 +135,14 @@ class Setting(NamedTuple):
 def settings(runs: Sequence[RunRecord]) -> list[Setting]:
     """Return every key that differs from its default in some run, or between runs."""
     default = dict(flat(Config().to_dict()))
-    each = [dict(flat(run.config)) for run in runs]
-    found = []
-    for key in dict.fromkeys(key for config in each for key in config):
-        values = tuple(_text(config[key]) if key in config else "" for config in each)
+    configs = [dict(flat(run.config)) for run in runs]
+    settings_found = []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = tuple(_text(config[key]) if key in config else "" for config in configs)
         differs = len(set(values)) > 1
-        if differs or any(key in config and config[key] != default.get(key) for config in each):
-            found.append(Setting(key, values, differs))
-    return found
+        if differs or any(key in config and config[key] != default.get(key) for config in configs):
+            settings_found.append(Setting(key, values, differs))
+    return settings_found
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,11 +197,11 @@ def shown_samples(run: RunRecord) -> list[StepSamples]:
     records = [record for key in chosen for record in held[key][:PER_STEP]]
     rewards = [reward for record in records if not math.isnan(reward := _reward(record))]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-    found = []
+    shown = []
     for split, step in chosen:
         samples = [_sample(record, low, high) for record in held[split, step][:PER_STEP]]
-        found.append(StepSamples(step, split, samples))
-    return found
+        shown.append(StepSamples(step, split, samples))
+    return shown
 
 
 def _spread(count: int, most: int) -> list[int]:

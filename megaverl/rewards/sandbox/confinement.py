@@ -228,8 +228,8 @@ def install_filter(program: bytes) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    given = _Filter(len(program) // 8, program)
-    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0), (PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(given))):
+    compiled = _Filter(len(program) // 8, program)
+    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0), (PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(compiled))):
         if libc.prctl(*arguments, 0, 0):
             raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
@@ -267,14 +267,16 @@ class Boundary:
 
 def _places(packages: Sequence[str]) -> list[str]:
     """List Python's library, these folders, and the libraries that both load."""
-    own = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
-    return [path for path in (*own, *packages, *LIBRARIES) if os.path.exists(path)]
+    library_paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
+    return [path for path in (*library_paths, *packages, *LIBRARIES) if os.path.exists(path)]
 
 
 def readable_paths(packages: Sequence[str]) -> list[str]:
     """List those places with links resolved, without places inside others."""
-    found = {os.path.realpath(path) for path in _places(packages)}
-    return sorted(path for path in found if not any(Path(path).is_relative_to(other) for other in found - {path}))
+    real_paths = {os.path.realpath(path) for path in _places(packages)}
+    return sorted(
+        path for path in real_paths if not any(Path(path).is_relative_to(other) for other in real_paths - {path})
+    )
 
 
 def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
@@ -336,20 +338,20 @@ def confine(boundary: Boundary, *, memory_mb: int, seconds: float, threads: int)
     if boundary.counts_threads:
         # Three more: this process, the one that waits for it, and the one with the tests.
         most[resource.RLIMIT_NPROC] = threads + 3
-    for what, limit in most.items():
-        _, hard = resource.getrlimit(what)
+    for kind, limit in most.items():
+        _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(what, (limit, limit))
+        resource.setrlimit(kind, (limit, limit))
     _checked("prctl", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if not boundary.is_namespace:
         _landlock(boundary.paths)
     install_filter(build_filter(os.getpid(), threads=boundary.counts_threads and threads > 0))
 
 
-def _checked(what: str, result: int) -> int:
+def _checked(call: str, result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 
@@ -363,9 +365,9 @@ def _wait_for(child: int) -> None:
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    given = [text.encode() if text is not None else None for text in (source, target, kind)]
+    encoded = [text.encode() if text is not None else None for text in (source, target, kind)]
     text = data.encode() if data else None
-    _checked(f"mount {target}", _libc.mount(*given, ctypes.c_ulong(flags), text))
+    _checked(f"mount {target}", _libc.mount(*encoded, ctypes.c_ulong(flags), text))
 
 
 def _read_only(target: str) -> None:

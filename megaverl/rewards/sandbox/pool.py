@@ -176,13 +176,13 @@ class Sandbox:
         tried = [self.mechanism] if self.mechanism else list(MECHANISMS)
         refused = {}
         for name in tried:
-            found = _started(self.limits, name)
-            if isinstance(found, LineProcess):
-                return found
-            refused[name] = found
-        said = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            started = _started(self.limits, name)
+            if isinstance(started, LineProcess):
+                return started
+            refused[name] = started
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise RewardError(
-            f"programs cannot be confined here ({said}), and are not run without. Allow one of them: user namespaces "
+            f"programs cannot be confined here ({why}), and are not run without. Allow one of them: user namespaces "
             "(sysctl user.max_user_namespaces above 0, in Docker --security-opt seccomp=unconfined), or a kernel of "
             "5.13 or newer with Landlock."
         )

@@ -148,14 +148,14 @@ class Peer:
             raise EOFError("the response's process has ended")
         return json.loads(line)
 
-    def ask(self, what: str, handle: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def ask(self, action: str, handle: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Let the other side run something, and apply its changes to lists and mappings in the arguments.
 
         Raises:
             Exception: the exception that it raised.
         """
-        given = {key: self.encoded(value) for key, value in (kwargs or {}).items()}
-        self.send({"do": what, "on": handle, "args": [self.encoded(value) for value in args], "kwargs": given})
+        keywords = {key: self.encoded(value) for key, value in (kwargs or {}).items()}
+        self.send({"do": action, "on": handle, "args": [self.encoded(value) for value in args], "kwargs": keywords})
         while "do" in (answer := self.receive()):
             self.serve(answer)
         if "error" in answer:
@@ -208,12 +208,12 @@ class Peer:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"t": "float", "v": str(float(value))}
         if isinstance(value, list):
-            return [self.encoded(each) for each in value]
+            return [self.encoded(item) for item in value]
         if isinstance(value, dict):
-            return {"t": "dict", "v": [[self.encoded(key), self.encoded(each)] for key, each in value.items()]}
+            return {"t": "dict", "v": [[self.encoded(key), self.encoded(item)] for key, item in value.items()]}
         for sequence in (tuple, frozenset, set):
             if isinstance(value, sequence):
-                return {"t": sequence.__name__, "v": [self.encoded(each) for each in value]}
+                return {"t": sequence.__name__, "v": [self.encoded(item) for item in value]}
         if isinstance(value, bytes | bytearray):
             return {"t": "bytes", "v": bytes(value).hex()}
         if isinstance(value, complex):
@@ -233,14 +233,14 @@ class Peer:
     def decoded(self, value: Any) -> Any:
         """Decode a value from JSON."""
         if isinstance(value, list):
-            return [self.decoded(each) for each in value]
+            return [self.decoded(item) for item in value]
         if not isinstance(value, dict):
             return value
         kind, held = value["t"], value["v"]
         if kind == "dict":
-            return {self.decoded(key): self.decoded(each) for key, each in held}
+            return {self.decoded(key): self.decoded(item) for key, item in held}
         if kind in ("tuple", "set", "frozenset"):
-            return getattr(builtins, kind)(self.decoded(each) for each in held)
+            return getattr(builtins, kind)(self.decoded(item) for item in held)
         if kind == "float":
             return float(held)
         if kind == "bytes":
@@ -288,9 +288,9 @@ def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, ver
                 function = getattr(names["Solution"](), test["call"])
             if function is None:
                 raise NameError(f"the response has no {test['call']}")
-            found = function(*test.get("args", ()), **test.get("kwargs", {}))
-            if not same(found, test["expected"], float(test.get("tolerance", 0.0))):
-                raise AssertionError(f"{test['call']} gave {found!r:.200}, expected {test['expected']!r:.200}")
+            result = function(*test.get("args", ()), **test.get("kwargs", {}))
+            if not same(result, test["expected"], float(test.get("tolerance", 0.0))):
+                raise AssertionError(f"{test['call']} gave {result!r:.200}, expected {test['expected']!r:.200}")
         else:
             exec(compile(test["code"], "test", "exec"), {**names, "__name__": "test"})
         verdict: dict[str, Any] = {"passed": True}
@@ -308,34 +308,34 @@ def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
     Args:
         code: the test. If it uses `math.x`, the name `math` is the module, whatever the response defines.
     """
-    found = {}
+    stand_ins = {}
     for name, value in names.items():
         is_module = isinstance(value, dict) and value["t"] == "module"
         is_used_as_one = name in sys.stdlib_module_names and re.search(rf"\b{name}\s*\.", code)
         if not hasattr(builtins, name) and (is_module or not is_used_as_one):
-            found[name] = peer.decoded(value)
-    return found
+            stand_ins[name] = peer.decoded(value)
+    return stand_ins
 
 
-def same(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+def same(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Return whether two plain values are equal. Lists equal tuples, and keys are compared as JSON writes them.
 
     A key with the value None equals a missing key: rows from Parquet cannot distinguish them.
     """
     if isinstance(expected, list | tuple):
         return (
-            isinstance(found, list | tuple)
-            and len(found) == len(expected)
-            and all(same(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+            isinstance(value, list | tuple)
+            and len(value) == len(expected)
+            and all(same(a, b, tolerance) for a, b in zip(value, expected, strict=True))
         )
-    if isinstance(expected, dict) and isinstance(found, dict):
-        mine, other = _by_text(found.items()), _by_text(expected.items())
-        return mine.keys() == other.keys() and all(same(mine[key], other[key], tolerance) for key in mine)
-    if isinstance(found, Remote):
+    if isinstance(expected, dict) and isinstance(value, dict):
+        items, other = _by_text(value.items()), _by_text(expected.items())
+        return items.keys() == other.keys() and all(same(items[key], other[key], tolerance) for key in items)
+    if isinstance(value, Remote):
         return False
-    if isinstance(expected, float) and isinstance(found, int | float):
-        return math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
-    return bool(found == expected)
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(value == expected)
 
 
 def _by_text(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:

@@ -127,14 +127,14 @@ def run(
     out, err, verdict = os.pipe(), os.pipe(), os.pipe()
     pipes = [out, err, verdict]
 
-    def script(given: Any) -> None:
-        programs.run_script(given["source"])
+    def script(task: Any) -> None:
+        programs.run_script(task["source"])
 
-    def response(given: Any) -> None:
-        programs.serve_response(given["source"], *_opened(3, "rb", "wb"))
+    def response(task: Any) -> None:
+        programs.serve_response(task["source"], *_opened(3, "rb", "wb"))
 
-    def tests(given: Any) -> None:
-        programs.run_tests(given, *_opened(3, "rb", "wb", "wb"))
+    def tests(task: Any) -> None:
+        programs.run_tests(task, *_opened(3, "rb", "wb", "wb"))
 
     def start(size: int, program: Callable[[Any], None], files: list[int]) -> int:
         return _start(requests, size, program, files, lambda: confinement.confine(boundary, **limits))
@@ -152,7 +152,7 @@ def run(
         os.close(writing)
     for _, writing in pipes[:3]:
         os.close(writing)
-    found = _collect([reading for reading, _ in pipes[:3]], children[0], begin + limits["seconds"], max_output)
+    collected = _collect([reading for reading, _ in pipes[:3]], children[0], begin + limits["seconds"], max_output)
     codes, memory = [], 0.0
     for child in children:
         with contextlib.suppress(ProcessLookupError):
@@ -162,7 +162,7 @@ def run(
         memory = max(memory, usage.ru_maxrss / 1024)
     if boundary.is_namespace:
         _sweep()
-    return {**found, "code": codes[0], "seconds": time.monotonic() - begin, "memory_mb": memory}
+    return {**collected, "code": codes[0], "seconds": time.monotonic() - begin, "memory_mb": memory}
 
 
 def _start(
@@ -184,11 +184,11 @@ def _start(
             os._exit(1)
         return child
     try:
-        given = json.loads(_exactly(requests, size))
+        task = json.loads(_exactly(requests, size))
         os.write(ready[1], b"r")
         standard_input = os.memfd_create("input")
         with os.fdopen(os.dup(standard_input), "wb") as file:
-            file.write(given.pop("input", "").encode("utf-8", "surrogatepass"))
+            file.write(task.pop("input", "").encode("utf-8", "surrogatepass"))
         os.lseek(standard_input, 0, os.SEEK_SET)
         moved = [fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE) for file in (standard_input, *files)]
         for number, moved_file in enumerate(moved):
@@ -199,7 +199,7 @@ def _start(
         # Python reseeds `random` after a fork. A fixed seed gives a program the same result in every run.
         random.seed(0)
         confine()
-        program(given)
+        program(task)
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:

@@ -72,10 +72,10 @@ class TextEnvironment(Environment):
     def step(self, token_ids: Sequence[int]) -> Outcome:
         text = self.codec.decode(token_ids).strip()
         if self.action is not None:
-            found = self.action.findall(text)
-            if not found:
+            actions = self.action.findall(text)
+            if not actions:
                 return Outcome(self.codec.answer(self.no_action, token_ids), self.no_action_reward)
-            text = found[-1].strip()
+            text = actions[-1].strip()
         observed = self._act(text)
         return Outcome(
             () if observed.done else self.codec.answer(observed.text, token_ids), observed.reward, observed.done
@@ -119,11 +119,11 @@ class GymnasiumText(TextEnvironment):
             load_module(name, "environment.options.modules")
         self.actions = {str(word).lower(): value for word, value in actions.items()} if actions is not None else None
         self.unknown = unknown
-        given = dict(make or {})
+        arguments = dict(make or {})
         spec = gymnasium.spec(id)
         modes = getattr(_entry(spec), "metadata", {}).get("render_modes", ())
         self.renders = "ansi" in modes
-        self.inner = gymnasium.make(id, **({"render_mode": "ansi"} if self.renders else {}), **given)
+        self.inner = gymnasium.make(id, **({"render_mode": "ansi"} if self.renders else {}), **arguments)
 
     def _text(self, observation: Any) -> str:
         if isinstance(observation, str):
@@ -252,14 +252,14 @@ class OpenEnvClient(TextEnvironment):
             ValueError, TypeError, AttributeError: it reports an error, or cannot be read.
         """
         answer = read_json(received)
-        found = answer.get("data", {})
+        data = answer.get("data", {})
         if answer.get("type") == "error":
-            raise ValueError(str(found.get("message", answer)))
-        observation = found.get("observation", {})
+            raise ValueError(str(data.get("message", answer)))
+        observation = data.get("observation", {})
         whole = self.key is None or not isinstance(observation, dict)
         text = json.dumps(observation, ensure_ascii=False) if whole else str(observation.get(self.key, ""))
-        reward = found.get("reward")
-        return Observed(text, 0.0 if reward is None else read_number(reward), bool(found.get("done")))
+        reward = data.get("reward")
+        return Observed(text, 0.0 if reward is None else read_number(reward), bool(data.get("done")))
 
 
 def _module(name: str, extra: str) -> Any:

@@ -79,7 +79,7 @@ def as_stream(answer: Mapping[str, Any]) -> str:
     rest: dict[str, Any] = {"delta": {}} if "message" in choice else {"text": ""}
     last = {"index": 0, "finish_reason": choice["finish_reason"], **rest}
     kind = "chat.completion.chunk" if "message" in choice else "text_completion"
-    parts = [{**answer, "object": kind, "choices": [each]} for each in (piece, last)]
+    parts = [{**answer, "object": kind, "choices": [streamed]} for streamed in (piece, last)]
     return "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
 
 
@@ -166,8 +166,8 @@ class Conversation:
 
     def first(self, call: Call) -> Call | None:
         """Return the earlier call that this one repeats, answered or not."""
-        given = _said(call)
-        same = (one for size, one in self.calls if call.kind == self.kind and given == self.said[:size])
+        said_so_far = _said(call)
+        same = (one for size, one in self.calls if call.kind == self.kind and said_so_far == self.said[:size])
         return next(same, None)
 
     def go_on(self, call: Call) -> list[int] | None:
@@ -179,20 +179,20 @@ class Conversation:
         Raises:
             CallRefused: the chat template refuses the new messages.
         """
-        given, known = _said(call), len(self.said)
-        new = given[known:]
-        if self.waits or call.kind != self.kind or given[:known] != self.said or not (new and self.turns):
+        said_so_far, known = _said(call), len(self.said)
+        new = said_so_far[known:]
+        if self.waits or call.kind != self.kind or said_so_far[:known] != self.said or not (new and self.turns):
             return None
         if isinstance(new, str):
             tokens = self.codec.encode(new)
-        elif any(each["role"] == "assistant" for each in new):
+        elif any(message["role"] == "assistant" for message in new):
             return None
         else:
             try:
                 tokens = self.codec.answers(new, self.turn)
             except DataError as error:
                 raise CallRefused(str(error)) from error
-        self.said = given
+        self.said = said_so_far
         self.token_ids += tokens
         return tokens
 
@@ -201,8 +201,8 @@ class Conversation:
         for count in range(len(self.turns), 0, -1):
             other = Conversation(self.codec, self.kind)
             other.turns = self.turns[:count]
-            said, _, end = other.turns[-1]
-            other.said, other.token_ids = self.said[:said], self.token_ids[:end]
+            num_messages, _, end = other.turns[-1]
+            other.said, other.token_ids = self.said[:num_messages], self.token_ids[:end]
             if other.go_on(call) is not None:
                 return other
         return None
@@ -273,25 +273,27 @@ class Conversations:
         longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))
         for number in longest:
             one = self.held[number]
-            said, size = one.said, len(one.token_ids)
+            num_messages, size = one.said, len(one.token_ids)
             if (tokens := one.go_on(call)) is not None:
                 if problem := self._without_room(one):
-                    one.said, one.token_ids = said, one.token_ids[:size]
+                    one.said, one.token_ids = num_messages, one.token_ids[:size]
                     raise CallRefused(problem, 413)
                 one.take(call)
                 return number, tokens
         # No conversation ends where the call goes on, so it may continue an earlier turn of one, or begin a new one.
         branches = (self.held[number].branch(call) for number in longest)
-        found = max((each for each in branches if each is not None), key=lambda each: each.turns[-1], default=None)
-        if found is None:
-            found = Conversation(self.codec, call.kind)
-            found.begin(call)
-        found.prompt_size = len(found.token_ids)
-        if problem := self._without_room(found):
+        chosen = max(
+            (branch for branch in branches if branch is not None), key=lambda branch: branch.turns[-1], default=None
+        )
+        if chosen is None:
+            chosen = Conversation(self.codec, call.kind)
+            chosen.begin(call)
+        chosen.prompt_size = len(chosen.token_ids)
+        if problem := self._without_room(chosen):
             raise CallRefused(problem, 413)
-        found.take(call)
-        self.held.append(found)
-        return len(self.held) - 1, found.token_ids
+        chosen.take(call)
+        self.held.append(chosen)
+        return len(self.held) - 1, chosen.token_ids
 
     def _without_room(self, one: Conversation) -> str:
         """Return why the policy has no room to write in a conversation; "" if it has."""
@@ -317,15 +319,15 @@ def _pass_on(done: Future[dict[str, Any]], to: Future[dict[str, Any]]) -> None:
 
 def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
     """Parse the tool calls in a text, with ids derived from `name`; empty if one of them cannot be parsed."""
-    found = []
+    calls = []
     for place, written in enumerate(re.findall(TOOL_CALL, text, re.DOTALL)):
         try:
             call = read_json(written)
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
         except (ValueError, KeyError, TypeError, AttributeError):
             return []
-        found.append({"id": f"call_{place}_{name}", "type": "function", "function": function})
-    return found
+        calls.append({"id": f"call_{place}_{name}", "type": "function", "function": function})
+    return calls
 
 
 def _said(call: Call) -> list[dict[str, Any]] | str:
@@ -334,9 +336,9 @@ def _said(call: Call) -> list[dict[str, Any]] | str:
 
 def _messages(call: Call) -> list[dict[str, Any]]:
     messages = call.body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise CallRefused("messages is not a list of messages.")
-    return [_plain(each) for each in messages]
+    return [_plain(message) for message in messages]
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,7 +355,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     role = "system" if message.get("role") == "developer" else str(message.get("role"))
     kept = {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
     if isinstance(kept.get("tool_calls"), list):
-        kept["tool_calls"] = [_plain_call(each) for each in kept["tool_calls"]]
+        kept["tool_calls"] = [_plain_call(call) for call in kept["tool_calls"]]
     return {"role": role, "content": content or "", **kept}
 
 

@@ -318,10 +318,10 @@ def find_environment(name: str) -> Kind:
         raise ConfigError(
             f"no environment '{name}'.{hint} There are: {', '.join(known)}; or a class of your own as module:object."
         )
-    found = load_object(name, "environment.name")
-    if not (inspect.isclass(found) and issubclass(found, Environment | Game)):
-        raise ConfigError(f"environment '{name}' is not a class derived from Environment or Game: found {found!r:.80}")
-    return found
+    kind = load_object(name, "environment.name")
+    if not (inspect.isclass(kind) and issubclass(kind, Environment | Game)):
+        raise ConfigError(f"environment '{name}' is not a class derived from Environment or Game: found {kind!r:.80}")
+    return kind
 
 
 def make_game(name: str, codec: Codec, options: Mapping[str, Any]) -> Game:

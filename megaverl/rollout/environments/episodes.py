@@ -90,8 +90,8 @@ class View:
             EpisodeError: the conversation does not exist, or begins without a prompt.
         """
         self.writing = []
-        for each in (outcome, *outcome.also):
-            number, count = each.conversation, len(each.token_ids)
+        for part in (outcome, *outcome.also):
+            number, count = part.conversation, len(part.token_ids)
             begins = number == len(self.others) + 1
             if not 0 <= number <= len(self.others) + 1 or (begins and not count) or number in self.writing:
                 raise EpisodeError(
@@ -99,11 +99,11 @@ class View:
                     "counted from 0, the next begins with a prompt, and each is written in once at a time."
                 )
             self.writing.append(number)
-            self.asked[number] = max(self.asked.values()) + (not each.overlaps)
+            self.asked[number] = max(self.asked.values()) + (not part.overlaps)
             if begins:
-                self.others.append(list(each.token_ids))
+                self.others.append(list(part.token_ids))
             else:
-                self._add(number, each.token_ids, False, [0.0] * count, max(len(self.rewards) - 1, 0))
+                self._add(number, part.token_ids, False, [0.0] * count, max(len(self.rewards) - 1, 0))
 
     def _add(
         self, conversation: int, token_ids: Sequence[int], own: bool, log_probs: Sequence[float], turn: int
@@ -124,20 +124,22 @@ class View:
         """
         if len({*self.rounds}) == len(self.rounds):
             return
-        found: dict[int, DrawnTurn] = {}
+        drawn_turns: dict[int, DrawnTurn] = {}
         for number, prompt in enumerate(self.prompts):
             part, size = self.conversation(number), len(prompt)
             for begin, end in part.spans:
                 ids = [*prompt, *part.tokens[:end]]
-                found[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
+                drawn_turns[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
         # A turn continues the longest earlier turn whose tokens are a prefix of what it reads.
-        longest = sorted(found.values(), key=lambda turn: -len(turn.ids))
-        for turn in sorted(found.values(), key=lambda turn: turn.start):
+        longest = sorted(drawn_turns.values(), key=lambda turn: -len(turn.ids))
+        for turn in sorted(drawn_turns.values(), key=lambda turn: turn.start):
             turn.after = next((one for one in longest if one.is_before(turn)), None)
             turn.depth = 0 if turn.after is None else turn.after.depth + 1
-        order = sorted(found, key=lambda old: (self.rounds[old], found[old].depth, digest(found[old].read)))
+        order = sorted(
+            drawn_turns, key=lambda old: (self.rounds[old], drawn_turns[old].depth, digest(drawn_turns[old].read))
+        )
         new, ends, prompts = View([]), dict[int, int](), list[list[int]]()
-        for number, turn in enumerate(found[old] for old in order):
+        for number, turn in enumerate(drawn_turns[old] for old in order):
             place = ends.pop(id(turn.after), len(prompts))
             if turn.after is None or place == len(prompts):
                 prompts.append(turn.read)
@@ -155,11 +157,11 @@ class View:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Begin and end of each of the model's turns, as indices into `tokens`."""
-        found: dict[int, tuple[int, int]] = {}
-        for place, (turn, own) in enumerate(zip(self.turns, self.own, strict=True)):
-            if own:
-                found[turn] = (found.get(turn, (place, 0))[0], place + 1)
-        return list(found.values())
+        by_turn: dict[int, tuple[int, int]] = {}
+        for place, (turn, is_own) in enumerate(zip(self.turns, self.own, strict=True)):
+            if is_own:
+                by_turn[turn] = (by_turn.get(turn, (place, 0))[0], place + 1)
+        return list(by_turn.values())
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -170,7 +172,7 @@ class View:
         """Return one conversation as a view of its own. Turns keep their numbers in the episode."""
         if not self.others:
             return self
-        at = [place for place, each in enumerate(self.places) if each == number]
+        at = [place for place, place_number in enumerate(self.places) if place_number == number]
         part = View(
             self.prompts[number],
             [self.tokens[place] for place in at],
@@ -189,16 +191,22 @@ class View:
         The conversation with the last turn always comes, at the end. The others are ordered by name, so that the order
         does not depend on which began first.
         """
-        wrote = {each: turn for each, turn, own in zip(self.places, self.turns, self.own, strict=True) if own}
+        wrote = {
+            conversation: turn
+            for conversation, turn, is_own in zip(self.places, self.turns, self.own, strict=True)
+            if is_own
+        }
         last = max(wrote, key=lambda number: wrote[number], default=0)
         columns = zip(self.places, self.turns, self.trained, strict=True)
-        kept = {each for each, turn, trains in columns if trains or (self.rewards and self.rewards[turn])}
+        kept = {
+            conversation for conversation, turn, trains in columns if trains or (self.rewards and self.rewards[turn])
+        }
         return [self.conversation(number) for number in (*sorted(kept & wrote.keys() - {last}, key=self.name), last)]
 
     @property
     def trained(self) -> list[bool]:
         """True for tokens that the model wrote in turns that train."""
-        return [own and turn not in self.untrained for own, turn in zip(self.own, self.turns, strict=True)]
+        return [is_own and turn not in self.untrained for is_own, turn in zip(self.own, self.turns, strict=True)]
 
     def name(self, number: int) -> str:
         """Return a conversation's name, which follows from its prompt, not from the order of conversations; the first
@@ -284,7 +292,7 @@ def play(
     Raises:
         EpisodeError: an outcome names an unknown agent, or an episode goes on although no agent writes.
     """
-    episodes: list[Views] = [{agent: View(list(ids)) for agent, ids in each.items()} for each in prompts]
+    episodes: list[Views] = [{agent: View(list(ids)) for agent, ids in by_agent.items()} for by_agent in prompts]
     waiting = {number: list(agents) for number, agents in enumerate(acting)}
     while waiting:
         _end_those_without_room(episodes, waiting, limits)
@@ -344,8 +352,12 @@ def _is_full(view: View, limits: Limits) -> bool:
 def _end(view: View, reason: str) -> None:
     """Set the finish reason, and cut what the environment said last in each conversation: no turn follows it."""
     view.finish_reason = reason
-    ends = {each: place for place, (each, own) in enumerate(zip(view.places, view.own, strict=True)) if own}
-    kept = [place for place, each in enumerate(view.places) if place <= ends.get(each, -1)]
+    ends = {
+        conversation: place
+        for place, (conversation, is_own) in enumerate(zip(view.places, view.own, strict=True))
+        if is_own
+    }
+    kept = [place for place, conversation in enumerate(view.places) if place <= ends.get(conversation, -1)]
     columns: tuple[list[Any], ...] = (view.tokens, view.own, view.log_probs, view.turns, view.places)
     for column in columns:
         column[:] = [column[place] for place in kept]

@@ -151,9 +151,9 @@ def calculating(draw: random.Random) -> Example:
         slip = draw.random() < 0.3
         call = f" [{draw.randrange(10, 100) if slip else a}+{b}]"
         warm_up.append({"prompt": f"add {a} {b} =", "answer": call})
-        said = str(a + b)
-        told = said if draw.random() < 0.7 else str(draw.randrange(20, 199))
-        warm_up.append({"prompt": f"add {a} {b} = [{a}+{b}]</s> is {said} =", "answer": told})
+        result = str(a + b)
+        answer = result if draw.random() < 0.7 else str(draw.randrange(20, 199))
+        warm_up.append({"prompt": f"add {a} {b} = [{a}+{b}]</s> is {result} =", "answer": answer})
     return Example(train, held_out, warm_up)
 
 

@@ -158,13 +158,13 @@ class GatewayHandler(BaseHTTPRequestHandler):
         """Suppress the access log."""
 
     def do_GET(self) -> None:
-        found = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}]}
+        models = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}]}
 
         def ask() -> dict[str, Any]:
             if self.path.strip("/") == NEXT:
                 self._check_token()
                 return self.server.offered()
-            return found if self._session()[1] == "models" else self._unknown()
+            return models if self._session()[1] == "models" else self._unknown()
 
         self._reply(ask)
 
@@ -196,8 +196,8 @@ class GatewayHandler(BaseHTTPRequestHandler):
         raise CallRefused(f"there is no {self.path}: a gateway has models, {CHAT} and {COMPLETIONS}.", 404)
 
     def _check_token(self) -> None:
-        given, token = self.headers.get("authorization", ""), self.server.token
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        header, token = self.headers.get("authorization", ""), self.server.token
+        if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
             raise CallRefused("the call has another token than the run.", 401)
 
     def _session(self) -> tuple[Session, str]:
@@ -270,8 +270,8 @@ class ProgramEpisode(Environment):
         self.command, self.function, self.outside = command, function, outside
         self.seconds, self.error_reward = seconds, error_reward
         self.token = os.environ.get(token_env) if token_env else None
-        own = port + int(os.environ.get("LOCAL_RANK", "0")) if port else 0
-        self.server = GatewayServer.shared(host, own, self.token)
+        own_port = port + int(os.environ.get("LOCAL_RANK", "0")) if port else 0
+        self.server = GatewayServer.shared(host, own_port, self.token)
         self.session, self.conversations = Session(), Conversations(codec)
         self._waiting: list[tuple[Conversation, Call]] = []
         self._models: set[str] = set()  # model names in the calls so far
@@ -345,8 +345,8 @@ class ProgramEpisode(Environment):
             answer = conversation.answer(turn, call)
             self.session.answered += 1
             call.answer.set_result(answer)
-        if found := self._take_calls([conversation for conversation, _ in answered]):
-            return replace(found[0], also=found[1:], untrained=untrained)
+        if outcomes := self._take_calls([conversation for conversation, _ in answered]):
+            return replace(outcomes[0], also=outcomes[1:], untrained=untrained)
         if self.train_models is not None and not self._models & {*self.train_models}:
             logger.warning(
                 "environment 'gateway': nothing of %s trains: its calls name the models %s, and train_models %s.",
@@ -368,13 +368,13 @@ class ProgramEpisode(Environment):
             answered: conversations that were just answered. The program may continue all of them at once.
             most: limit of calls.
         """
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         if (limits := self.conversations.limits) is not None:
             most = min(most, max(1, limits.max_turns - self._taken))
-        while len(found) < most:
-            goes_on = len(found) >= len(answered) and all(one in answered for one, _ in self._waiting)
-            seconds = self.seconds if not found else 0.0 if goes_on else TOGETHER_SECONDS
-            if (call := self._next(seconds, fails=not found)) is None:
+        while len(outcomes) < most:
+            goes_on = len(outcomes) >= len(answered) and all(one in answered for one, _ in self._waiting)
+            seconds = self.seconds if not outcomes else 0.0 if goes_on else TOGETHER_SECONDS
+            if (call := self._next(seconds, fails=not outcomes)) is None:
                 break
             try:
                 taken = self.conversations.take(call)
@@ -389,10 +389,10 @@ class ProgramEpisode(Environment):
                 continue
             if taken is not None:
                 number, tokens = taken
-                found.append(Outcome(tokens, conversation=number, overlaps=call.seen < self._taken))
+                outcomes.append(Outcome(tokens, conversation=number, overlaps=call.seen < self._taken))
                 self._waiting.append((self.conversations.held[number], call))
                 self._taken += 1
-        return found
+        return outcomes
 
     def close(self) -> None:
         """End the episode, even if the program has not finished."""
@@ -450,7 +450,7 @@ class ProgramEpisode(Environment):
     def _run_command(self, url: str, row: Mapping[str, Any]) -> float | None:
         assert self.command is not None
         places = {"{prompt}": clean(str(row["prompt"])), "{base_url}": url}
-        command = [re.sub(r"\{(prompt|base_url)\}", lambda found: places[found[0]], part) for part in self.command]
+        command = [re.sub(r"\{(prompt|base_url)\}", lambda match: places[match[0]], part) for part in self.command]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.token or NO_TOKEN}
         pipe = subprocess.PIPE
         with subprocess.Popen(

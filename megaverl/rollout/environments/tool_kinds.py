@@ -107,13 +107,13 @@ class SearchTool:
             self._index.set_progress_handler(lambda: time.monotonic() > end, 10_000)
             try:
                 sql = "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank LIMIT ?"
-                found = self._index.execute(sql, (words, self._results)).fetchall()
+                rows = self._index.execute(sql, (words, self._results)).fetchall()
             except sqlite3.Error as error:
                 late = time.monotonic() > end
                 return Answer(f"{name} took longer than {self._seconds:g} s" if late else f"{name}: {error}", False)
-        if not found:
+        if not rows:
             return Answer("nothing was found", True)
-        return Answer("\n\n".join(f"{title}\n{text}".strip() for title, text in found)[: self._longest], True)
+        return Answer("\n\n".join(f"{title}\n{text}".strip() for title, text in rows)[: self._longest], True)
 
     def close(self) -> None:
         self._index.close()
@@ -209,15 +209,15 @@ class MCPTools:
             return Answer(f"{name}: its server is gone", False)
         future = asyncio.run_coroutine_threadsafe(client.call_tool(name, dict(arguments)), self._loop)
         try:
-            found = future.result(self._seconds)
+            result = future.result(self._seconds)
         except FutureTimeout:
             future.cancel()
             return Answer(f"{name} took longer than {self._seconds:g} s", False)
         except Exception as error:
             # The model reads errors of the server and of the protocol.
             return Answer(f"{name}: {_first(error)}"[: self._longest], False)
-        text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in found.content)
-        return Answer(text[: self._longest], not found.is_error)
+        text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
+        return Answer(text[: self._longest], not result.is_error)
 
     def close(self) -> None:
         if self._ends is not None and self._thread.is_alive():

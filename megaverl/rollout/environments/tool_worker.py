@@ -64,14 +64,14 @@ def serve() -> None:
 
 def limit(memory_mb: int, allow: set[str]) -> None:
     """Permanently give up memory beyond the limit and everything that is not allowed."""
-    for what, most in (
+    for resource_kind, most in (
         (resource.RLIMIT_AS, memory_mb * 2**20),
         (resource.RLIMIT_CORE, 0),
         *(() if "files" in allow else ((resource.RLIMIT_FSIZE, 0),)),
     ):
-        _, hard = resource.getrlimit(what)
+        _, hard = resource.getrlimit(resource_kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(resource_kind, (most, most))
     if "network" not in allow:
         # Fails if user namespaces are disabled. Only the audit hook below then refuses the network.
         ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET)

@@ -80,7 +80,7 @@ class ToolBox:
         try:
             process = process or self._start()
             process.send([name, dict(arguments)])
-            found = process.answer(self.limits.seconds)
+            reply = process.answer(self.limits.seconds)
         except TimeoutError:
             assert process is not None
             process.close()
@@ -91,9 +91,9 @@ class ToolBox:
             return Answer(f"{name} ended its process (code {died.code})", False)
         finally:
             self._free.put(process)
-        if not isinstance(found, dict) or not found.keys() & {"result", "error"}:
+        if not isinstance(reply, dict) or not reply.keys() & {"result", "error"}:
             return Answer(f"{name} wrote what is no answer into its process's channel", False)
-        return Answer(str(found["result"]), True) if "result" in found else Answer(str(found["error"]), False)
+        return Answer(str(reply["result"]), True) if "result" in reply else Answer(str(reply["error"]), False)
 
     def close(self) -> None:
         """End all processes."""
@@ -202,19 +202,23 @@ class ToolSet:
         self.tools: dict[str, ToolProvider] = {}
         functions: dict[ToolLimits, dict[str, str]] = {}
         for name, spec in tool_specs(tools).items():
-            own = replace(limits, **{key: spec[key] for key in OWN_LIMITS if key in spec})
-            own = replace(own, allow=tuple(own.allow))
+            tool_limits = replace(limits, **{key: spec[key] for key in OWN_LIMITS if key in spec})
+            tool_limits = replace(tool_limits, allow=tuple(tool_limits.allow))
             if "python" in spec:
-                self.tools[name] = PythonTool(own.seconds, own.memory_mb, own.max_characters, workers)
+                self.tools[name] = PythonTool(
+                    tool_limits.seconds, tool_limits.memory_mb, tool_limits.max_characters, workers
+                )
             elif "search" in spec:
-                self.tools[name] = SearchTool(spec["search"], spec.get("results", 3), own.seconds, own.max_characters)
+                self.tools[name] = SearchTool(
+                    spec["search"], spec.get("results", 3), tool_limits.seconds, tool_limits.max_characters
+                )
             elif "mcp" in spec:
-                server = MCPTools(spec["mcp"], own.seconds, own.max_characters)
+                server = MCPTools(spec["mcp"], tool_limits.seconds, tool_limits.max_characters)
                 self.tools |= dict.fromkeys(server.tools, server)
             else:
-                functions.setdefault(own, {})[name] = spec["function"]
-        for own, targets in functions.items():
-            self.tools |= dict.fromkeys(targets, ToolBox(targets, own, workers))
+                functions.setdefault(tool_limits, {})[name] = spec["function"]
+        for tool_limits, targets in functions.items():
+            self.tools |= dict.fromkeys(targets, ToolBox(targets, tool_limits, workers))
 
     @classmethod
     def shared(cls, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> ToolSet:
@@ -235,8 +239,8 @@ class ToolSet:
 
     def close(self) -> None:
         """End all processes and connections of the tools."""
-        for each in {id(tool): tool for tool in self.tools.values()}.values():
-            each.close()
+        for tool_ in {id(tool): tool for tool in self.tools.values()}.values():
+            tool_.close()
 
 
 @register_environment("tools")
@@ -305,8 +309,8 @@ class ToolUse(Environment):
             raise ConfigError(f"environment 'tools': call needs one group, the call itself; it has {pattern.groups}")
         if not (isinstance(calls := options.get("calls", 1), int) and calls > 0):
             raise ConfigError(f"environment 'tools': calls is {calls!r}; expected 1 or more")
-        for given in (options, *specs.values()):
-            if unknown := [kind for kind in given.get("allow", ()) if kind not in KINDS]:
+        for settings in (options, *specs.values()):
+            if unknown := [kind for kind in settings.get("allow", ()) if kind not in KINDS]:
                 raise ConfigError(f"environment 'tools': allow knows {', '.join(KINDS)}; found {', '.join(unknown)}")
         if any("python" in spec for spec in specs.values()) and (reason := why_not_here()):
             raise ConfigError(f"environment 'tools': python: {reason}")
@@ -314,14 +318,14 @@ class ToolUse(Environment):
     def step(self, token_ids: Sequence[int]) -> Outcome:
         """Run the calls of the turn, or end the episode if it has none."""
         text = self.codec.decode(token_ids)
-        found = [match.group(1) for match in islice(self.call.finditer(text), self.calls)]
-        if not found:
+        calls = [match.group(1) for match in islice(self.call.finditer(text), self.calls)]
+        if not calls:
             return Outcome(done=True)
-        if len(found) == 1:
-            answers = [self._answer(found[0])]
+        if len(calls) == 1:
+            answers = [self._answer(calls[0])]
         else:
-            with ThreadPoolExecutor(len(found), thread_name_prefix="tool") as pool:
-                answers = list(pool.map(self._answer, found))
+            with ThreadPoolExecutor(len(calls), thread_name_prefix="tool") as pool:
+                answers = list(pool.map(self._answer, calls))
         forms = [(self.result if answer.ok else self.error).replace("{text}", answer.text) for answer in answers]
         reward = self.call_reward if all(answer.ok for answer in answers) else self.error_reward
         return Outcome(self.codec.answer("\n".join(forms), token_ids, role=self.role), reward)
@@ -341,11 +345,11 @@ class ToolUse(Environment):
         """
         if len(self.box.tools) == 1 and not call.lstrip().startswith("{"):
             return next(iter(self.box.tools)), {self.argument: clean(call)}
-        found = read_json(call)
-        arguments = found.get("arguments", {}) if isinstance(found, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+        content = read_json(call)
+        arguments = content.get("arguments", {}) if isinstance(content, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(content.get("name"), str):
             raise ValueError('a call is {"name": ..., "arguments": {...}}')
-        return found["name"], arguments
+        return content["name"], arguments
 
 
 def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -365,19 +369,19 @@ def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, 
         return {name: {"python": True} if name == "python" else {"function": BUILT_IN[name]} for name in names}
     if not tools:
         raise ConfigError("environment 'tools': no tool: name each as module:function")
-    found = {}
-    for name, given in tools.items():
-        spec = dict(given) if isinstance(given, Mapping) else {"function": BUILT_IN.get(given, given)}
-        own = [key for key in spec if key in SPECS]
+    specs = {}
+    for name, value in tools.items():
+        spec = dict(value) if isinstance(value, Mapping) else {"function": BUILT_IN.get(value, value)}
+        kinds = [key for key in spec if key in SPECS]
         unknown = [key for key in spec if key not in (*SPECS, *OWN_LIMITS, *(("results",) if "search" in spec else ()))]
-        if len(own) != 1 or unknown:
+        if len(kinds) != 1 or unknown:
             raise ConfigError(
                 f"environment 'tools': {name} has {', '.join(spec) or 'nothing'}; expected one of {', '.join(SPECS)}, "
                 f"and beside it {', '.join(OWN_LIMITS)} (results with search)."
             )
-        if own == ["function"] and not all(str(spec["function"]).partition(":")[::2]):
+        if kinds == ["function"] and not all(str(spec["function"]).partition(":")[::2]):
             raise ConfigError(f"environment 'tools': {name}: name each as module:function")
-        if own == ["mcp"] and not (spec["mcp"] and isinstance(spec["mcp"], str | list | tuple)):
+        if kinds == ["mcp"] and not (spec["mcp"] and isinstance(spec["mcp"], str | list | tuple)):
             raise ConfigError(f"environment 'tools': {name}: mcp is a URL, or a command as a list")
-        found[name] = spec
-    return found
+        specs[name] = spec
+    return specs

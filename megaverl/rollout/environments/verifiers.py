@@ -130,9 +130,9 @@ class EnvironmentLoop:
 
         self.tasks = tasks_of(taskset)
         chosen = {**options.get("taskset", {}), **read_taskset(taskset)[0]}
-        given: dict[str, Any] = {"env": {**options, "taskset": chosen}}
-        resolve_env_field(given)
-        config = given["env"]
+        fields: dict[str, Any] = {"env": {**options, "taskset": chosen}}
+        resolve_env_field(fields)
+        config = fields["env"]
         for name, spec in config:
             if "runtime" in getattr(spec, "model_fields", ()) and "runtime" not in options.get(name, {}):
                 setattr(config, name, spec.model_copy(update={"runtime": _runtime_here()}))
@@ -202,10 +202,10 @@ class VerifiersEpisode(ProgramEpisode):
         """Raise a ConfigError for options that cannot be used."""
         if importlib.util.find_spec("verifiers") is None:
             raise ConfigError(f"environment 'verifiers' needs the package: {HOW_TO_INSTALL}")
-        own = {key: value for key, value in options.items() if key != "environment"}
-        if own.keys() & {"command", "function", "outside"}:
+        program_options = {key: value for key, value in options.items() if key != "environment"}
+        if program_options.keys() & {"command", "function", "outside"}:
             raise ConfigError("environment 'verifiers': command, function and outside are of the environment 'gateway'")
-        ProgramEpisode.check(function="verifiers:play", **own)
+        ProgramEpisode.check(function="verifiers:play", **program_options)
 
     def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:
         task = row["extra"].get(COLUMN)

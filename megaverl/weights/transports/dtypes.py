@@ -52,7 +52,7 @@ class SideDtypes:
         """Dtype of most tensors."""
         return MOVABLE[self._common]
 
-    def of(self, tensor: str) -> torch.dtype | None:
+    def dtype_of(self, tensor: str) -> torch.dtype | None:
         """Return the dtype of a global tensor on any rank; None if the side holds nothing that could be moved."""
         return MOVABLE.get(self._others[tensor][0] if tensor in self._others else self._common)
 
@@ -84,23 +84,23 @@ def agree_on_dtypes(
             floating-point type of at least 16 bits, or cannot be converted without loss of range (float16 and
             bfloat16).
     """
-    mine = {name: _report(layout, tensors) for name, (layout, tensors) in sides.items()}
+    own_reports = {name: _report(layout, tensors) for name, (layout, tensors) in sides.items()}
 
     def summaries(every: list[Any]) -> dict[str, Any]:
         return {name: SideDtypes.summary([report[name] for report in every]) for name in sides}
 
-    found_on_all = reduce_json(mine, summaries, group) if dist.is_initialized() else summaries([mine])
-    merged = {name: SideDtypes(name, *found) for name, found in found_on_all.items()}
+    found_on_all = reduce_json(own_reports, summaries, group) if dist.is_initialized() else summaries([own_reports])
+    merged = {name: SideDtypes(name, *dtypes_of_sides) for name, dtypes_of_sides in found_on_all.items()}
     with together(group) if dist.is_initialized() else nullcontext():
         problems: dict[str, list[str]] = {}
         for name, (layout, tensors) in sides.items():
             for problem, tensor in merged[name].problems(layout, tensors):
                 problems.setdefault(problem, []).append(tensor)
         for tensor in sorted({tensor for layout, _ in sides.values() for tensor in layout.global_shapes}):
-            found = {name: side.of(tensor) for name, side in merged.items()}
-            if {torch.float16, torch.bfloat16} <= set(found.values()):
-                what = ", ".join(f"{dtype} at the {name}" for name, dtype in found.items())
-                problems.setdefault(what, []).append(tensor)
+            dtypes_of_sides = {name: side.dtype_of(tensor) for name, side in merged.items()}
+            if {torch.float16, torch.bfloat16} <= set(dtypes_of_sides.values()):
+                pair = ", ".join(f"{dtype} at the {name}" for name, dtype in dtypes_of_sides.items())
+                problems.setdefault(pair, []).append(tensor)
         if problems:
             lines = "; ".join(f"{problem}: {', '.join(listed(names))}" for problem, names in problems.items())
             raise ReshardError(
@@ -118,7 +118,7 @@ def wire_dtypes(sides: Mapping[str, SideDtypes]) -> Callable[[str], torch.dtype]
     """
 
     def wire(tensor: str) -> torch.dtype:
-        dtypes = [dtype for side in reversed(list(sides.values())) if (dtype := side.of(tensor)) is not None]
+        dtypes = [dtype for side in reversed(list(sides.values())) if (dtype := side.dtype_of(tensor)) is not None]
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
     return wire
@@ -126,14 +126,14 @@ def wire_dtypes(sides: Mapping[str, SideDtypes]) -> Callable[[str], torch.dtype]
 
 def converting(sides: Mapping[str, SideDtypes]) -> Callable[[str], bool]:
     """Return a function from a global tensor to whether the sides hold it in different dtypes."""
-    return lambda tensor: len({side.of(tensor) for side in sides.values()}) > 1
+    return lambda tensor: len({side.dtype_of(tensor) for side in sides.values()}) > 1
 
 
 def _dtypes(layout: Layout, tensors: Tensors) -> dict[str, list[str]]:
-    found: dict[str, set[str]] = {}
+    dtypes_by_tensor: dict[str, set[str]] = {}
     for piece in layout.pieces:
-        found.setdefault(piece.tensor, set()).add(str(tensors[layout.stored_in(piece.local)].dtype))
-    return {tensor: sorted(dtypes) for tensor, dtypes in found.items()}
+        dtypes_by_tensor.setdefault(piece.tensor, set()).add(str(tensors[layout.stored_in(piece.local)].dtype))
+    return {tensor: sorted(dtypes) for tensor, dtypes in dtypes_by_tensor.items()}
 
 
 def _report(layout: Layout, tensors: Tensors) -> dict[str, Any]:

@@ -62,10 +62,10 @@ def no_problem(problem: str, job: TransferJob) -> bool:
     """Return whether no rank has a problem, equal on all ranks; rank 0 logs the first problem. Collective over the
     group.
     """
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(gather_json(problem, job.group)) if text]
-    if found and job.plan.rank == 0:
-        logger.warning("weights go over the network within nodes: %s", found[0])
-    return not found
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(gather_json(problem, job.group)) if text]
+    if problems and job.plan.rank == 0:
+        logger.warning("weights go over the network within nodes: %s", problems[0])
+    return not problems
 
 
 class NodeReaders:
@@ -83,20 +83,20 @@ class NodeReaders:
 
         Collective.
         """
-        what = "waiting until all ranks' weights are ready to be read"
-        moved = self._any_rank(described != self._described, what)
+        doing = "waiting until all ranks' weights are ready to be read"
+        moved = self._any_rank(described != self._described, doing)
         if moved:
             self._described = described
             self._told = self._exchange(described)
         return moved
 
-    def _any_rank(self, mine: bool, what: str) -> bool:
+    def _any_rank(self, flag_here: bool, doing: str) -> bool:
         """Return whether the condition holds on any rank. Collective over the group."""
-        flag = torch.tensor([mine], dtype=torch.int64, device=platform.device)
+        flag = torch.tensor([flag_here], dtype=torch.int64, device=platform.device)
         try:
             self._wait(dist.all_reduce(flag, group=self._job.group, async_op=True))
         except (RuntimeError, TimeoutError) as error:
-            raise self._job.failures.blame(self._version, -1, what, error) from error
+            raise self._job.failures.blame(self._version, -1, doing, error) from error
         return bool(flag)
 
     def _exchange(self, value: Any) -> dict[int, Any]:
@@ -117,8 +117,8 @@ class NodeReaders:
             try:
                 self._wait(work)
             except (RuntimeError, TimeoutError) as error:
-                what = f"exchanging with rank {peers[number]} where tensors lie"
-                raise self._job.failures.blame(self._version, peers[number], what, error) from error
+                doing = f"exchanging with rank {peers[number]} where tensors lie"
+                raise self._job.failures.blame(self._version, peers[number], doing, error) from error
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
@@ -189,8 +189,8 @@ class CrossMemory(NodeReaders):
                     _read(self._pids[peer], read)
                 except OSError as error:
                     first, last = self._receives[peer][0], self._receives[peer][-1]
-                    what = f"reading {first.tensor} to {last.tensor} in the memory of rank {peer}"
-                    raise self._job.failures.blame(self._version, peer, what, error) from error
+                    doing = f"reading {first.tensor} to {last.tensor} in the memory of rank {peer}"
+                    raise self._job.failures.blame(self._version, peer, doing, error) from error
                 received += read.nbytes
                 calls += 1
         return Moved(sent=self._sent, received=received, messages=calls)
@@ -215,17 +215,17 @@ def parts(place: TensorAddress, box: Box) -> np.ndarray:
     for size, stride in zip(box.shape[:axis], place.strides[:axis], strict=True):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * place.itemsize)
         starts = (starts[:, None] + steps).ravel()
-    found = np.empty(len(starts), dtype=PART)
-    found["start"], found["nbytes"] = starts, run * place.itemsize
-    return found
+    runs = np.empty(len(starts), dtype=PART)
+    runs["start"], runs["nbytes"] = starts, run * place.itemsize
+    return runs
 
 
-def joined(found: np.ndarray) -> np.ndarray:
+def joined(runs: np.ndarray) -> np.ndarray:
     """Merge ranges that directly follow each other in memory."""
-    opens = np.ones(len(found), dtype=bool)
-    opens[1:] = found["start"][1:] != found["start"][:-1] + found["nbytes"][:-1]
-    out = found[opens]
-    out["nbytes"] = np.add.reduceat(found["nbytes"], np.flatnonzero(opens))
+    opens = np.ones(len(runs), dtype=bool)
+    opens[1:] = runs["start"][1:] != runs["start"][:-1] + runs["nbytes"][:-1]
+    out = runs[opens]
+    out["nbytes"] = np.add.reduceat(runs["nbytes"], np.flatnonzero(opens))
     return out
 
 
@@ -278,16 +278,16 @@ def _read(pid: int, read: Read) -> None:
 def _cannot_read(probe: Sequence[Any]) -> str:
     """Return why another process's memory cannot be read from here, or ''."""
     pid, address, secret = probe
-    found = np.zeros(len(secret) // 2, dtype=np.uint8)
-    here, there = (np.array([(start, found.nbytes)], dtype=PART) for start in (found.ctypes.data, address))
+    secret_read = np.zeros(len(secret) // 2, dtype=np.uint8)
+    here, there = (np.array([(start, secret_read.nbytes)], dtype=PART) for start in (secret_read.ctypes.data, address))
     try:
-        _read(pid, Read(here, there, found.nbytes))
+        _read(pid, Read(here, there, secret_read.nbytes))
     except (OSError, AttributeError) as error:
         return (
             f"process {os.getpid()} may not read process {pid}'s memory ({error}). Allow it (kernel.yama.ptrace_scope "
             "of 0, or the capability SYS_PTRACE in a container), or set reshard.ipc=never"
         )
-    return "" if found.tobytes().hex() == secret else f"process {pid} is another one here: not the same machine"
+    return "" if secret_read.tobytes().hex() == secret else f"process {pid} is another one here: not the same machine"
 
 
 def _places(tensors: Tensors) -> dict[str, TensorAddress]:
@@ -365,9 +365,9 @@ class CudaIpc(NodeReaders):
         except RuntimeError as error:
             problem = f"its memory cannot be shared ({_first_line(error)})"
         self._meet(described)
-        for peer, told in self._told.items():
+        for peer, description in self._told.items():
             try:
-                self._opened[peer] = _open(told) if told is not None else {}
+                self._opened[peer] = _open(description) if description is not None else {}
             except RuntimeError as error:
                 problem = problem or f"the memory of rank {peer} cannot be opened ({_first_line(error)})"
         return problem and f"{problem}. {CAUSES}"

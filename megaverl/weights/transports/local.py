@@ -122,11 +122,11 @@ def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[st
 
     Tensors of the plan that the destination does not have yet are left out.
     """
-    found = 0
+    adopted = 0
     for pair in _pairs(plan, plan.copies, plan.receives, source, dest, never_alias):
         dest[pair.dest].data = view(source[pair.source], pair.box)
-        found += 1
-    return found
+        adopted += 1
+    return adopted
 
 
 def _pairs(
@@ -142,15 +142,15 @@ def _pairs(
     Tensors that other ranks fill, and tensors with views, cannot.
     """
     seen = {name for layout in (plan.source_layout, plan.dest_layout) for name in layout.views}
-    own = {*never_alias, *(name for name, _ in plan.dest_layout.views.values())}
+    not_shared = {*never_alias, *(name for name, _ in plan.dest_layout.views.values())}
     arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers}
     by_dest: dict[str, list[Transfer]] = {}
     for transfer in copies:
         if transfer.source_local in seen or transfer.dest_local in seen:
-            own.add(transfer.dest_local)
+            not_shared.add(transfer.dest_local)
         by_dest.setdefault(transfer.dest_local, []).append(transfer)
     for name, transfers in by_dest.items():
-        free = name in dest and name not in arriving and name not in own
+        free = name in dest and name not in arriving and name not in not_shared
         if free and (pair := alias_pair(transfers, source, dest)):
             yield pair
 

@@ -49,12 +49,12 @@ class SharedFolder:
         # The random name keeps files of other runs and of other resharders apart.
         token = broadcast_json(os.urandom(8).hex(), 0, job.group)
         sends, receives = job.take_peers(lambda peer: not job.options.same_node(rank, peer))
-        own = folder / f"reshard-{token}"
+        reshard_folder = folder / f"reshard-{token}"
         try:
-            own.mkdir(parents=True, exist_ok=True)
+            reshard_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReshardError(f"reshard.folder={folder}: cannot be written ({error}). Name another folder.") from error
-        return cls(job, own, sends, receives) if sends or receives else None
+        return cls(job, reshard_folder, sends, receives) if sends or receives else None
 
     def start(self, version: int) -> None:
         """Write all files that other ranks wait for, with one message in memory at a time."""
@@ -106,6 +106,6 @@ class SharedFolder:
         end = time.monotonic() + (PATIENCE_SECONDS if timeout is None else timeout.total_seconds())
         while not file.exists():
             if time.monotonic() > end:
-                what = f"reading {message} of rank {peer} from {file.name}"
-                raise self._job.failures.blame(self._version, peer, what, TimeoutError("no such file came"))
+                doing = f"reading {message} of rank {peer} from {file.name}"
+                raise self._job.failures.blame(self._version, peer, doing, TimeoutError("no such file came"))
             time.sleep(POLL_SECONDS)

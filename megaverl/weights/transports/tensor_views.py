@@ -69,8 +69,8 @@ def check_tensors(
     for name, shape in layout.local_shapes.items():
         if name in tensors and tuple(tensors[name].shape) != tuple(shape):
             shapes.setdefault((tuple(tensors[name].shape), tuple(shape)), []).append(name)
-    for (found, wanted), names in shapes.items():
-        problems.append(f"shape {list(found)}, the layout says {list(wanted)}: {', '.join(listed(names))}")
+    for (actual, wanted), names in shapes.items():
+        problems.append(f"shape {list(actual)}, the layout says {list(wanted)}: {', '.join(listed(names))}")
     extra = [name for name in tensors if name not in layout.local_shapes] if exact else []
     if extra:
         problems.append(
