@@ -188,7 +188,12 @@ class Stager:
         changing: dict[MetadataIndex, torch.Tensor] = {}
         for index, value in items.items():
             place = _place(value)
-            (lasting if place in held else changing if place in copied else data)[index] = value
+            if place in held:
+                lasting[index] = value
+            elif place in copied:
+                changing[index] = value
+            else:
+                data[index] = value
         return StagedShards(
             committer.rank,
             plan,

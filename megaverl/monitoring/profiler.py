@@ -244,7 +244,8 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
         DataError: there is no such run, it has nothing of this step, or a file is damaged.
     """
     known = profiled_steps(run_dir)
-    step = step if step is not None else (known[-1] if known else None)
+    if step is None and known:
+        step = known[-1]
     if not run_dir.is_dir() or step is None:
         reason = "nothing was profiled in it" if run_dir.is_dir() else "no such folder"
         raise DataError(f"{run_dir}: {reason}. Name a run that has run.profile.steps, or a step: --step 3.")

@@ -144,6 +144,9 @@ class BufferOptions:
         # megatron-core's default: large enough to use the network well, and larger with more replicas.
         bucket = ddp.get("bucket_size") or max(40_000_000, 1_000_000 * num_replicas)
         sgd = optimizer.get("optimizer", "adam") == "sgd"
+        offload = 0.0
+        if optimizer.get("optimizer_cpu_offload", False):
+            offload = float(optimizer.get("optimizer_offload_fraction", 0.0))
         return cls(
             distributed=bool(ddp["use_distributed_optimizer"]),
             grads_in_fp32=bool(ddp["grad_reduce_in_fp32"]),
@@ -154,9 +157,7 @@ class BufferOptions:
             exp_avg_sq_itemsize=itemsize("exp_avg_sq_dtype"),
             main_itemsize=itemsize("main_params_dtype"),
             num_moments=1 if sgd else 2,
-            offload=float(optimizer.get("optimizer_offload_fraction", 0.0))
-            if optimizer.get("optimizer_cpu_offload", False)
-            else 0.0,
+            offload=offload,
         )
 
 

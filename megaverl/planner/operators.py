@@ -78,7 +78,9 @@ class StepLoad:
         self.job, self.hardware, self.lengths, self.traffic = job, hardware, lengths, traffic
         self.samples = job.config.rows_per_step
         dtype = job.config.model.dtype
-        self.dtype = ("bfloat16" if hardware.on_gpus else "float32") if dtype == "auto" else dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if hardware.on_gpus else "float32"
+        self.dtype = dtype
 
     @property
     def peak(self) -> float:
@@ -203,8 +205,10 @@ def slept_seconds(load: StepLoad) -> float | None:
     if job.placement.colocated("actor", "rollout"):
         return 0.0
     fields, spec, tp = config.rollout.vllm, job.spec, job.rollout.tp
-    embedding = (1 if fields.get("quantization") else load.actor.itemsize) * spec.vocab_size * spec.hidden_size / tp
-    return (engine_costs(job, load.actor, load.lengths).weights + embedding) / (load.hardware.host_gb_s * 1e9)
+    itemsize = 1 if fields.get("quantization") else load.actor.itemsize
+    embedding = itemsize * spec.vocab_size * spec.hidden_size / tp
+    copied = engine_costs(job, load.actor, load.lengths).weights + embedding
+    return copied / (load.hardware.host_gb_s * 1e9)
 
 
 def _operation(
@@ -265,13 +269,14 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     first = _ranked(role, lanes)
     for stage in range(role.grid.pp):
         first += (("optimizer", role.ranks[role.grid.rank(pp=stage)], span, span + closing.seconds),)
+    period = span + closing.seconds  # of one update
     all_lanes = tuple(
-        (label, rank, begin + turn * (span + closing.seconds), stop + turn * (span + closing.seconds))
+        (label, rank, begin + turn * period, stop + turn * period)
         for turn in range(times)
         for label, rank, begin, stop in first
     )
     work += closing.work(load.hardware) * len(role.ranks)
-    return times * (span + closing.seconds) + offload, times * work, all_lanes
+    return times * period + offload, times * work, all_lanes
 
 
 def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
@@ -415,10 +420,12 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
             reduced = max(reduced / 8, reduced - stages[stage].backward.seconds)
         if gathers_early:
             gathered = max(gathered / 8, gathered - stages[stage].forward.seconds)
+        # A distributed optimizer updates one replica's share on each rank; under FSDP each rank updates its shard.
         shards = role.shards.size if role.shards is not None else 1
-        updated = plain / (replicas if distributed and shards == 1 else shards) + expert / (
-            grid.expert_dp if distributed and shards == 1 else shards
-        )
+        is_distributed = distributed and shards == 1
+        plain_split = replicas if is_distributed else shards
+        expert_split = grid.expert_dp if is_distributed else shards
+        updated = plain / plain_split + expert / expert_split
         step = OPTIMIZER_BYTES * updated / costs.memory
         if optimizer.get("optimizer_cpu_offload"):
             step = OPTIMIZER_BYTES * updated / (load.hardware.host_gb_s * 1e9)
@@ -462,19 +469,22 @@ def reshard_seconds(load: StepLoad) -> float:
     )
     needed = itemsize * whole / tp
     if not job.placement.colocated("actor", "rollout"):
-        copies = -(-len(job.rollout.ranks) // max(1, len(job.actor.ranks)))
-        return (
-            needed
-            * max(1, copies)
-            / (hardware.network_gb_s if job.world > hardware.ranks_per_node else hardware.node_gb_s)
-            / 1e9
-            / hardware.link_efficiency
-        )
-    held = (
-        itemsize * max(stages) * min(1.0, grid.tp / tp) if grid.ep == 1 else itemsize * whole / tp / grid.pp / grid.ep
-    )
+        # Each actor rank sends its weights to several engine ranks if there are more of these.
+        copies = max(1, -(-len(job.rollout.ranks) // max(1, len(job.actor.ranks))))
+        gb_s = hardware.network_gb_s if job.world > hardware.ranks_per_node else hardware.node_gb_s
+        return needed * copies / gb_s / 1e9 / hardware.link_efficiency
+    # An engine's rank already has the weights of its own actor rank that fall into its tensor-parallel part.
+    if grid.ep == 1:
+        held = itemsize * max(stages) * min(1.0, grid.tp / tp)
+    else:
+        held = itemsize * whole / tp / grid.pp / grid.ep
     missing = max(0.0, needed - held)
-    here = min(1.0, hardware.ranks_per_node * itemsize * max(stages) / max(needed * tp, 1.0)) if grid.pp > 1 else 1.0
-    links = max(missing * here / (hardware.node_gb_s * 1e9), missing * (1 - here) / (hardware.network_gb_s * 1e9))
+    # With pipeline stages, a node has a part of the model; the rest comes over the network.
+    here = 1.0
+    if grid.pp > 1:
+        here = min(1.0, hardware.ranks_per_node * itemsize * max(stages) / max(needed * tp, 1.0))
+    within_node = missing * here / (hardware.node_gb_s * 1e9)
+    between_nodes = missing * (1 - here) / (hardware.network_gb_s * 1e9)
+    links = max(within_node, between_nodes)
     copied = 0.0 if job.aliases else 2 * min(held, needed) / (hardware.memory_gb_s * 1e9)
     return max(links / hardware.link_efficiency, copied / hardware.memory_efficiency)

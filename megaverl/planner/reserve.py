@@ -257,8 +257,12 @@ def _channels(here: int) -> int:
 
 
 def _gemm_bytes(roles: list[Role], generates: bool) -> int:
-    te = TE_GEMM * (1 + (TE_STREAMS if any(role.spec.moe is not None for role in roles) else 0)) if roles else 0
-    return CUBLAS * (1 + generates) + te
+    transformer_engine = 0
+    if roles:
+        # Grouped products of experts run on streams of their own, each with a workspace.
+        has_experts = any(role.spec.moe is not None for role in roles)
+        transformer_engine = TE_GEMM * (1 + (TE_STREAMS if has_experts else 0))
+    return CUBLAS * (1 + generates) + transformer_engine
 
 
 def _all_reduce_bytes(tp: int) -> int:

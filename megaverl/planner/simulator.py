@@ -229,6 +229,7 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
     tokens = load.samples * load.lengths.tokens
     flops = load.model_flops()
     peak = load.peak
+    update_flops = sum(number for name, number in flops.items() if name.endswith("_update"))
     updating = sum(phase.seconds * len(phase.ranks) for phase in phases if phase.name.endswith("_update"))
     return Prediction(
         step_seconds=seconds,
@@ -236,9 +237,7 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
         critical_path=tuple((name, taken) for name, taken in reversed(path) if taken > EPSILON),
         tokens_per_second_per_gpu=tokens / seconds / job.world,
         mfu=sum(flops.values()) / (seconds * job.world * peak),
-        update_mfu=sum(each for name, each in flops.items() if name.endswith("_update")) / (updating * peak)
-        if updating
-        else 0.0,
+        update_mfu=update_flops / (updating * peak) if updating else 0.0,
         samples=load.samples,
         tokens=tokens,
         processor_seconds=sum(op.work for op in ops),

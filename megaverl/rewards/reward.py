@@ -261,7 +261,8 @@ class Reward:
         marked = [component.name for component in components if component.accuracy]
         if len(marked) > 1:
             raise RewardError(f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy.")
-        self.accuracy_component: str | None = marked[0] if marked else components[0].name if components else None
+        deciding = marked or [component.name for component in components]
+        self.accuracy_component: str | None = deciding[0] if deciding else None
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Check that all functions can be called for rows with these columns beside prompt and answer.

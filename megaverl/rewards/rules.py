@@ -214,7 +214,10 @@ LANGUAGES = ("", "python", "python3", "py")
 def extract_code(response: str) -> str:
     """Return the last fenced block of Python or without a language; the whole response if it has no blocks."""
     blocks = [text for language, text in BLOCK.findall(response) if language.lower() in LANGUAGES]
-    return blocks[-1] if blocks else "" if BLOCK.search(response) else response
+    if blocks:
+        return blocks[-1]
+    # A response with blocks of other languages alone has no program; one without any block is a program as a whole.
+    return "" if BLOCK.search(response) else response
 
 
 def row_tests(reference: Any) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ class ServiceOptions:
         for name, least in bounds.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
-                bound = "at least 1" if least == 1 else "at least 0" if least == 0 else "above 0"
+                bound = f"at least {least:g}" if least in (0, 1) else "above 0"
                 raise ValueError(f"{name} is {value!r}; it must be a number, {bound}")
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env: no variable {self.token_env} is set. Run: export {self.token_env}=...")

@@ -345,11 +345,9 @@ def _choose(folder: Path, prefixes: Sequence[str], role: str | None) -> str:
     if wanted in roles:
         return prefixes[roles.index(wanted)]
     held = ", ".join(name or "(unnamed)" for name in roles)
-    raise CheckpointError(
-        f"{folder}: holds several models; choose one with --role: {held}."
-        if role is None
-        else f"{folder}: no role {role!r} in it. It holds: {held}."
-    )
+    if role is None:
+        raise CheckpointError(f"{folder}: holds several models; choose one with --role: {held}.")
+    raise CheckpointError(f"{folder}: no role {role!r} in it. It holds: {held}.")
 
 
 def without_head(weights: Sequence[Weight], opened: OpenedCheckpoint, optional: Collection[str]) -> list[str]:

@@ -275,7 +275,9 @@ def ends(series: Series, share: float = 0.05) -> tuple[float, float]:
 def short(value: float) -> str:
     """Format a number for an axis or a tile, with three significant digits."""
     if not math.isfinite(value):
-        return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+        if math.isnan(value):
+            return "–"
+        return "∞" if value > 0 else "−∞"
     size = abs(value)
     if size == 0:
         return "0"

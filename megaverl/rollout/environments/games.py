@@ -51,7 +51,12 @@ class GuessingGame(Environment):
         guess = int(text) if text.isdecimal() else None
         if guess == self.secret:
             return Outcome(reward=1.0, done=True)
-        hint = self.unreadable if guess is None else self.higher if guess < self.secret else self.lower
+        if guess is None:
+            hint = self.unreadable
+        elif guess < self.secret:
+            hint = self.higher
+        else:
+            hint = self.lower
         return Outcome(self.codec.answer(hint, token_ids), reward=-self.turn_cost)
 
 

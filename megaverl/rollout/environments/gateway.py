@@ -373,7 +373,12 @@ class ProgramEpisode(Environment):
             most = min(most, max(1, limits.max_turns - self._taken))
         while len(outcomes) < most:
             goes_on = len(outcomes) >= len(answered) and all(one in answered for one, _ in self._waiting)
-            seconds = self.seconds if not outcomes else 0.0 if goes_on else TOGETHER_SECONDS
+            if not outcomes:
+                seconds = self.seconds
+            elif goes_on:
+                seconds = 0.0
+            else:
+                seconds = TOGETHER_SECONDS
             if (call := self._next(seconds, fails=not outcomes)) is None:
                 break
             try:

@@ -161,11 +161,13 @@ class MCPTools:
             raise EpisodeError("tools of an MCP server need the package mcp, 2 or newer: pip install mcp.") from error
         self._name = server if isinstance(server, str) else " ".join(server)
         self._seconds, self._longest = seconds, max_characters
-        self._make = lambda: Client(
-            server
-            if isinstance(server, str)
-            else stdio_client(StdioServerParameters(command=server[0], args=list(server[1:])))
-        )
+
+        def make() -> Client:
+            if isinstance(server, str):
+                return Client(server)
+            return Client(stdio_client(StdioServerParameters(command=server[0], args=list(server[1:]))))
+
+        self._make = make
         self._client: Any = None
         self._loop = asyncio.new_event_loop()
         self._ends: asyncio.Event | None = None
