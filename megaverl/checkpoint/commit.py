@@ -130,6 +130,7 @@ def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool
         )
     with writing(partial):
         root.mkdir(parents=True, exist_ok=True)
+        # They are of saves that were interrupted; no other save is running, as one run has one committing rank.
         for rest in root.glob(f"{PREFIX}*{PARTIAL_SUFFIX}"):
             shutil.rmtree(rest)
         free = shutil.disk_usage(root).free
@@ -152,8 +153,10 @@ def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str
     root, partial = folder.parent, partial_name(folder)
     with writing(partial):
         phase("checkpoint_manifest")
+        # Steps do not order checkpoints: a run that resumed from an older one writes lower steps later.
         newest = max((known.serial for _, known in readable(root)), default=0)
         replace(manifest, serial=newest + 1).write(partial)
+        # A rename may reach the disk before the files' contents do, unless these are synced first.
         sync_folder(partial)
         phase("checkpoint_rename")
         # The run has resumed from an earlier step and reached this one again. Move the old checkpoint aside, so that a

@@ -251,6 +251,7 @@ class CheckedReader(FileSystemReader):
         Raises:
             DamagedCheckpoint: names the file and the tensor whose bytes have changed.
         """
+        # Disks and network file systems read ahead, which only helps where reads go forward.
         items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
         for name, in_file in groupby(items, lambda item: self._place(item).relative_path):
             with open(Path(self.path) / name, "rb", buffering=0) as file:
@@ -282,6 +283,7 @@ class CheckedReader(FileSystemReader):
         if frame is None or frame.length != place.length:
             data = read_object(file, place.offset, place.length)
             stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # The usual case on an unchanged grid: the bytes go directly into the parameter, without a copy of the tensor.
         elif len(wanted) == 1 and _takes_all(target := planner.resolve_tensor(first).detach(), first, shape, dtype):
             read_tensor(file, place.offset, frame, target, keep_cached=self._keep_cached)
             planner.commit_tensor(first, target)

@@ -74,7 +74,8 @@ class CheckpointStore:
         store = CheckpointStore("runs/demo/checkpoints")
         store.start(step, {"actor": actor}, {"next_step": step})   # writes in the background
         store.finish()                                             # all ranks have written: commit
-        folder = store.resolve("auto") folder, state = store.resume(folder, {"actor": actor})
+        folder = store.resolve("auto")
+        folder, state = store.resume(folder, {"actor": actor})
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class CheckpointStore:
         folder = folder_of(self.root, step, inside=inside)
         partial = partial_name(folder)
         self.phase("checkpoint_copy")
+        # Staging comes before the folder: its plan tells how many bytes must fit on the disk.
         with own_errors(f"{partial}: the checkpoint was not written", FIX):
             shards = self._staged(roles, in_background)
         was_there = self._was_there
@@ -146,6 +148,7 @@ class CheckpointStore:
             shards.num_bytes, lambda sizes: prepare_folder(self.root, partial, sum(sizes), was_there=was_there)
         )
         self._was_there = True
+        # The random state is taken now, not when the thread writes it: training draws numbers meanwhile.
         rank_files = {
             _random_file(self.committer.rank): json.dumps(capture_random_state()).encode(),
             **(own_files or {}),
@@ -189,6 +192,8 @@ class CheckpointStore:
             return None
         if not wait:
             done = pending.written.done()
+            # All ranks must decide alike whether to commit. A failure ends the wait at once: the others' files are of
+            # no use then.
             state = [done, done and pending.written.exception() is not None]
             if not self.committer.conclude(
                 state, lambda states: all(d for d, _ in states) or any(f for _, f in states)
@@ -282,6 +287,8 @@ class CheckpointStore:
             CheckpointError: on every rank: the folder does not exist, or has no complete checkpoint.
         """
         self._search = None
+        # With a named folder, or `never`, a restart would otherwise begin again there and repeat what this job has
+        # saved.
         if restarted and resume not in ("auto", "latest"):
             latest_checkpoint = self.latest(self.committer.decide(job_name))
             if latest_checkpoint is not None:

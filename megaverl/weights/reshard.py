@@ -104,8 +104,7 @@ class Resharder:
         dest_tensors: the same for the destination.
         group: the ranks of the plan, in order; None: all.
         options: permitted ways to move weights. With `alias`, destination tensors that share the source's storage
-            change
-            with the source: call `source_changes` first.
+            change with the source: call `source_changes` first.
         background: a second group of the same ranks, for transports that work in a thread while main threads use
             `group`. Every version after the first moves there, in parts. None: no background work.
         in_order: sets of source tensors, in the order in which they get their new values on this rank; tensors in no
@@ -143,6 +142,7 @@ class Resharder:
         self._plan, self._group = plan, group
         options = options or TransportOptions()
         self._timeout = options.timeout
+        # All ranks raise together: a rank that raised alone would leave the others waiting in the next collective.
         with together(group) if plan.world > 1 else nullcontext():
             check_plan(plan)
             check_tensors(plan.source_layout, source_tensors, "the source", ReshardError, exact=True)
@@ -162,13 +162,18 @@ class Resharder:
             if quantised is not None:
                 quantised = quantised.changing(changing)
                 changing |= quantised.tensors
+            # Frozen weights travel once, in the first version; every later one moves only those that the source
+            # changes.
             later = replace(self._job, plan=plan.only(changing.__contains__))
+            # Transports take their transfers out of the job, so that later versions need a job and transports of their
+            # own.
             if background is None:
                 self._later_transports = assign(later, quantised)
         self._parts: list[list[Transport]] = []
         if background is not None:
             self._later_transports = self._take_parts(replace(later), background, in_order)
         self.brings_all = True  # the next run moves all weights, not only those that change
+        # If all weights stay on their ranks, no rank can be behind another, and `_agree` needs no collective.
         travels = bool(plan.sends or plan.receives)
         self._anything_travels = plan.world > 1 and reduce_json(travels, any, group)
         self._background: Future[tuple[Moved, float]] | None = None
@@ -224,6 +229,7 @@ class Resharder:
         self.inconsistent = None
         self.brings_all, self._started, self._background = False, False, None
         here, last = self._seconds + time.perf_counter() - begin, time.perf_counter() - arrived
+        # A version in the background took at least as long as its moves, though the main thread waited for less.
         seconds = max(here, self._seconds + moving + last)
         return ReshardStats(
             bytes_local=moved.local,
@@ -287,6 +293,7 @@ class Resharder:
             yield
         except Exception as error:
             self._started, self._background = False, None
+            # It is unknown which weights have arrived, so the next run brings all of them.
             self.brings_all = True
             self.inconsistent = f"the reshard from version {self.version} to {wanted} failed ({error})"
             raise
@@ -300,6 +307,7 @@ class Resharder:
         first = parts_of(job.plan.source_layout, in_order, self._group)
         named = frozenset().union(*first)
         plans = [*(left.only(part.__contains__) for part in first), left.only(lambda tensor: tensor not in named)]
+        # The aliases above have taken what shares storage; what is left must be copied, however its storage lies.
         job = replace(job, group=background, options=replace(job.options, alias=False))
         self._parts = [assign(replace(job, plan=plan)) for plan in plans]
         return [] if aliases is None else [aliases]
@@ -377,7 +385,9 @@ def parts_of(
         source: this rank's layout.
         in_order: as in `Resharder`.
     """
+    # Ranks of different pipeline stages have different numbers of sets; all must agree on the number of parts.
     number = min(MAX_PARTS, reduce_json(len(in_order), max, group)) if dist.is_initialized() else 0
+    # A single part could only begin after the last step, which is what a run without background does.
     if number < 2:
         return []
     places = {local: at for at, names in enumerate(in_order) for local in names}

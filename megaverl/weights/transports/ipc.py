@@ -83,6 +83,9 @@ class NodeReaders:
 
         Collective.
         """
+        # Storage moves rarely (after a sleep, or by offloading), so addresses are exchanged only if some rank's have
+        # changed. All ranks take part, as a reader cannot know whether its source has moved. The collective is also the
+        # signal that the sources are final.
         doing = "waiting until all ranks' weights are ready to be read"
         moved = self._any_rank(described != self._described, doing)
         if moved:
@@ -103,6 +106,7 @@ class NodeReaders:
         """Send this rank's `value` to its readers, and return those of the ranks that it reads from."""
         device = device_of(self._job.group)
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        # A receive needs a buffer of the right size, so the lengths travel first.
         lengths = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in self._receives}
         self._batch(torch.tensor([data.numel()], device=device), lengths)
         parts = {peer: torch.empty(int(n), dtype=torch.uint8, device=device) for peer, n in lengths.items()}
@@ -163,6 +167,8 @@ class CrossMemory(NodeReaders):
             both = (*job.sends.get(peer, ()), *job.receives.get(peer, ()))
             return job.options.same_node(job.plan.rank, peer) and not any(job.converts(t.tensor) for t in both)
 
+        # A process id can mean another process here (containers have PID namespaces of their own), so each rank reads a
+        # secret out of the other's memory before it relies on the id.
         secret = np.frombuffer(os.urandom(16), dtype=np.uint8)
         everyone = gather_json([os.getpid(), secret.ctypes.data, secret.tobytes().hex()], job.group)
         problem = next((why for peer in job.receives if wanted(peer) and (why := _cannot_read(everyone[peer]))), "")

@@ -87,6 +87,8 @@ class PointToPoint:
         self._version, self._begun, self._slots_given = version, 0, 0
         self._pending.clear()
         self._on_device.clear()
+        # This is decided in each version: offloading between them can move a box to host memory, which is not sent in
+        # place.
         self._needed = [self._needs(round_) for round_ in self._rounds]
         self._buckets = self._make_buckets()
         while self._may_begin():
@@ -98,6 +100,7 @@ class PointToPoint:
             while self._may_begin():
                 self._begin()
         self._wait_for_device()
+        # Between reshards the memory belongs to activations or the KV cache.
         del self._buckets
         return Moved(sent=self._sent, received=self._received, messages=self._num_messages)
 
@@ -164,6 +167,7 @@ class PointToPoint:
 
     def _make_buckets(self) -> dict[str, list[torch.Tensor]]:
         """Allocate the slots, only as large as the messages that need packing on this rank."""
+        # Rounds take the slots in turn, so each slot is as large as the largest message that will use it.
         needed = {"in": [0] * SLOTS, "out": [0] * SLOTS}
         number = 0
         for needs in self._needed:
