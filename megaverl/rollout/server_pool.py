@@ -254,6 +254,7 @@ class ServerPool:
                 member.asked = False
 
         if free:
+            # One thread each, as a server that does not answer would delay the others by its time limit.
             with ThreadPoolExecutor(len(free)) as threads:
                 list(threads.map(ask_and_free, free))
 
@@ -415,6 +416,7 @@ class ServerPool:
                 ready = [member for member in self.members.values() if member.state == "ready"]
                 free = [member for member in ready if member.running < self._most_running]
                 if free or (ready and stopped is None):
+                    # Each rank sees only its own requests, so ranks begin at different servers to spread theirs.
                     first = self._turn % len(free or ready)
                     chosen = min(
                         (free or ready)[first:] + (free or ready)[:first], key=lambda candidate: candidate.running

@@ -104,6 +104,7 @@ class Sandbox:
     _sharing: ClassVar[threading.Lock] = threading.Lock()
 
     def __post_init__(self) -> None:
+        # Last in, first out: a worker that runs is taken before a place where one would have to start.
         self._free = queue.LifoQueue()
         for _ in range(self.size):
             self._free.put(None)

@@ -64,6 +64,7 @@ FIRST_FREE = 100  # file descriptors from here on are above those that a program
 
 def serve() -> None:
     """Answer on standard output until standard input ends."""
+    # Standard output carries the answers; anything that an imported package prints goes to standard error instead.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     requests = os.dup(0)
     os.dup2(2, 1)
@@ -84,8 +85,10 @@ def serve() -> None:
     for name in (signal.SIGINT, signal.SIGTERM):
         # With default handlers, process 1 of a namespace ignores these signals from inside.
         signal.signal(name, signal.SIG_DFL)
+    # Python refuses to print integers of more than 4,300 digits by default; a program's time is limited anyway.
     sys.set_int_max_str_digits(0)
     limits = {name: setting[name] for name in ("memory_mb", "threads")}
+    # A collection in a copy would write to all objects, and so copy the memory that it shares with this process.
     gc.collect()
     gc.freeze()
     answer({"ready": True})
@@ -96,6 +99,7 @@ def serve() -> None:
 
 def _line(file: int) -> Any:
     """Read the next line and nothing after it; None at the end."""
+    # A larger read could take bytes of the programs' lines, which only their copies may read.
     text = b""
     while not text.endswith(b"\n"):
         if not (byte := os.read(file, 1)):
@@ -147,6 +151,7 @@ def run(
         first = start(sizes[0], response, [out[1], err[1], ask[0], tell[1]])
         children = [start(sizes[1], tests, [err[1], err[1], tell[0], ask[1], verdict[1]]), first]
     begin = time.monotonic()
+    # A writing end that stays open here would keep a copy waiting for more after the other one has ended.
     for reading, writing in pipes[3:]:
         os.close(reading)
         os.close(writing)
