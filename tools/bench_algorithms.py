@@ -65,12 +65,12 @@ class Clock:
 
         def counted(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
-            found = function(*args, **options)
-            for tensor in found if isinstance(found, tuple) else (found,):
+            result = function(*args, **options)
+            for tensor in result if isinstance(result, tuple) else (result,):
                 if tensor.requires_grad:
                     tensor.register_hook(self._reached)
             self._inside += time.perf_counter() - start
-            return found
+            return result
 
         return counted
 
@@ -123,25 +123,27 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
 
     warm = warm_start(out, 0)
     seed_generators(0)
-    given = configuration(out, 0, f"cost_{name}", name, warm).to_dict()
-    given["trainer"] |= {"steps": steps, "validate_every": 0}
-    given["checkpoint"] |= {"resume": "never"}
-    given["data"] |= {"validation": []}
-    config = load_config(given, world_size=1)
+    settings = configuration(out, 0, f"cost_{name}", name, warm).to_dict()
+    settings["trainer"] |= {"steps": steps, "validate_every": 0}
+    settings["checkpoint"] |= {"resume": "never"}
+    settings["data"] |= {"validation": []}
+    config = load_config(settings, world_size=1)
     trainer, clock = Trainer(config, Console(rank=1)), Clock()
     watch(trainer, clock)
-    found: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     one_step = trainer.one_step
 
     def watched(*args: Any, **options: Any) -> None:
         clock.seconds = 0.0
         one_step(*args, **options)
-        found.append((trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds))
+        times.append((trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds))
 
     trainer.one_step = watched  # type: ignore[method-assign]
     trainer.train()
-    kept = found[1:] or found
-    return statistics.median(step for step, _ in kept), statistics.median(own for _, own in kept)
+    kept = times[1:] or times
+    return statistics.median(step for step, _ in kept), statistics.median(
+        algorithm_seconds for _, algorithm_seconds in kept
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -155,9 +157,12 @@ def main(arguments: list[str] | None = None) -> int:
     shares = {}
     print("| algorithm | step, ms | advantages and losses, ms | share |\n| --- | --- | --- | --- |")
     for name in options.algorithms:
-        step, own = measure(options.out, name, options.steps)
-        shares[name] = own / step
-        print(f"| {name} | {step * 1e3:.0f} | {own * 1e3:.2f} | {own / step:.2%} |", flush=True)
+        step, algorithm_seconds = measure(options.out, name, options.steps)
+        shares[name] = algorithm_seconds / step
+        print(
+            f"| {name} | {step * 1e3:.0f} | {algorithm_seconds * 1e3:.2f} | {algorithm_seconds / step:.2%} |",
+            flush=True,
+        )
     over = [name for name, share in shares.items() if share >= LIMIT]
     print(
         f"\nmost: {max(shares.values()):.2%}; {'all under' if not over else ', '.join(over) + ' not under'} {LIMIT:.0%}"

@@ -101,8 +101,8 @@ def layouts(search: LayoutSearch) -> dict[str, Settings]:
         further=False,
     )
     every = [rungs[0] | engine for rungs, engines in candidates.groups() for engine in engines]
-    found = [each for each in every if not cross_mistakes(search.make(each), "train", False, search.world)]
-    return {name_of(each): each for each in found}
+    valid = [settings for settings in every if not cross_mistakes(search.make(settings), "train", False, search.world)]
+    return {name_of(settings): settings for settings in valid}
 
 
 def name_of(settings: Settings) -> str:
@@ -118,11 +118,11 @@ def measure(inputs: Path, kept: Path, seconds: float, starts: int, hardware: Har
     """Measure the layouts that `kept` does not have yet, and return all times: {setting: {layout: seconds of each
     start}}.
     """
-    found: Measured = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    measured: Measured = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     end = time.monotonic() + seconds
     for start in range(starts):
         for setting in SETTINGS:
-            here = found.setdefault(setting.name, {})
+            here = measured.setdefault(setting.name, {})
             every = layouts(setting.search(inputs, hardware))
             near = [
                 name for name in every if not start or here[name][0] < AGAIN * min(took[0] for took in here.values())
@@ -131,14 +131,14 @@ def measure(inputs: Path, kept: Path, seconds: float, starts: int, hardware: Har
                 if len(here.get(name, ())) > start:
                     continue
                 if time.monotonic() > end:
-                    return found
+                    return measured
                 chosen = [f"{key}={json.dumps(value)}" for key, value in every[name].items()]
                 with tempfile.TemporaryDirectory() as runs:
                     steps = real_steps(Path(runs), [*setting.keys(inputs), *chosen], setting.ranks, STEPS)
                 here.setdefault(name, []).append(steps.operators["step"].seconds)
-                kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+                kept.write_text(json.dumps(measured, indent=1), encoding="utf-8")
                 print(f"{setting.name}: {name} {here[name][-1]:.3f} s, others {steps.others:.2f}", flush=True)
-    return found
+    return measured
 
 
 def main() -> None:

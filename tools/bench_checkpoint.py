@@ -75,30 +75,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("save", "resume", "count"), help="one of them")
     parser.add_argument("--folder", type=Path, help="for model and checkpoints (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     if "RANK" in os.environ:
-        return _save_rank(given)
-    if given.only == "count":
-        return _count(given.json)
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="megaverl_bench_checkpoint_"))
+        return _save_rank(options)
+    if options.only == "count":
+        return _count(options.json)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="megaverl_bench_checkpoint_"))
     try:
-        _inputs(folder, given.layers)
+        _inputs(folder, options.layers)
         result: dict[str, Any] = {}
-        if given.only != "resume":
-            result["save"] = measure_saves(folder, given)
-        if given.only != "save":
-            result["resume"] = measure_resume(folder, given)
+        if options.only != "resume":
+            result["save"] = measure_saves(folder, options)
+        if options.only != "save":
+            result["resume"] = measure_resume(folder, options)
     finally:
-        if given.folder is None:
+        if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
 def _count(file: Path | None) -> int:
     """Print the bytes that the busiest rank writes and holds at each size."""
-    rows = [_counted(*each) for each in _jobs()]
+    rows = [_counted(*named_job) for named_job in _jobs()]
     print(f"{'GB of the busiest rank':54}{'before':>10}{'now':>10}")
     for row in rows:
         print(f"{row['what']}: {row['together'] / 1e9:,.0f} GB")
@@ -128,7 +128,7 @@ def _jobs() -> list[tuple[str, PlannedJob]]:
     return jobs
 
 
-def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
+def _counted(label: str, job: PlannedJob) -> dict[str, Any]:
     """Return each figure of the actor as [with gathering, now]."""
     from megaverl.planner.buffers import BufferOptions, make_buffer, parameters_of
     from megaverl.planner.memory import MemoryModel
@@ -140,17 +140,17 @@ def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
     saved = {rank: memory.trained(actor, rank) for rank in actor.ranks}
     group: dict[tuple[int, int], tuple[int, int]] = {}  # (tp, pp) -> what all its replicas write: weights, states
     bucket = 0
-    for rank, each in saved.items():
+    for rank, rank_bytes in saved.items():
         coords = actor.grid.coords(actor.place(rank) or 0)
         weights, states = group.get((coords.tp, coords.pp), (0, 0))
-        group[coords.tp, coords.pp] = weights + each.saved_weights, states + each.saved_optimizer
+        group[coords.tp, coords.pp] = weights + rank_bytes.saved_weights, states + rank_bytes.saved_optimizer
     for stage in range(actor.grid.pp):
         [parameters] = parameters_of(actor.layout_of(actor.grid.rank(pp=stage)), expert_parallel=False, tied=False)
         buffer = make_buffer(parameters, replicas, options.bucket_size if stage == 0 else None, options)
         bucket = max(bucket, *(high - low for low, high in pairwise((0, *buffer.bucket_ends))))
-    now = max(each.saved_weights + each.saved_optimizer for each in saved.values())
+    now = max(rank_bytes.saved_weights + rank_bytes.saved_optimizer for rank_bytes in saved.values())
     return {
-        "what": what,
+        "what": label,
         "together": sum(map(sum, group.values())),
         "writers": [len(group), len(saved)],
         "written": [max(map(sum, group.values())), now],
@@ -160,29 +160,32 @@ def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
     }
 
 
-def measure_saves(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+def measure_saves(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks of the save benchmark and print their results."""
     from megaverl.trainer.elastic_agent import start_ranks
 
-    more = ["--batch", str(given.batch), "--rounds", str(given.rounds), "--folder", str(folder)]
-    if start_ranks([__file__, *more], given.nproc):
+    more = ["--batch", str(options.batch), "--rounds", str(options.rounds), "--folder", str(folder)]
+    if start_ranks([__file__, *more], options.nproc):
         raise SystemExit("the ranks of the save benchmark failed")
-    found: dict[str, Any] = json.loads((folder / "save.json").read_text())
+    medians: dict[str, Any] = json.loads((folder / "save.json").read_text())
     lines = (
-        ("a step without a save", f"{found['plain']:8.2f}"),
-        ("blocking: the step waits", f"{found['blocking']:8.2f}"),
-        ("background: the step waits", f"{found['copy']:8.2f}   to start, and to copy before the update"),
-        ("  later steps take longer by", f"{found['slower']:8.2f}   over the {found['steps']:.0f} while it is written"),
-        ("background / blocking", f"{found['ratio']:8.1%}   of the step's wait"),
-        ("  with the later steps", f"{found['all']:8.1%}"),
+        ("a step without a save", f"{medians['plain']:8.2f}"),
+        ("blocking: the step waits", f"{medians['blocking']:8.2f}"),
+        ("background: the step waits", f"{medians['copy']:8.2f}   to start, and to copy before the update"),
+        (
+            "  later steps take longer by",
+            f"{medians['slower']:8.2f}   over the {medians['steps']:.0f} while it is written",
+        ),
+        ("background / blocking", f"{medians['ratio']:8.1%}   of the step's wait"),
+        ("  with the later steps", f"{medians['all']:8.1%}"),
     )
-    print(f"save: {found['gigabytes']:.2f} GB, {given.nproc} ranks; medians of {given.rounds} rounds, seconds")
-    for what, figure in lines:
-        print(f"  {what:28} {figure}")
-    return found
+    print(f"save: {medians['gigabytes']:.2f} GB, {options.nproc} ranks; medians of {options.rounds} rounds, seconds")
+    for label, figure in lines:
+        print(f"  {label:28} {figure}")
+    return medians
 
 
-def _save_rank(given: argparse.Namespace) -> int:
+def _save_rank(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megaverl.checkpoint.commit import Retention
@@ -195,17 +198,17 @@ def _save_rank(given: argparse.Namespace) -> int:
     from megaverl.trainer.offline import SFTTrainer
 
     rank = int(os.environ["RANK"])
-    console = redirect_output(given.folder / "logs", rank)
+    console = redirect_output(options.folder / "logs", rank)
     platform.start()
     dist.init_process_group(platform.backend)
     config = load_config(
         None,
-        [*_arguments(given.folder, dist.get_world_size()), f"sft={{batch_size: {given.batch}}}"],
+        [*_arguments(options.folder, dist.get_world_size()), f"sft={{batch_size: {options.batch}}}"],
         command="sft",
     )
     trainer = SFTTrainer(config, Builder(config), console)
     roles = trainer.trained
-    store = CheckpointStore(given.folder / "saves", retention=Retention(keep_last_k=1))
+    store = CheckpointStore(options.folder / "saves", retention=Retention(keep_last_k=1))
     taken = 0
 
     def step() -> float:
@@ -221,7 +224,7 @@ def _save_rank(given: argparse.Namespace) -> int:
         step()
         store.start(taken, roles, {})  # takes its memory, as the first save of a run does
         store.finish()
-        for _ in range(given.rounds):
+        for _ in range(options.rounds):
             os.sync()
             dist.barrier()
             plain = step()
@@ -246,42 +249,42 @@ def _save_rank(given: argparse.Namespace) -> int:
             while store.finish(wait=False) is None:
                 during.append(step())
             slower = sum(during) - len(during) * plain - (copy - started)
-            found = {"plain": plain, "blocking": blocking, "copy": copy, "slower": slower, "steps": len(during)}
-            rounds.append({**found, "ratio": copy / blocking, "all": (copy + max(0.0, slower)) / blocking})
+            measured = {"plain": plain, "blocking": blocking, "copy": copy, "slower": slower, "steps": len(during)}
+            rounds.append({**measured, "ratio": copy / blocking, "all": (copy + max(0.0, slower)) / blocking})
     if rank == 0:
         newest = store.latest()
         assert newest is not None
-        result = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+        result = {name: statistics.median(measured[name] for measured in rounds) for name in rounds[0]}
         result["gigabytes"] = sum(path.stat().st_size for path in newest.iterdir()) / 1e9
-        (given.folder / "save.json").write_text(json.dumps({**result, "rounds": rounds}))
+        (options.folder / "save.json").write_text(json.dumps({**result, "rounds": rounds}))
     else:
         store.latest()
     dist.destroy_process_group()
     return 0
 
 
-def measure_resume(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+def measure_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train one step, start the same run again, and print how long the second start took."""
-    tp = given.nproc if given.engine == "vllm" else 1  # as the actor's: the engine then lives in its weights
+    tp = options.nproc if options.engine == "vllm" else 1  # as the actor's: the engine then lives in its weights
     arguments = [
-        *_arguments(folder, given.nproc),
-        f"rollout={{engine: {given.engine}, tp: {tp}, logprob_tolerance: 50, sampling: {{max_tokens: 8}}}}",
+        *_arguments(folder, options.nproc),
+        f"rollout={{engine: {options.engine}, tp: {tp}, logprob_tolerance: 50, sampling: {{max_tokens: 8}}}}",
         "algorithm={name: grpo, group_size: 4, kl: {coef: 0.0}}",
         'reward={"function": "' + str(folder / "reward.py") + ':letters"}',
         "trainer={validate_every: 0}",
         "checkpoint.export_hf=false",
     ]
     _timed([*arguments, "trainer.steps=1"])
-    found = _timed([*arguments, "trainer.steps=2"])
-    print(f"resume: `megaverl train` on {given.nproc} ranks with {given.engine}, seconds from its start")
-    print(f"  the checkpoint is loaded, and the engine has the weights   {found['resumed']:8.2f}")
-    print(f"  the first training step is done                            {found['first step']:8.2f}")
-    return found
+    seconds = _timed([*arguments, "trainer.steps=2"])
+    print(f"resume: `megaverl train` on {options.nproc} ranks with {options.engine}, seconds from its start")
+    print(f"  the checkpoint is loaded, and the engine has the weights   {seconds['resumed']:8.2f}")
+    print(f"  the first training step is done                            {seconds['first step']:8.2f}")
+    return seconds
 
 
 def _timed(arguments: Sequence[str]) -> dict[str, float]:
     start = time.perf_counter()
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     command = ending_with_parent([sys.executable, "-m", "megaverl.cli.main", "train", *arguments])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
@@ -289,10 +292,10 @@ def _timed(arguments: Sequence[str]) -> dict[str, float]:
         for line in running.stdout:
             name = {"resumed": "resumed", "step": "first step"}.get(line.split(" ")[0])
             if name:
-                found.setdefault(name, time.perf_counter() - start)
+                seconds.setdefault(name, time.perf_counter() - start)
     if running.returncode:
         raise SystemExit(f"the run failed with exit code {running.returncode}")
-    return found
+    return seconds
 
 
 def _arguments(folder: Path, nproc: int) -> list[str]:

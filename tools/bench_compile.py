@@ -44,7 +44,7 @@ def gate(x: Tensor) -> Tensor:
 def median_microseconds(function: Callable[..., Tensor], inputs: list[Tensor], repeats: int) -> float:
     seconds = []
     for _ in range(repeats):
-        leaves = [each.clone().requires_grad_() for each in inputs[:1]] + inputs[1:]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:1]] + inputs[1:]
         gradient = torch.ones_like(function(*leaves))
         begin = time.perf_counter()
         function(*leaves).backward(gradient)

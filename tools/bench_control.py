@@ -74,31 +74,31 @@ def main() -> int:
     described.add_argument("--ranks", default="8,64,256,1024", help="numbers of ranks, with commas")
     described.add_argument("--only", choices=("control", "sockets"))
     described.add_argument("--json", metavar="FILE")
-    given = described.parse_args()
+    options = described.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     raise_open_files()
-    found: dict[int, Ranks] = {}
-    if given.only != "sockets":
-        found = {size: measure(size, do_rank) for size in map(int, given.ranks.split(","))}
-        print("\n".join([*agreement_table(found), "", *rest_table(found), ""]), flush=True)
-    if given.only != "control":
+    measured: dict[int, Ranks] = {}
+    if options.only != "sockets":
+        measured = {size: measure(size, do_rank) for size in map(int, options.ranks.split(","))}
+        print("\n".join([*agreement_table(measured), "", *rest_table(measured), ""]), flush=True)
+    if options.only != "control":
         print("\n".join(socket_table({size: measure(size, do_groups) for size in OF_SOCKETS})))
-    if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        Path(options.json).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def agreement_table(found: dict[int, Ranks]) -> list[str]:
+def agreement_table(measured: dict[int, Ranks]) -> list[str]:
     """Return the table of one agreement's cost for a rank: the median of all ranks, and the first rank."""
     lines = ["| ranks | | " + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values()) + " | of all, ms |"]
     lines.append("| --- " * (len(COLUMNS) + 3) + "|")
-    for size, ranks in found.items():
+    for size, ranks in measured.items():
         for side in sides_of(size):
-            cells = [short(statistics.median(each[side][key] for each in ranks)) for key in COLUMNS]
+            cells = [short(statistics.median(rank[side][key] for rank in ranks)) for key in COLUMNS]
             firsts = [short(ranks[0][side][key]) for key in COLUMNS]
             both = " | ".join(f"{cell}, {first}" for cell, first in zip(cells, firsts, strict=True))
-            total = sum(each[side]["processor_ms"] for each in ranks)
+            total = sum(rank[side]["processor_ms"] for rank in ranks)
             lines.append(f"| {size:,} | {side} | {both} | {short(total)} |")
     return lines
 
@@ -112,15 +112,15 @@ def sides_of(size: int) -> Sequence[str]:
     return SIDES if size <= MESH_AT_MOST else SIDES[1:]
 
 
-def rest_table(found: dict[int, Ranks]) -> list[str]:
+def rest_table(measured: dict[int, Ranks]) -> list[str]:
     """Return the table of the cost of one second in which ranks only send heartbeats."""
     lines = [
         "| ranks | store requests a second: a rank, the first, the keeper | processor ms a second: a rank, the first |"
     ]
     lines.append("| --- | --- | --- |")
-    for size, ranks in found.items():
-        requests = [each["rest"]["requests"] for each in ranks]
-        seconds = [each["rest"]["processor_ms"] for each in ranks]
+    for size, ranks in measured.items():
+        requests = [rank["rest"]["requests"] for rank in ranks]
+        seconds = [rank["rest"]["processor_ms"] for rank in ranks]
         lines.append(
             f"| {size:,} | {statistics.median(requests):.2g}, {requests[0]:.2g}, {short(sum(requests))} | "
             f"{statistics.median(seconds):.2g}, {short(seconds[0])} |"
@@ -128,16 +128,18 @@ def rest_table(found: dict[int, Ranks]) -> list[str]:
     return lines
 
 
-def socket_table(found: dict[int, Ranks]) -> list[str]:
+def socket_table(measured: dict[int, Ranks]) -> list[str]:
     """Return the table of open connections on the rank that has the most.
 
     Numbers for many ranks are extrapolated by fitting a N + b log2 N + c to the counted ones.
     """
-    lines = ["| sockets of a rank | " + " | ".join(f"{size} ranks" for size in found) + f" | {OF_MANY:,}, by these |"]
-    lines.append("| --- " + "| ---: " * (len(found) + 1) + "|")
-    growth = np.array([[size, math.log2(size), 1.0] for size in found])
+    lines = [
+        "| sockets of a rank | " + " | ".join(f"{size} ranks" for size in measured) + f" | {OF_MANY:,}, by these |"
+    ]
+    lines.append("| --- " + "| ---: " * (len(measured) + 1) + "|")
+    growth = np.array([[size, math.log2(size), 1.0] for size in measured])
     for kind in KINDS:
-        counts = [int(max(each[kind]["sockets"] for each in ranks)) for ranks in found.values()]
+        counts = [int(max(rank[kind]["sockets"] for rank in ranks)) for ranks in measured.values()]
         many = np.linalg.solve(growth, counts) @ [OF_MANY, math.log2(OF_MANY), 1.0]
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {many:,.0f} |")
     return lines
@@ -156,18 +158,18 @@ def measure(size: int, function: Callable[..., None]) -> Ranks:
         processes[-1].start()
         there.close()
         pipes.append(here)
-    found = [json.loads(pipe.recv_bytes()) for pipe in pipes]
+    measured = [json.loads(pipe.recv_bytes()) for pipe in pipes]
     for process in processes:
         process.join()
-    return found
+    return measured
 
 
 def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
     """Measure agreements and heartbeats as one rank."""
     store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
-    found = {side: do_side(side, dist.PrefixStore(side, store), rank, size) for side in sides_of(size)}
-    found["rest"] = at_rest(store, rank, size)
-    result.send_bytes(json.dumps(found).encode())
+    costs = {side: do_side(side, dist.PrefixStore(side, store), rank, size) for side in sides_of(size)}
+    costs["rest"] = at_rest(store, rank, size)
+    result.send_bytes(json.dumps(costs).encode())
     store.add("done", 1)
     while store.add("done", 0) < size:  # others look for the first rank's beat
         time.sleep(0.5)
@@ -185,7 +187,7 @@ KINDS = {
 def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
     """Count the connections of one rank in jobs of each kind, one after another."""
     store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
-    found = {}
+    counts = {}
     for kind, (apart, nccl) in KINDS.items():
         before = num_sockets()
         placement = placement_of(size, apart=apart)
@@ -199,7 +201,7 @@ def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
             messages.receive(other, "rows", PATIENCE)
         for taken in sent:
             taken.result()
-        found[kind] = {"sockets": num_sockets() - before}
+        counts[kind] = {"sockets": num_sockets() - before}
         store.add(kind, 1)
         while store.add(kind, 0) < size:  # nobody leaves before all have counted
             time.sleep(0.05)
@@ -207,7 +209,7 @@ def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
         del every, group
         dist.destroy_process_group()
         gc.collect()
-    result.send_bytes(json.dumps(found).encode())
+    result.send_bytes(json.dumps(counts).encode())
 
 
 def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
@@ -233,15 +235,15 @@ def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int)
 def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
     """Make the same groups as `join` makes them with NCCL as backend."""
     world = placement.world_of(rank)
-    own, size = world.ranks.index(rank), placement.size
+    group_rank, size = world.ranks.index(rank), placement.size
     of_world = dist.PrefixStore(f"world/{world.name}", store)
-    dist.init_process_group("fake", store=of_world, rank=own, world_size=world.size, timeout=PATIENCE)
+    dist.init_process_group("fake", store=of_world, rank=group_rank, world_size=world.size, timeout=PATIENCE)
     messages = HostMessages(store, rank, size)
     if placement.is_colocated:
         worlds._hosts_of_all(PATIENCE)
         return [worlds.default_group()], messages
     with connects_lazily():
-        control = worlds._joined("gloo", "control", store, (rank, size, own), PATIENCE)
+        control = worlds._joined("gloo", "control", store, (rank, size, group_rank), PATIENCE)
     name: Any = "weights"
     weights, _ = distributed_c10d._new_process_group_helper(
         size, rank, [], "fake", dist.PrefixStore("weights", store), group_name=name, timeout=PATIENCE
@@ -256,10 +258,10 @@ def do_side(side: str, store: dist.Store, rank: int, size: int) -> dict[str, flo
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     agree = agree_along_tree if side == "tree" else gather_over_mesh
     agree()  # opens what it needs
-    found = per_call(agree) | {"sockets": num_sockets() - before}
+    costs = per_call(agree) | {"sockets": num_sockets() - before}
     agree()  # nobody leaves before all have measured
     dist.destroy_process_group()
-    return found
+    return costs
 
 
 def agree_along_tree() -> Any:
@@ -275,7 +277,7 @@ def gather_over_mesh() -> Any:
     padded[: data.numel()] = data
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded)
-    return [json.loads(bytes(each[: int(n)].numpy())) for each, n in zip(received, counts, strict=True)]
+    return [json.loads(bytes(text[: int(n)].numpy())) for text, n in zip(received, counts, strict=True)]
 
 
 def per_call(function: Callable[[], Any]) -> dict[str, float]:
@@ -328,10 +330,10 @@ class CountedStore(dist.Store):
             return super().__getattribute__(name)
 
         def counted(*arguments: Any) -> Any:
-            found = getattr(self._store, name)(*arguments)
-            lists = [each if isinstance(each, list) else [each] for each in (*arguments, found)]
-            self._traffic.add(1, sum(len(one) for each in lists for one in each if isinstance(one, str | bytes)))
-            return found
+            answer = getattr(self._store, name)(*arguments)
+            lists = [value if isinstance(value, list) else [value] for value in (*arguments, answer)]
+            self._traffic.add(1, sum(len(one) for value in lists for one in value if isinstance(one, str | bytes)))
+            return answer
 
         return counted
 
@@ -390,13 +392,13 @@ def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
 
 def num_sockets() -> int:
     """Return the number of sockets that this process has open."""
-    found = 0
+    count = 0
     for file in Path("/proc/self/fd").iterdir():
         try:
-            found += os.readlink(file).startswith("socket")
+            count += os.readlink(file).startswith("socket")
         except FileNotFoundError:  # the listing's own
             continue
-    return found
+    return count
 
 
 if __name__ == "__main__":

@@ -165,10 +165,10 @@ def main() -> None:
         for relays in (False, True):
             if relays and num_ranks <= RANKS_PER_NODE:
                 continue
-            found = asyncio.run(measure(num_ranks, options.calls, relays))
+            cost = asyncio.run(measure(num_ranks, options.calls, relays))
             way = "relay" if relays else "direct"
             print(
-                f"{num_ranks:6} {way:>7} {found.milliseconds:10.2f} {found.processor:13.2f} {found.sockets:12}",
+                f"{num_ranks:6} {way:>7} {cost.milliseconds:10.2f} {cost.processor:13.2f} {cost.sockets:12}",
                 flush=True,
             )
 

@@ -119,13 +119,13 @@ def main() -> int:
             ("Hugging Face -> Megatron", ConversionRequest(work / "hf", work / "m", "megatron", shape, quiet=True)),
             ("Megatron -> Hugging Face", ConversionRequest(work / "m", work / "back", "hugging_face", quiet=True)),
         ]
-        for what, request in requests:
+        for label, request in requests:
             copied, converted = [], []
             for _ in range(options.repeat):  # in turn, so that both meet the same machine
                 copied.append(seconds_of(lambda r=request: copy(r.source, work / "copy"), work / "copy"))  # type: ignore[misc]
                 converted.append(seconds_of(lambda r=request: convert(r), request.output))  # type: ignore[misc]
             one, other = min(copied), min(converted)
-            print(f"{what:24}{one:8.2f}s{other:9.2f}s{one / other:19.0%}")
+            print(f"{label:24}{one:8.2f}s{other:9.2f}s{one / other:19.0%}")
         same = all((work / "back" / file.name).read_bytes() == file.read_bytes() for file in (work / "hf").iterdir())
         print(f"there and back: {'the same bytes' if same else 'DIFFERENT BYTES'}")
         shutil.rmtree(work / "m")

@@ -31,8 +31,8 @@ def main() -> int:
     described.add_argument("--sizes", default="64,256,512", help="hidden sizes of the models, with commas")
     described.add_argument("--steps", type=int, default=10)
     described.add_argument("--json", metavar="FILE")
-    given = described.parse_args()
-    rows = [measure(int(size), given.steps) for size in given.sizes.split(",")]
+    options = described.parse_args()
+    rows = [measure(int(size), options.steps) for size in options.sizes.split(",")]
     print(f"{'hidden size':>11}{'weights':>13}{'step, ms':>10}{'exchange, ms':>14}{'share':>9}{'bytes a step':>14}")
     for row in rows:
         print(
@@ -43,8 +43,8 @@ def main() -> int:
     longest = max(row["exchange_ms"] for row in rows)
     least = longest / LIMIT
     print(f"bytes the same for all models: {same}; at most {LIMIT:.0%} of every step of {least:.0f} ms or more")
-    if given.json:
-        Path(given.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

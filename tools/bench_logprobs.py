@@ -43,16 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--vocab {options.vocab} is not a multiple of --tp {options.tp}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, args=(options, folder, os.getpid()), nprocs=options.tp)
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.tp)]
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.tp)]
     size = options.tokens * options.vocab // options.tp * 2
     print(
         f"{options.tokens} tokens x {options.vocab} / tp{options.tp}, bfloat16, {options.device}: logits of a rank "
         f"{size / 2**20:.0f} MiB"
     )
-    worst = max(each["vocab_parallel"]["bytes"] for each in found) / size
+    worst = max(rank_peaks["vocab_parallel"]["bytes"] for rank_peaks in ranks) / size
     for side in ("vocab_parallel", "plain"):
-        peak = max(each[side]["bytes"] for each in found)
-        seconds = max(each[side]["seconds"] for each in found)
+        peak = max(rank_peaks[side]["bytes"] for rank_peaks in ranks)
+        seconds = max(rank_peaks[side]["seconds"] for rank_peaks in ranks)
         print(f"  {side:15} peak {peak / 2**20:7.0f} MiB = {peak / size:5.2f} x logits, {seconds * 1e3:7.0f} ms")
     print(f"  limit {LIMIT} x logits: {'kept' if worst <= LIMIT else 'MISSED'}")
     return 0 if worst <= LIMIT else 1
@@ -88,11 +88,11 @@ def measure(rank: int, options: argparse.Namespace, folder: str, parent: int) ->
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
         (log_probs.mean() - 0.01 * entropy.mean()).backward()
 
-    found: dict[str, Any] = {}
+    peaks: dict[str, Any] = {}
     for name, function in (("vocab_parallel", sharded), ("plain", plain)):
         function(*inputs(8))
-        found[name] = peak(function, *inputs(options.tokens))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+        peaks[name] = peak(function, *inputs(options.tokens))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
 

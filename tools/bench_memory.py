@@ -69,19 +69,19 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             if options.only and not any(part in line for part in options.only) and first:
                 continue
-            found = in_a_process(options, str(model), settings)
-            first = first or found
+            figures = in_a_process(options, str(model), settings)
+            first = first or figures
 
-            def share(name: str, found: dict[str, float] = found, first: dict[str, float] = first) -> str:
-                return f"{found[name] / 2**20:7.0f} ({found[name] / first[name]:4.0%})"
+            def share(name: str, figures: dict[str, float] = figures, first: dict[str, float] = first) -> str:
+                return f"{figures[name] / 2**20:7.0f} ({figures[name] / first[name]:4.0%})"
 
             print(
                 f"{line:37} {share('between'):>14} {share('update'):>14} {share('in update'):>14} "
-                f"{found['planned'] / 2**20:8.0f} {share('score'):>14} {found['seconds']:8.2f}",
+                f"{figures['planned'] / 2**20:8.0f} {share('score'):>14} {figures['seconds']:8.2f}",
                 flush=True,
             )
             if line == CUT:
-                ratio = found["in update"] / first["in update"]
+                ratio = figures["in update"] / first["in update"]
                 print(f"{'':37} activations and gradients on their way: {ratio:.2f} of cp: 1's (aim {MOST_OF_CUT})")
     return 0
 
@@ -126,16 +126,16 @@ def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -
     """Run `measure` in fresh processes, one a rank, and return the largest value of each figure."""
     context, world = multiprocessing.get_context("spawn"), world_of(settings)
     with tempfile.TemporaryDirectory() as folder:
-        given = (options, model, settings, folder, os.getpid())
-        processes = [context.Process(target=measure, args=(rank, world, *given)) for rank in range(world)]
+        arguments = (options, model, settings, folder, os.getpid())
+        processes = [context.Process(target=measure, args=(rank, world, *arguments)) for rank in range(world)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
             if process.exitcode:
                 raise SystemExit(f"a process of {settings} ended with exit code {process.exitcode}")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
-        return {name: max(each[name] for each in found) for name in found[0]}
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+        return {name: max(rank_figures[name] for rank_figures in ranks) for name in ranks[0]}
 
 
 def world_of(settings: list[str]) -> int:
@@ -172,15 +172,15 @@ def measure(
     meter = Meter()
     actor, reference = make_roles(config, spec, model, grid)
     batch = make_batch(options, spec.vocab_size)
-    found: dict[str, float] = {"planned": planned}
+    figures: dict[str, float] = {"planned": planned}
     for step in range(3):  # the first allocates the optimizer's state
         start = time.perf_counter()
-        found["update"] = meter.peak_of(partial(actor.update, batch, step=step, kl_coef=0.1))
-        found["seconds"] = time.perf_counter() - start
-    found["between"] = meter.held()
-    found["in update"] = found["update"] - found["between"]
-    found["score"] = meter.peak_of(lambda: (reference or actor).log_probs(batch))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+        figures["update"] = meter.peak_of(partial(actor.update, batch, step=step, kl_coef=0.1))
+        figures["seconds"] = time.perf_counter() - start
+    figures["between"] = meter.held()
+    figures["in update"] = figures["update"] - figures["between"]
+    figures["score"] = meter.peak_of(lambda: (reference or actor).log_probs(batch))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
@@ -189,7 +189,7 @@ def configure(options: argparse.Namespace, model: str, settings: list[str], worl
     from megaverl.config import load_config
     from megaverl.sharding.model_spec import ModelSpec
 
-    given = [
+    keys = [
         f"model.path={model}",
         f"model.dtype={options.dtype}",
         "data.train=none.jsonl",
@@ -201,7 +201,7 @@ def configure(options: argparse.Namespace, model: str, settings: list[str], worl
         f"actor.micro_batch_tokens={options.tokens // 2}",
         "reshard.alias=never",
     ]
-    config = load_config(None, [*given, *settings], check_paths=False, world_size=world)
+    config = load_config(None, [*keys, *settings], check_paths=False, world_size=world)
     return config, ModelSpec.from_folder(model)
 
 

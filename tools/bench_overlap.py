@@ -87,8 +87,8 @@ def main() -> int:
         return compare_shares(arguments)
     costs = {} if arguments.real else parse_costs(arguments.costs)
     with tempfile.TemporaryDirectory(prefix="megaverl_overlap_") as folder:
-        given = make_arguments(Path(folder), arguments)
-        rows = [measure(kind, Path(folder), given, costs, arguments) for kind in kinds_of(arguments)]
+        settings = make_arguments(Path(folder), arguments)
+        rows = [measure(kind, Path(folder), settings, costs, arguments) for kind in kinds_of(arguments)]
     print(f"{'':<26}{'step, s':>9}{'longest stage, s':>18}{'ratio':>8}{'all work, s':>13}")
     for row in rows:
         print(f"{row['kind']:<26}{row['step']:>9.3f}{row['longest']:>18.3f}{row['ratio']:>8.3f}{row['work']:>13.3f}")
@@ -120,10 +120,10 @@ def parse() -> argparse.Namespace:
 
 
 def parse_costs(text: str) -> dict[str, float]:
-    given = dict(part.split("=") for part in text.split(",") if part)
-    if unknown := sorted(set(given) - set(METHODS)):
+    by_stage = dict(part.split("=") for part in text.split(",") if part)
+    if unknown := sorted(set(by_stage) - set(METHODS)):
         raise SystemExit(f"--costs: no stage {unknown[0]}; there are {', '.join(METHODS)}")
-    return {name: float(given[name]) for name in given} if given else dict(SLEEPING)
+    return {name: float(by_stage[name]) for name in by_stage} if by_stage else dict(SLEEPING)
 
 
 def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
@@ -189,12 +189,16 @@ def make_arguments(
 
 
 def measure(
-    kind: tuple[str, list[str]], folder: Path, given: list[str], costs: dict[str, float], arguments: argparse.Namespace
+    kind: tuple[str, list[str]],
+    folder: Path,
+    settings: list[str],
+    costs: dict[str, float],
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Run one kind and return its figures."""
     name, more = kind
     ranks = (2 if arguments.real else 5) if more else 1
-    records = run_and_read(name.replace(" ", "_"), folder, [*given, *more], costs, ranks)[:-1]
+    records = run_and_read(name.replace(" ", "_"), folder, [*settings, *more], costs, ranks)[:-1]
     step = statistics.median(record["train/step_time_ms"] for record in records) / 1e3
     stages = {
         stage: statistics.median(record.get(f"time/{stage}_ms", 0.0) for record in records) / 1e3
@@ -221,7 +225,7 @@ def compare_partial(arguments: argparse.Namespace) -> int:
     partial = f"rollout={{partial: {of_partial}, max_staleness: {arguments.staleness}}}"
     with tempfile.TemporaryDirectory(prefix="megaverl_partial_") as name:
         folder = Path(name)
-        given = [
+        settings = [
             *make_arguments(folder, arguments, positions=2 * LONGEST, layers=8),
             f"rollout={{engine: vllm, sampling: {{max_tokens: {LONGEST}, ignore_eos: true}}}}",
             "algorithm={name: grpo, group_size: 4, correction: {kind: token_truncate}}",
@@ -229,7 +233,7 @@ def compare_partial(arguments: argparse.Namespace) -> int:
             "actor.micro_batch_tokens=4096",
             *arguments.set,
         ]
-        rows = [long_tailed(name, folder, [*given, *more]) for name, more in (("waits", []), ("partial", [partial]))]
+        rows = [long_tailed(name, folder, [*settings, *more]) for name, more in (("waits", []), ("partial", [partial]))]
     columns = ("tokens/s", "generation, s", "step, s", "mean length", "age, mean", "age, max")
     print(f"{'':<10}" + "".join(f"{column:>15}" for column in columns))
     for row in rows:
@@ -245,7 +249,7 @@ def compare_reshard(arguments: argparse.Namespace) -> int:
     """Run PPO with and without `reshard.overlap`, and print the share of the reshard that is hidden."""
     with tempfile.TemporaryDirectory(prefix="megaverl_reshard_") as name:
         folder = Path(name)
-        given = [
+        settings = [
             *make_arguments(folder, arguments, hidden=512, layers=6),
             "actor={tp: 2, ddp: {overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 2000000}}",
             "reshard.alias=never",
@@ -254,7 +258,7 @@ def compare_reshard(arguments: argparse.Namespace) -> int:
         rows: list[dict[str, Any]] = []
         records = []
         for kind, overlap in (("waits", "false"), ("overlap", "true")):
-            records.append(run_and_read(kind, folder, [*given, f"reshard.overlap={overlap}"], {}, ranks=2))
+            records.append(run_and_read(kind, folder, [*settings, f"reshard.overlap={overlap}"], {}, ranks=2))
             rows.append({"kind": kind} | {column: median(records[-1], key, scale) for column, key, scale in COLUMNS})
     print(f"{'':<10}" + "".join(f"{column:>18}" for column, *_ in COLUMNS))
     for row in rows:
@@ -277,7 +281,7 @@ def compare_shares(arguments: argparse.Namespace) -> int:
     most = LONGEST if arguments.real else 6
     with tempfile.TemporaryDirectory(prefix="megaverl_shares_") as name:
         folder = Path(name)
-        given = [
+        settings = [
             *make_arguments(folder, arguments, **size),
             "placement={rollout: 0, critic: 1, reference: 2, actor: 3}",
             f"rollout={{engine: hf, sampling: {{max_tokens: {most}, ignore_eos: true}}}}",
@@ -288,11 +292,11 @@ def compare_shares(arguments: argparse.Namespace) -> int:
         rows: list[dict[str, Any]] = []
         for number in (1, arguments.shares):
             label = f"{number} share{'s' * (number > 1)}"
-            more = [*given, f"trainer.score_shares={number}"]
+            more = [*settings, f"trainer.score_shares={number}"]
             records = run_and_read(label.replace(" ", "_"), folder, more, costs, ranks=4)
-            found: dict[str, Any] = {"kind": label, "step, s": median(records, "train/step_time_ms", 1e-3)}
-            found["rollout, s"] = median(records, "time/rollout_ms", 1e-3)
-            rows.append(found | after_the_rollout(folder / label.replace(" ", "_") / "timeline.json"))
+            figures: dict[str, Any] = {"kind": label, "step, s": median(records, "train/step_time_ms", 1e-3)}
+            figures["rollout, s"] = median(records, "time/rollout_ms", 1e-3)
+            rows.append(figures | after_the_rollout(folder / label.replace(" ", "_") / "timeline.json"))
     columns = [column for column in rows[0] if column != "kind"]
     print(f"{'':<10}" + "".join(f"{column:>18}" for column in columns))
     for row in rows:
@@ -309,8 +313,8 @@ def after_the_rollout(timeline: Path) -> dict[str, float]:
     spans: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for event in json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]:
         if (step := event.get("args", {}).get("step", 0)) >= FIRST:
-            own = spans.setdefault(step, {}).setdefault(event["name"], [])
-            own.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+            events = spans.setdefault(step, {}).setdefault(event["name"], [])
+            events.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
     waits, early = [], []
     for step_spans in spans.values():
         last = max(end for _, end in step_spans["rollout"])
@@ -336,9 +340,9 @@ def median(records: list[Any], key: str, scale: float) -> float:
     return statistics.median(record.get(key, 0.0) for record in records) * scale
 
 
-def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:
+def long_tailed(kind: str, folder: Path, settings: list[str]) -> dict[str, Any]:
     """Run once with drawn response lengths and return the figures."""
-    records = run_and_read(kind, folder, given, {"median": MEDIAN}, ranks=1)
+    records = run_and_read(kind, folder, settings, {"median": MEDIAN}, ranks=1)
     seconds = sum(record["train/step_time_ms"] for record in records) / 1e3
     lengths = [record["rollout/response_length_mean"] for record in records]
     return {
@@ -352,11 +356,11 @@ def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:
     }
 
 
-def run_and_read(label: str, folder: Path, given: list[str], costs: dict[str, float], ranks: int) -> list[Any]:
+def run_and_read(label: str, folder: Path, settings: list[str], costs: dict[str, float], ranks: int) -> list[Any]:
     """Start a run and return the records of its steps without the first ones."""
     from megaverl.trainer.elastic_agent import start_ranks
 
-    command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *given]
+    command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *settings]
     code = start_ranks([*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs"))
     if code:
         raise SystemExit(f"{label}: the run ended with {code}")
@@ -380,11 +384,11 @@ def be_rank(costs: dict[str, float], argv: list[str]) -> int:
 
 def limited(step: Any, sampling_of: Callable[..., Any], median: float, prompts: Any, draws: Any) -> list[Any]:
     """Return the sampling parameters of each response, which end it at the length drawn for its step and number."""
-    way = sampling_of(step, prompts, draws)
-    found = []
+    sampling = sampling_of(step, prompts, draws)
+    options = []
     for sample in range(len(prompts) * draws.group_size):
-        found.append(way.with_max_tokens(drawn_length(draws.seed(sample), median)))
-    return found
+        options.append(sampling.with_max_tokens(drawn_length(draws.seed(sample), median)))
+    return options
 
 
 def drawn_length(draw: int, median: float = MEDIAN) -> int:
@@ -407,22 +411,22 @@ def simulate_lengths(token: float, scored: float) -> None:
     def keep(carrier: Any, rows: Any, part: Any) -> None:
         kept.extend((row, part.select([place])) for place, row in enumerate(rows))
 
-    def generate_slowly(own: Any, prompts: Any, step: int, first_group: int = 0) -> Any:
-        begin, batch = time.perf_counter(), generate(own, prompts, step, first_group)
+    def generate_slowly(role: Any, prompts: Any, step: int, first_group: int = 0) -> Any:
+        begin, batch = time.perf_counter(), generate(role, prompts, step, first_group)
         for length, row, part in sorted((lengths(step, range(row, row + 1))[0], row, part) for row, part in kept):
             time.sleep(max(0.0, begin + length * token - time.perf_counter()))
-            give(own.outlet, [row], part)
+            give(role.outlet, [row], part)
         kept.clear()
         return batch
 
-    def score_slowly(own: Any, operator: str, rows: range, share: Any, step: int) -> None:
-        taking(sum(lengths(step, rows)) * scored, score_share)(own, operator, rows, share, step)
+    def score_slowly(role: Any, operator: str, rows: range, share: Any, step: int) -> None:
+        taking(sum(lengths(step, rows)) * scored, score_share)(role, operator, rows, share, step)
 
     def whole(function: Any) -> Any:
-        def slow(own: Any, rollouts: Any) -> Any:
-            rows = range(len(rollouts) if own.config.trainer.score_shares == 1 else 0)
+        def slow(role: Any, rollouts: Any) -> Any:
+            rows = range(len(rollouts) if role.config.trainer.score_shares == 1 else 0)
             now["step"] += 1
-            return taking(sum(lengths(now["step"] - 1, rows)) * scored, function)(own, rollouts)
+            return taking(sum(lengths(now["step"] - 1, rows)) * scored, function)(role, rollouts)
 
         return slow
 

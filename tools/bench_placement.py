@@ -78,17 +78,19 @@ def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, mor
     return [record["train/step_time_ms"] for record in records if "train/step_time_ms" in record][WARM_UP:]
 
 
-def report(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
+def report(times: Mapping[str, Sequence[Sequence[float]]]) -> str:
     """Return one line for each side: its fastest repeat's median, the ratio to the first side's, and all medians.
 
     The fastest repeat is compared, since other work on the machine disturbs it least.
     """
     lines = []
-    medians = {side: [statistics.median(run) for run in runs] for side, runs in found.items()}
+    medians = {side: [statistics.median(run) for run in runs] for side, runs in times.items()}
     first = min(next(iter(medians.values())))
-    for side, each in medians.items():
-        repeats = ", ".join(f"{median:.1f}" for median in each)
-        lines.append(f"{side:24} {min(each):8.1f} ms a step  {min(each) / first:.3f} x  (repeats: {repeats})")
+    for side, repeat_medians in medians.items():
+        repeats = ", ".join(f"{median:.1f}" for median in repeat_medians)
+        lines.append(
+            f"{side:24} {min(repeat_medians):8.1f} ms a step  {min(repeat_medians) / first:.3f} x  (repeats: {repeats})"
+        )
     return "\n".join(lines)
 
 
@@ -98,20 +100,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout, to be timed beside")
-    given = parser.parse_args()
-    named = f"placement={{actor: 0-{given.ranks - 1}, rollout: actor, critic: actor}}"
+    options = parser.parse_args()
+    named = f"placement={{actor: 0-{options.ranks - 1}, rollout: actor, critic: actor}}"
     sides: dict[str, tuple[Path, list[str]]] = {}
-    if given.against is not None:
-        sides["the other checkout"] = (given.against.resolve(), [])
+    if options.against is not None:
+        sides["the other checkout"] = (options.against.resolve(), [])
     sides |= {"no placement": (ROOT, []), "the same ranks, named": (ROOT, [named])}
-    found: dict[str, list[list[float]]] = {side: [] for side in sides}
+    times: dict[str, list[list[float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder))
-        for repeat in range(given.repeats):
+        for repeat in range(options.repeats):
             for number, (side, (root, more)) in enumerate(sides.items()):
                 runs = Path(folder) / f"runs_{repeat}_{number}"
-                found[side].append(step_times(root, Path(folder), runs, given.ranks, given.steps, more))
-    print(report(found))
+                times[side].append(step_times(root, Path(folder), runs, options.ranks, options.steps, more))
+    print(report(times))
 
 
 if __name__ == "__main__":

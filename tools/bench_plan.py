@@ -117,18 +117,18 @@ def node_of(rank: int) -> int:
 
 def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
     """Return measurements of one rank's layouts and plan, in a fresh process for each of `ranks`."""
-    found = []
+    measured = []
     for rank in ranks:
         command = ending_with_parent([sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)])
-        found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    worst = {key: max(one[key] for one in found) for key in found[0]}
+        measured.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    worst = {key: max(one[key] for one in measured) for key in measured[0]}
     print(
         f"  one rank's layouts and plan (most of {len(ranks)}, each in a fresh process): {worst['seconds']:.2f} s "
         f"({worst['cpu_seconds']:.2f} s of CPU) and {worst['peak_mb']:.0f} MB; "
         f"{worst['transfers']:,} boxes with {worst['peers']} peers, {worst['messages']:,} messages",
         flush=True,
     )
-    return {"one_rank": found}
+    return {"one_rank": measured}
 
 
 def measure_one(shape: Shape, rank: int) -> dict[str, float]:
@@ -265,8 +265,8 @@ def minima(source: Layouts, dest: Layouts, world: int) -> list[int]:
                 held.setdefault(piece.tensor, []).append(piece.box)
             count = 0
             for piece in dest(rank).pieces:
-                own = [intersect(piece.box, box) for box in held.get(piece.tensor, ())]
-                count += piece.box.numel - sum(common.numel for common in own if common is not None)
+                common_boxes = [intersect(piece.box, box) for box in held.get(piece.tensor, ())]
+                count += piece.box.numel - sum(common.numel for common in common_boxes if common is not None)
             known[key] = count
     return [known[id(source(rank)), id(dest(rank))] for rank in range(world)]
 

@@ -43,20 +43,21 @@ def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join the ranks' measurements of one pair: per way, the median over turns of the slowest rank's seconds, and lists
     by rank.
     """
-    ways = {}
+    summaries = {}
     for name in ranks[0]["ways"]:
-        found = [rank["ways"][name] for rank in ranks]
-        turns = [max(seconds) for seconds in zip(*(way["seconds"] for way in found), strict=True)]
-        ways[name] = {
+        by_rank = [rank["ways"][name] for rank in ranks]
+        turns = [max(seconds) for seconds in zip(*(way["seconds"] for way in by_rank), strict=True)]
+        summaries[name] = {
             "seconds": statistics.median(turns),
             "turns": turns,
-            "first_seconds": max(way["first_seconds"] for way in found),
+            "first_seconds": max(way["first_seconds"] for way in by_rank),
             **{
-                key: [way[key] for way in found] for key in ("received", "messages", "peak", "objects", "first_objects")
+                key: [way[key] for way in by_rank]
+                for key in ("received", "messages", "peak", "objects", "first_objects")
             },
         }
     return {
-        "ways": ways,
+        "ways": summaries,
         **{key: [rank[key] for rank in ranks] for key in ("least", "local", "aliased", "in_place")},
         "parameters": ranks[0]["parameters"],
         "setup_seconds": max(rank["setup_seconds"] for rank in ranks),
@@ -66,23 +67,23 @@ def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(job: Job, pair: str, found: Mapping[str, Any]) -> str:
+def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
     """Return the table of one pair: every way's seconds, ratio to ours, bytes and memory; lists of numbers start at
     rank
     0.
     """
     source, dest = ends(pair, job.nproc)
     sized = job.sized_for([source.tp, dest.tp])
-    ours, network, plain = (found["ways"][name] for name in ("ours", "ours, network", "plain"))
+    ours, network, plain = (summary["ways"][name] for name in ("ours", "ours, network", "plain"))
     rates = [f"{plain['seconds'] / max(way['seconds'], 1e-9):.0%}" for way in (ours, network)]
     lines = [
-        f"{source} -> {dest}: {sized}: {found['parameters']:,} parameters",
-        f"  must be received, MB by rank: {_megabytes(found['least'])}"
-        f" ({'exactly' if ours['received'] == found['least'] else 'NOT'} what ours receives)",
+        f"{source} -> {dest}: {sized}: {summary['parameters']:,} parameters",
+        f"  must be received, MB by rank: {_megabytes(summary['least'])}"
+        f" ({'exactly' if ours['received'] == summary['least'] else 'NOT'} what ours receives)",
         f"  {'':14}{'seconds':>9}{'/ ours':>9}  {'MB received by rank':32}{'messages':>20}{'objects':>9}"
         f"{'extra memory MB':>17}",
     ]
-    for name, way in found["ways"].items():
+    for name, way in summary["ways"].items():
         buckets = f"({max(way['peak']) / MB / job.bucket_mb:.1f})" if name.startswith("ours") else ""
         lines.append(
             f"  {name:14}{way['seconds']:>9.3f}{way['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
@@ -91,15 +92,16 @@ def table(job: Job, pair: str, found: Mapping[str, Any]) -> str:
         )
     lines.append(
         f"  ours: {rates[0]} of the plain exchange's rate ({rates[1]} over the network), within the ranks "
-        f"{_megabytes(found['local'])} MB copied and {_megabytes(found['aliased'])} MB shared; "
-        f"{min(found['in_place']):.0%} to {max(found['in_place']):.0%} of what is received is a run of its parameter; "
-        f"plan and set-up {found['setup_seconds']:.2f} s"
+        f"{_megabytes(summary['local'])} MB copied and {_megabytes(summary['aliased'])} MB shared; "
+        f"{min(summary['in_place']):.0%} to {max(summary['in_place']):.0%} of what is received is a run of its "
+        f"parameter; plan and set-up {summary['setup_seconds']:.2f} s"
     )
     lines.append(
-        f"  fingerprints of both sides: equal; {found['check_seconds']:.2f} s, {found['check_rate'] / 1e9:.2f} GB/s on "
-        f"all ranks together, {found['fingerprint_rate'] / 1e9:.2f} GB/s on one alone"
+        f"  fingerprints of both sides: equal; {summary['check_seconds']:.2f} s, "
+        f"{summary['check_rate'] / 1e9:.2f} GB/s on all ranks together, "
+        f"{summary['fingerprint_rate'] / 1e9:.2f} GB/s on one alone"
     )
-    turns = {name: " ".join(f"{seconds:.3f}" for seconds in way["turns"]) for name, way in found["ways"].items()}
+    turns = {name: " ".join(f"{seconds:.3f}" for seconds in way["turns"]) for name, way in summary["ways"].items()}
     lines.append("  turns: " + "; ".join(f"{name} {times}" for name, times in turns.items()))
     return "\n".join(lines)
 
@@ -160,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_rank(Job(**json.loads((arguments.folder / "job.json").read_text())), arguments.pairs[0], arguments.folder)
         return 0
     job = arguments.job
-    description, found = describe(job), {}
+    description, summaries = describe(job), {}
     print(description, flush=True)
     with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
         folder = Path(temporary)
@@ -171,10 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for log in sorted((folder / "logs").glob("*.log"))[:1]:
                     print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
                 return code
-            found[pair] = summarise(json.loads((folder / f"{pair}.json").read_text()))
-            print("\n" + table(job, pair, found[pair]), flush=True)
+            summaries[pair] = summarise(json.loads((folder / f"{pair}.json").read_text()))
+            print("\n" + table(job, pair, summaries[pair]), flush=True)
     if arguments.json:
-        content = {"description": description, "job": dataclasses.asdict(job), "pairs": found}
+        content = {"description": description, "job": dataclasses.asdict(job), "pairs": summaries}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
 

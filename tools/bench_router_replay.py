@@ -26,18 +26,21 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(options, Path(folder))
+        compared = compare(options, Path(folder))
     print(
         f"Qwen3-MoE of {options.layers} layers, {options.experts} experts, {options.chosen} for each token, "
-        f"{options.dtype}: {found['tokens']} tokens, {found['bytes']:.0f} bytes of experts each; "
-        f"engine and trainer choose differently in {100 * found['differ']:.2f} % of tokens and layers"
+        f"{options.dtype}: {compared['tokens']} tokens, {compared['bytes']:.0f} bytes of experts each; "
+        f"engine and trainer choose differently in {100 * compared['differ']:.2f} % of tokens and layers"
     )
     print(f"{'':16}{'mean |difference|':>20}{'p99.9':>10}{'largest':>10}{'beyond 2x':>12}")
     for name in ("own choice", "replayed"):
-        mean, p999, largest, beyond = found[name]
+        mean, p999, largest, beyond = compared[name]
         print(f"{name:16}{mean:20.2e}{p999:10.3f}{largest:10.3f}{100 * beyond:11.3f}%")
-    ratios = [own / max(told, 1e-12) for own, told in zip(found["own choice"], found["replayed"], strict=True)]
-    beyond = "none left" if not found["replayed"][3] else f"{ratios[3]:.1f}x fewer"
+    ratios = [
+        without_replay / max(with_replay, 1e-12)
+        for without_replay, with_replay in zip(compared["own choice"], compared["replayed"], strict=True)
+    ]
+    beyond = "none left" if not compared["replayed"][3] else f"{ratios[3]:.1f}x fewer"
     print(f"replay: mean {ratios[0]:.1f}x smaller, beyond 2x {beyond}; aim {AIM:g}x")
     return 0
 
@@ -97,16 +100,16 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = MegatronModel(ModelSpec.from_folder(model_folder), grid, dtype=dtype, seed=0)
     model.load(model_folder)
     [item] = batch.columns["routed_experts"][0]
-    found: dict[str, Any] = {"tokens": int(batch.response_mask.sum())}
-    found["bytes"] = item.tensors["routed_experts"][0].nbytes
+    compared: dict[str, Any] = {"tokens": int(batch.response_mask.sum())}
+    compared["bytes"] = item.tensors["routed_experts"][0].nbytes
     for name, replays in (("own choice", False), ("replayed", True)):
         policy = Policy(model, temperature=1.0, micro_batch_tokens=options.tokens + 16, replays=replays)
         difference = (policy.log_probs(batch).cpu() - batch.rollout_log_probs)[batch.response_mask].abs().double()
         beyond = float((difference > math.log(2)).double().mean())
-        found[name] = [float(difference.mean()), float(difference.quantile(0.999)), float(difference.max()), beyond]
-    found["differ"] = model.router_metrics()["moe/routes_differ"]
+        compared[name] = [float(difference.mean()), float(difference.quantile(0.999)), float(difference.max()), beyond]
+    compared["differ"] = model.router_metrics()["moe/routes_differ"]
     dist.destroy_process_group()
-    return found
+    return compared
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> Path:

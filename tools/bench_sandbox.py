@@ -43,8 +43,14 @@ def in_interpreters(workers: int, numbers: Sequence[int]) -> list[str]:
 
 def processor_seconds() -> float:
     """Return the processor seconds of this process, its workers, and the finished children of both."""
-    times = [psutil.Process().cpu_times(), *(each.cpu_times() for each in psutil.Process().children(recursive=True))]
-    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+    times = [
+        psutil.Process().cpu_times(),
+        *(process_times.cpu_times() for process_times in psutil.Process().children(recursive=True)),
+    ]
+    return sum(
+        process_times.user + process_times.system + process_times.children_user + process_times.children_system
+        for process_times in times
+    )
 
 
 def measure(run: Callable[[Sequence[int]], list[str]], count: int) -> tuple[float, float]:
@@ -61,29 +67,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described.add_argument("--programs", type=int, default=400, help="in each round")
     described.add_argument("--workers", type=int, default=2, help="at once")
     described.add_argument("--rounds", type=int, default=5)
-    given = described.parse_args(arguments)
-    pool = Sandbox(size=given.workers)
+    options = described.parse_args(arguments)
+    pool = Sandbox(size=options.workers)
     sides: dict[str, Callable[[Sequence[int]], list[str]]] = {
         "warm sandboxes": lambda numbers: in_sandboxes(pool, numbers),
-        "an interpreter each": lambda numbers: in_interpreters(given.workers, numbers),
+        "an interpreter each": lambda numbers: in_interpreters(options.workers, numbers),
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     try:
         for run in sides.values():
-            measure(run, given.workers)  # workers start
-        for _ in range(given.rounds):
+            measure(run, options.workers)  # workers start
+        for _ in range(options.rounds):
             for name, run in sides.items():
-                found[name].append(measure(run, given.programs))
+                measured[name].append(measure(run, options.programs))
     finally:
         pool.close()
     print(
-        f"{given.programs} programs, {given.workers} at once, {os.cpu_count()} cores; medians of {given.rounds} rounds"
+        f"{options.programs} programs, {options.workers} at once, {os.cpu_count()} cores; "
+        f"medians of {options.rounds} rounds"
     )
-    for name, rounds in found.items():
+    for name, rounds in measured.items():
         rates, works = zip(*rounds, strict=True)
         rate, spread = statistics.median(rates), f"{min(rates):.0f} to {max(rates):.0f}"
         print(f"{name:<20} {rate:>6.0f} a second ({spread}), {statistics.median(works):.1f} ms of processors each")
-    warm, cold = (statistics.median(rate for rate, _ in rounds) for rounds in found.values())
+    warm, cold = (statistics.median(rate for rate, _ in rounds) for rounds in measured.values())
     print(f"ratio {warm / cold:.2f}")
     return 0
 

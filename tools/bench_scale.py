@@ -92,13 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024])
     parser.add_argument("--only", choices=GROUPS, nargs="+", default=list(GROUPS))
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"| per rank and step | {' | '.join(f'{count:,} ranks' for count in given.ranks)} |")
-    print("| --- |" + " ---: |" * len(given.ranks))
+    print(f"| per rank and step | {' | '.join(f'{count:,} ranks' for count in options.ranks)} |")
+    print("| --- |" + " ---: |" * len(options.ranks))
     with kept_objects():  # as a run does
-        for group in given.only:
-            for line in GROUPS[group](given.ranks):
+        for group in options.only:
+            for line in GROUPS[group](options.ranks):
                 print(f"| {line.what} | {' | '.join(line.cells)} |", flush=True)
 
 
@@ -114,7 +114,7 @@ def rank_of(rank: int, size: int) -> Iterator[None]:
 
 def samples(ranks: Sequence[int]) -> Iterator[Line]:
     """Yield the lines on responses, log-probs and advantages: all samples on every rank, or each rank's own."""
-    found = {
+    moved_by_rank = {
         # the quickest of some: the first one makes what a run makes once, and others use these processors too
         (size, is_first): (
             min((own_rows(size, rank) for _ in range(REPEATS)), key=lambda moved: moved.seconds),
@@ -124,8 +124,8 @@ def samples(ranks: Sequence[int]) -> Iterator[Line]:
         for is_first, rank in ((True, 0), (False, size // 2 + 1))
     }
 
-    def line(what: str, number: Callable[[tuple[Moved, Moved]], str], *, of_rank_0: bool = False) -> Line:
-        return Line(what, [number(found[size, of_rank_0]) for size in ranks])
+    def line(label: str, number: Callable[[tuple[Moved, Moved]], str], *, of_rank_0: bool = False) -> Line:
+        return Line(label, [number(moved_by_rank[size, of_rank_0]) for size in ranks])
 
     yield Line("samples of the step", [f"{size * SAMPLES_PER_RANK:,}" for size in ranks])
     yield line("samples that a rank has", lambda both: f"{both[0].held:,}")
@@ -135,7 +135,7 @@ def samples(ranks: Sequence[int]) -> Iterator[Line]:
     for name, of_rank_0 in (("a rank", False), ("rank 0", True)):
         yield line(f"processor seconds of {name}, all samples", lambda b: f"{b[1].seconds:.2f}", of_rank_0=of_rank_0)
         yield line(f"processor seconds of {name}, its own", lambda b: f"{b[0].seconds:.2f}", of_rank_0=of_rank_0)
-    for part in found[ranks[0], True][0].parts:
+    for part in moved_by_rank[ranks[0], True][0].parts:
         yield line(f"of these {part}", lambda both, part=part: f"{both[0].parts[part]:.3f}")  # type: ignore[misc]
 
 
@@ -233,11 +233,11 @@ def own_rows(size: int, rank: int) -> Moved:
             if move.dest == rank
         ]
         wanted = [move.rows for move in moving.moves if move.dest == rank]
-        mine = [row for row in written_by(size, len(lengths)).get(rank, ()) if row in held.place]
-        own = _as_rows(mine, [step.response(row) for row in mine])
+        own_places = [row for row in written_by(size, len(lengths)).get(rank, ()) if row in held.place]
+        row_batch = _as_rows(own_places, [step.response(row) for row in own_places])
         size_of_rows: float = sum(payload.numel() + len(header) for header, payload, _ in messages)
         with watch.part("unpacking responses"):
-            batch = held_batch(step, held, [(mine, own)], wanted, messages)
+            batch = held_batch(step, held, [(own_places, row_batch)], wanted, messages)
         micro_batches(watch, model, batch)
         size_of_rows += results(watch, roles, model, batch, held)
         advantages(watch, batch, step)
@@ -301,8 +301,8 @@ def micro_batches(watch: Stopwatch, model: Any, batch: RolloutBatch) -> None:
 def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held: HeldRows) -> float:
     """Exchange log-probs of actor and reference, and advantages; return the bytes that this rank receives."""
     fabric = held.fabric
-    each = roles.actor.rows(held.lengths)
-    of_scores = {rank: rows if rank % TP == 0 else () for rank, rows in enumerate(each)}
+    rows_by_rank = roles.actor.rows(held.lengths)
+    of_scores = {rank: rows if rank % TP == 0 else () for rank, rows in enumerate(rows_by_rank)}
     received = 0.0
     for name, source in (("old", of_scores), ("reference", of_scores), ("advantages", held.groups_by_rank)):
         with watch.part("plans: who sends what"):
@@ -324,10 +324,10 @@ def advantages(watch: Stopwatch, batch: RolloutBatch, step: Step) -> None:
     """Compute GRPO advantages of all samples, or of this rank's groups alone."""
     total = torch.arange(len(step.lengths)) % 3
     rewards = (total if batch.held is None else batch.held.pick(total)).float()
-    given = batch.with_(rewards=rewards, ref_log_probs=batch.rollout_log_probs)
+    complete = batch.with_(rewards=rewards, ref_log_probs=batch.rollout_log_probs)
     with watch.part("advantages"):
-        own = given if batch.held is None else given.select(batch.held.own)
-        AdvantageComputer(CONFIG.algorithm).assign(own, kl_coef=0.01)
+        local = complete if batch.held is None else complete.select(batch.held.own)
+        AdvantageComputer(CONFIG.algorithm).assign(local, kl_coef=0.01)
 
 
 def weights(watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | None) -> None:

@@ -71,10 +71,10 @@ class Layout:
     def keys(self) -> list[str]:
         sizes = [f"{part[:2]}={part[2:]}" for part in self.grid.split() if not part.startswith("dp")]
         roles = ["actor"] if self.placement else ["actor", "reference"]
-        found = [f"{role}.{size}" for role in roles for size in sizes]
+        keys = [f"{role}.{size}" for role in roles for size in sizes]
         if self.placement:
-            found.append("placement={actor: 0, rollout: 1}")
-        return found + (["rollout.async_rollout=true"] if self.placement == "asynchronous" else [])
+            keys.append("placement={actor: 0, rollout: 1}")
+        return keys + (["rollout.async_rollout=true"] if self.placement == "asynchronous" else [])
 
 
 LAYOUTS = (
@@ -118,22 +118,22 @@ def measure(layouts: Iterable[Layout], inputs: Path, kept: Path | None, seconds:
         seconds: time after which no further layout is started.
         attempts: tries of a layout while other programs are busy; 0 measures nothing.
     """
-    found: Kept = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
+    measured: Kept = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
     end = time.monotonic() + seconds
     none: dict[str, Any] = {"others": float("inf")}  # those that are not there come first, then the most disturbed
-    for layout in sorted(layouts, key=lambda each: -found.get(each.name, none)["others"]):
+    for layout in sorted(layouts, key=lambda candidate: -measured.get(candidate.name, none)["others"]):
         for _ in range(attempts):
-            before = found.get(layout.name, none)
+            before = measured.get(layout.name, none)
             if before["others"] <= QUIET or time.monotonic() > end:
                 break
             with tempfile.TemporaryDirectory() as runs:
                 one = real_steps(Path(runs), keys_of(layout, inputs), layout.ranks, STEPS)
             print(f"{layout.name}: {one.operators['step'].seconds:.3f} s, others {one.others:.2f}", file=sys.stderr)
             if one.others < before["others"]:
-                found[layout.name] = asdict(one)
+                measured[layout.name] = asdict(one)
             if kept is not None:
-                kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return found
+                kept.write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    return measured
 
 
 PUBLISHED = ROOT / "tools" / "published_steps.yaml"
@@ -143,12 +143,12 @@ def against_published() -> None:
     """Print the table of what others have published, from `published_steps.yaml`."""
     entries = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
     models = entries["models"]
-    steps = [(each["name"], published(each, models).step_seconds, each["seconds"]) for each in entries["steps"]]
+    steps = [(entry["name"], published(entry, models).step_seconds, entry["seconds"]) for entry in entries["steps"]]
     print("\n".join(table({"seconds of a step": steps})), end="\n\n")
     rates = []
-    for each in entries["updates"]:
-        peak = Hardware.read(each["hardware"]).tflops["bfloat16"]
-        rates.append((each["name"], published(each, models).update_mfu * peak, each["tflops"]))
+    for entry in entries["updates"]:
+        peak = Hardware.read(entry["hardware"]).tflops["bfloat16"]
+        rates.append((entry["name"], published(entry, models).update_mfu * peak, entry["tflops"]))
     print("\n".join(table({"TFLOP/s of a GPU in updates": rates})), end="\n\n")
     print("\n".join(f"{name}: {source}" for name, source in entries["sources"].items()))
 
@@ -208,17 +208,17 @@ def against_measured(hardware: Hardware, kept: Path | None, seconds: float, atte
         for layout in LAYOUTS:
             if layout.name not in measured:
                 continue
-            found, real = predict(layout, inputs, hardware), measured[layout.name]["operators"]
-            steps.append((layout.name, found.step_seconds, real["step"]["seconds"]))
+            predicted, real = predict(layout, inputs, hardware), measured[layout.name]["operators"]
+            steps.append((layout.name, predicted.step_seconds, real["step"]["seconds"]))
             used = 0.0
-            for phase in found.phases:
+            for phase in predicted.phases:
                 one = real.get(phase.name, {"seconds": 0.0, "work": 0.0})
                 used += one["work"] * len(phase.ranks)
                 if phases:
                     print(f"  {layout.name:24}{phase.name:16}{phase.seconds:8.3f} {one['seconds']:8.3f} s", end="")
                     print(f"{one['work']:8.3f} s of a processor")
-            work.append((layout.name, found.processor_seconds, used))
-    disturbed = max(each["others"] for each in measured.values())
+            work.append((layout.name, predicted.processor_seconds, used))
+    disturbed = max(measurement["others"] for measurement in measured.values())
     print("\n".join(table({"seconds of a step": steps, "processor seconds": work})))
     print(f"other programs had {disturbed:.2f} processors at most while this was measured")
 

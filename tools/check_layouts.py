@@ -194,7 +194,7 @@ def main() -> None:
                 _write(parsed.json, parsed.tp, lines)
         line = lines[architecture]
         print(f"{line.architecture:<36} {line.verdict:<9} {line.detail}", flush=True)
-    print(", ".join(f"{sum(line.verdict == each for line in lines.values())} {each}" for each in VERDICTS))
+    print(", ".join(f"{sum(line.verdict == verdict for line in lines.values())} {verdict}" for verdict in VERDICTS))
 
 
 def _measured(sizes: list[int]) -> dict[str, Any]:
@@ -206,10 +206,10 @@ def _measured(sizes: list[int]) -> dict[str, Any]:
 
 def _read(path: Path | None, sizes: list[int]) -> dict[str, Line]:
     """Return the lines of an interrupted run, unless it had other versions or sizes."""
-    found = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
-    if found and found["of"] != _measured(sizes):
-        raise SystemExit(f"{path} is of {found['of']}, this run of {_measured(sizes)}: name another file")
-    return {line["architecture"]: Line(**line) for line in found.get("lines", [])}
+    content = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
+    if content and content["of"] != _measured(sizes):
+        raise SystemExit(f"{path} is of {content['of']}, this run of {_measured(sizes)}: name another file")
+    return {line["architecture"]: Line(**line) for line in content.get("lines", [])}
 
 
 def _write(path: Path, sizes: list[int], lines: dict[str, Line]) -> None:
@@ -241,8 +241,8 @@ def write_folder(architecture: str, folder: Path, sizes: dict[str, Any]) -> dict
         model = model_class(config)
     once = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}  # tied: the first
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if once[id(value)] == name}
-    found = revert_weight_conversion(model, state)
-    return {name: tuple(value.shape) for name, value in found.items()}
+    tensors = revert_weight_conversion(model, state)
+    return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
 def check(architecture: str, sizes: list[int]) -> Line:
@@ -304,9 +304,9 @@ def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> 
             target = held[piece.local][piece.local_box.slices]
             target.copy_(ids[piece.tensor][piece.box.slices].reshape(target.shape))
         layouts.load_computed()
-    wanted, found = loaded_tensors(model), loaded_tensors(filled)
+    wanted, actual = loaded_tensors(model), loaded_tensors(filled)
     names = {*layouts.local_names(), *computed}
-    return [f"{name}: other elements" for name in sorted(names) if not torch.equal(wanted[name], found[name])], {
+    return [f"{name}: other elements" for name in sorted(names) if not torch.equal(wanted[name], actual[name])], {
         *computed
     }
 

@@ -35,8 +35,8 @@ WAYS = ("local", "received")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser().parse_intermixed_args(given)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_intermixed_args(words)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         config = _load(arguments)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             nproc = arguments.world or config.run.nproc or default_nproc(config, "train")
             check_world(config, "train", nproc)
-            return start_ranks([__file__, *given], nproc, log_hint=str(config.run_dir / "logs"))
+            return start_ranks([__file__, *words], nproc, log_hint=str(config.run_dir / "logs"))
     except MegaverlError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistakes
             print(error, file=sys.stderr)
@@ -124,10 +124,10 @@ def kind_of(tensor: str) -> str:
 
 def count_elements(plan: Any) -> dict[str, dict[str, int]]:
     """Count one rank's engine weights by kind of tensor: elements held, and elements brought each way."""
-    found: dict[str, dict[str, int]] = {}
+    by_kind: dict[str, dict[str, int]] = {}
 
     def add(tensor: str, column: str, count: int) -> None:
-        row = found.setdefault(kind_of(tensor), dict.fromkeys(("held", *WAYS), 0))
+        row = by_kind.setdefault(kind_of(tensor), dict.fromkeys(("held", *WAYS), 0))
         row[column] += count
 
     for piece in plan.dest_layout.pieces:
@@ -136,18 +136,18 @@ def count_elements(plan: Any) -> dict[str, dict[str, int]]:
         add(transfer.tensor, "local", transfer.box.numel)
     for transfer in (t for transfers in plan.receives.values() for t in transfers):
         add(transfer.tensor, "received", transfer.box.numel)
-    return found
+    return by_kind
 
 
 def add_up(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
     """Sum the counts of several ranks."""
-    found: dict[str, dict[str, int]] = {}
+    totals: dict[str, dict[str, int]] = {}
     for part in parts:
         for kind, row in part.items():
-            total = found.setdefault(kind, dict.fromkeys(row, 0))
+            total = totals.setdefault(kind, dict.fromkeys(row, 0))
             for column, count in row.items():
                 total[column] += count
-    return found
+    return totals
 
 
 def table(elements: Mapping[str, Mapping[str, int]], itemsize: int, results: Mapping[str, str]) -> str:
@@ -208,10 +208,10 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
     dest_of, dest = rollout.engine.layouts(shapes_of(actor.weights)), rollout.engine.named_parameters()
     if flip_a_bit and dist.get_rank() == dist.get_world_size() - 1:
         _flip_a_bit(dest, actor.parameters)
-    check, found, num_more = ReshardCheck(actor.layout_of, dest_of, actor.parameters, dest).differences(MAX_NAMED)
+    check, named, num_more = ReshardCheck(actor.layout_of, dest_of, actor.parameters, dest).differences(MAX_NAMED)
     plan = make_plan(actor.layout_of, dest_of, dist.get_world_size(), dist.get_rank())
     elements = add_up(gather_json(count_elements(plan)))
-    results = dict.fromkeys(elements, "equal") | {kind_of(difference.tensor): "DIFFERS" for difference in found}
+    results = dict.fromkeys(elements, "equal") | {kind_of(difference.tensor): "DIFFERS" for difference in named}
     moved = gather_json([stats.bytes_received, stats.bytes_local, stats.bytes_aliased, stats.seconds])
     received, local, aliased, seconds = (list(column) for column in zip(*moved, strict=True))
     report = (
@@ -221,7 +221,7 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
         f"\n{check.num_tensors} tensors compared in {check.seconds:.2f} s"
     )
     more = f"\nand {num_more} more boxes" if num_more else ""
-    return report, "".join(f"\n{difference}" for difference in found).lstrip("\n") + more
+    return report, "".join(f"\n{difference}" for difference in named).lstrip("\n") + more
 
 
 def _flip_a_bit(tensors: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
@@ -229,15 +229,15 @@ def _flip_a_bit(tensors: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
     import torch
 
     shared = {tensor.untyped_storage().data_ptr() for tensor in sources.values()}
-    own = [tensor.detach() for tensor in tensors.values() if tensor.untyped_storage().data_ptr() not in shared]
-    if not own:
+    unshared = [tensor.detach() for tensor in tensors.values() if tensor.untyped_storage().data_ptr() not in shared]
+    if not unshared:
         raise ConfigError(
             "--flip-a-bit: every engine weight of the last rank is the actor's own storage, so they cannot differ. "
             "Add reshard.alias=never."
         )
-    element = own[0].view(-1)[:1].clone()
+    element = unshared[0].view(-1)[:1].clone()
     element.view({2: torch.int16, 4: torch.int32}[element.element_size()]).bitwise_xor_(1)
-    own[0].view(-1)[:1].copy_(element)
+    unshared[0].view(-1)[:1].copy_(element)
 
 
 if __name__ == "__main__":

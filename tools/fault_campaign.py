@@ -72,31 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [*POINTS, *PARTIAL_POINTS, *IN_FLIGHT_POINTS, *OVERLAP_POINTS, *SERVER_POINTS]
     parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(names)}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     points: Mapping[str, Fault | ServerPoint]
     points, settings = POINTS, []
-    if given.engine == "server":
+    if options.engine == "server":
         points = SERVER_POINTS
-    elif given.partial:
+    elif options.partial:
         points, settings = POINTS | PARTIAL_POINTS, PARTIAL
-    elif given.in_flight:
+    elif options.in_flight:
         points, settings = IN_FLIGHT_POINTS, IN_FLIGHT
-    elif given.overlap:
+    elif options.overlap:
         points, settings = OVERLAP_POINTS, OVERLAP
-    chosen = [name for name in points if given.points is None or name in given.points]
-    if given.engine == "server" and given.trainer != "megatron":
+    chosen = [name for name in points if options.points is None or name in options.points]
+    if options.engine == "server" and options.trainer != "megatron":
         parser.error("--trainer: the points of --engine server are of a Megatron actor")
-    if (given.engine == "server") + given.partial + given.in_flight + given.overlap > 1:
+    if (options.engine == "server") + options.partial + options.in_flight + options.overlap > 1:
         parser.error("--partial, --in-flight, --overlap and --engine server are runs of their own; use one of them")
     if not chosen:
-        parser.error(f"--points: found {given.points!r}; there are: {'; '.join(points)}")
-    folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
+        parser.error(f"--points: found {options.points!r}; there are: {'; '.join(points)}")
+    folder = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
     try:
-        if given.engine == "server":
+        if options.engine == "server":
             return campaign_of_servers(chosen, folder)
-        return campaign(chosen, given.kind, given.engine, folder, given.trainer, settings)
+        return campaign(chosen, options.kind, options.engine, folder, options.trainer, settings)
     finally:
-        if not given.keep:
+        if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -122,8 +122,8 @@ def campaign(
             print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
             return 1
         expected = remains(folder / "untouched" / "run")
-        what = f"{len(chosen)} points, {kind}, engine {engine}, trainer {trainer}"
-        print(f"{what}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
+        title = f"{len(chosen)} points, {kind}, engine {engine}, trainer {trainer}"
+        print(f"{title}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
             fault = of_kind((POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS)[name], kind)
@@ -165,13 +165,13 @@ def _try(
     launch: Launcher, inputs: Path, runs: Path, name: str, fault: Fault, expected: Remains, more: Sequence[str]
 ) -> bool:
     """Hit the run at one point, finish it, and print the line."""
-    found = hit(launch, inputs, runs, fault, *more)
+    remains = hit(launch, inputs, runs, fault, *more)
     again, wrong = finish(launch, inputs, runs, expected, *more)
-    wrong = found.wrong + wrong
-    codes = " ".join(map(str, found.ended.codes))
+    wrong = remains.wrong + wrong
+    codes = " ".join(map(str, remains.ended.codes))
     source = resumed_from(again) or "the start"
     step = fault.step or "-"
-    spread = f"{found.ended.spread:.1f} s"
+    spread = f"{remains.ended.spread:.1f} s"
     verdict = "bit-identical" if not wrong else "NO: " + "; ".join(wrong)
     print(
         COLUMNS.format(name, fault.rank, step, codes, spread, source, f"{max(again.seconds):.1f}", verdict), flush=True

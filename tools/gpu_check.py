@@ -91,21 +91,21 @@ def examine_machine() -> tuple[list[Finding], int]:
     listed = count_gpus()
     if problem := driver_older_than_torch() or cpu_torch_beside_gpus():
         return [Finding("machine", "driver", "fail", problem, "docs/first_gpu_hour.md, minute 0")], 0
-    code, said = _python(START)
+    code, output = _python(START)
     if code:
         if not listed:
             return [], 0
-        found = f"{listed} GPUs are listed, but CUDA does not start: {said.splitlines()[-1]}"
-        return [Finding("machine", "CUDA", "fail", found, "megaverl doctor --gpu says more")], 0
-    gpus = int(said.split()[-1])
+        listed_only = f"{listed} GPUs are listed, but CUDA does not start: {output.splitlines()[-1]}"
+        return [Finding("machine", "CUDA", "fail", listed_only, "megaverl doctor --gpu says more")], 0
+    gpus = int(output.split()[-1])
     findings = [Finding("machine", "CUDA", "ok", f"starts; {gpus} GPU{'s' * (gpus != 1)}")]
     # one interpreter for all is quicker; if something fails, one for each finds out what
     failing = IMPORTS if _python(f"import torch, {', '.join(IMPORTS)}")[0] else ()
     for module in failing:
-        code, said = _python(f"import torch, {module}")
+        code, output = _python(f"import torch, {module}")
         if code:
             fix = "./launch/bootstrap.sh --gpu installs the versions of the lock"
-            findings.append(Finding("machine", f"import {module}", "fail", said.splitlines()[-1], fix))
+            findings.append(Finding("machine", f"import {module}", "fail", output.splitlines()[-1], fix))
     return findings, gpus
 
 

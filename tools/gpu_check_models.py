@@ -88,8 +88,8 @@ def forward(model: MegatronModel) -> torch.Tensor:
     tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
     positions = torch.arange(128, device=device()).expand_as(tokens)
     with torch.no_grad():
-        found: torch.Tensor = model.chunks[0](tokens, positions, None)
-    return found[..., : SIZES["vocab_size"]].float()
+        logits: torch.Tensor = model.chunks[0](tokens, positions, None)
+    return logits[..., : SIZES["vocab_size"]].float()
 
 
 def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
@@ -183,10 +183,10 @@ def disagreement(model: MegatronModel, generations: list[Generation]) -> float:
     """Return the largest difference between the engine's log-probs of its responses and the actor's."""
     from megaverl.workers.policy import Policy
 
-    batch = responses_batch(PROMPTS, [each.token_ids for each in generations])
+    batch = responses_batch(PROMPTS, [generation.token_ids for generation in generations])
     policy = Policy(model, temperature=1.0, micro_batch_tokens=256)  # an engine's greedy log-probs are those at 1
-    theirs = torch.tensor([each.log_probs for each in generations])
-    return float((policy.log_probs(batch).cpu() - theirs).abs().max())
+    engine_log_probs = torch.tensor([generation.log_probs for generation in generations])
+    return float((policy.log_probs(batch).cpu() - engine_log_probs).abs().max())
 
 
 def responses_batch(prompts: list[list[int]], responses: list[list[int]] | None = None) -> RolloutBatch:
@@ -196,13 +196,13 @@ def responses_batch(prompts: list[list[int]], responses: list[list[int]] | None 
     from megaverl.data.batch import RolloutBatch
 
     longest = max(map(len, prompts))
-    given = responses or [[(7 * prompt[0] + i) % 900 for i in range(12)] for prompt in prompts]
+    token_ids = responses or [[(7 * prompt[0] + i) % 900 for i in range(12)] for prompt in prompts]
     return RolloutBatch(
         {
             "input_ids": torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts]),
             "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
-            "generated_ids": torch.tensor(given),
-            "response_mask": torch.ones(len(prompts), len(given[0]), dtype=torch.bool),
+            "generated_ids": torch.tensor(token_ids),
+            "response_mask": torch.ones(len(prompts), len(token_ids[0]), dtype=torch.bool),
         }
     )
 
@@ -223,7 +223,7 @@ def resumed(folder: Path) -> Outcome:
     The run is repeated with checkpoints written at once and in the background. Both halves have the same
     `trainer.steps`: the learning rate decays over it, so a first half with fewer steps would train differently.
     """
-    told, passed, ran_there = [], True, True
+    reports, passed, ran_there = [], True, True
     for name, in_background in (("at_once", "false"), ("in_background", "true")):
         command = _resumable_run(folder, name, in_background)
         _run_command([*command, "checkpoint.resume=never"])
@@ -231,24 +231,24 @@ def resumed(folder: Path) -> Outcome:
         whole = read_steps(run / "metrics.jsonl")
         # the state of a run that was killed after its first checkpoint
         shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
-        said = _run_command([*command, "checkpoint.resume=latest"])
+        output = _run_command([*command, "checkpoint.resume=latest"])
         again = read_steps(run / "metrics.jsonl")
 
         complete = sorted(whole) == sorted(again) == list(range(1, STEPS + 1))
-        resumes = f"{MIDDLE} of {STEPS} steps are done" in said
+        resumes = f"{MIDDLE} of {STEPS} steps are done" in output
         apart = differences(whole, again) if complete else {}
         exact = all(value == 0 for metric, value in apart.items() if _must_be_equal(*metric))
         close = all(value <= AFTER_UPDATES for (step, _), value in apart.items() if step == MIDDLE + 1)
         passed &= complete and resumes and exact and (close or not on_cuda())
         largest, where = max(((value, metric) for metric, value in apart.items()), default=(0.0, (0, "")))
         at = f" (step {where[0]}, {where[1]})" if largest else ""
-        told.append(f"{name}: steps {sorted(again)}, {'' if resumes else 'not resumed, '}{largest:.1e} apart{at}")
+        reports.append(f"{name}: steps {sorted(again)}, {'' if resumes else 'not resumed, '}{largest:.1e} apart{at}")
         # only a run on CUDA counts what torch has reserved there
         ran_there &= '"memory/actor_gpu_reserved_mb"' in (run / "metrics.jsonl").read_text()
     expected = "0 apart"
     if on_cuda() and not is_rehearsal():
         expected = f"0 apart before the first update of step {MIDDLE + 1}, up to {AFTER_UPDATES} after it"
-    return Outcome(passed, "; ".join(told), f"steps 1 to {STEPS}, {expected}", elsewhere=ran_there)
+    return Outcome(passed, "; ".join(reports), f"steps 1 to {STEPS}, {expected}", elsewhere=ran_there)
 
 
 def _must_be_equal(step: int, name: str) -> bool:
@@ -289,13 +289,13 @@ def _run_command(command: list[str]) -> str:
 
 def differences(whole: Steps, again: Steps) -> dict[tuple[int, str], float]:
     """Return by (step, metric) how far two runs are apart; infinity where only one of them has the metric."""
-    found = {}
+    apart = {}
     for step in whole.keys() | again.keys():
         ours, theirs = whole.get(step, {}), again.get(step, {})
         for name in ours.keys() | theirs.keys():
             both = name in ours and name in theirs
-            found[step, name] = abs(ours[name] - theirs[name]) if both else float("inf")
-    return found
+            apart[step, name] = abs(ours[name] - theirs[name]) if both else float("inf")
+    return apart
 
 
 def read_steps(path: Path) -> Steps:

@@ -127,7 +127,7 @@ def engine(folder: Path) -> Outcome:
     sync.sleep()
     given_back = free_memory() - awake
     after_sleep = generate(made, sync)
-    same = [each.token_ids for each in before] == [each.token_ids for each in after_sleep]
+    same = [generation.token_ids for generation in before] == [generation.token_ids for generation in after_sleep]
 
     sync.sleep()
     sync.source_changes()
@@ -191,8 +191,8 @@ def packing(folder: Path) -> Outcome:
         return Outcome(True, "not checked: this build of the model does not pack (padded rows are used)", "equal")
     padded, _ = load_model(folder, pack_samples=False)
     batch = responses_batch([[int(i) % 900 for i in range(10 * n, 10 * n + 3 * n + 2)] for n in range(8)])
-    found = [Policy(model, temperature=1.0, micro_batch_tokens=256).log_probs(batch) for model in (packed, padded)]
-    difference = float((found[0] - found[1]).abs().max())
+    log_probs = [Policy(model, temperature=1.0, micro_batch_tokens=256).log_probs(batch) for model in (packed, padded)]
+    difference = float((log_probs[0] - log_probs[1]).abs().max())
     limit = CLOSE[packed.config.params_dtype]
     return Outcome(difference < limit, f"largest difference {difference:.1e}", f"under {limit}")
 
@@ -248,16 +248,16 @@ def local_transport(folder: Path) -> Outcome:
 def graphs(folder: Path) -> Outcome:
     """Check that a captured forward pass sees weights copied in place after the capture, as by a reshard."""
     weight = torch.zeros(256, 256, device=device())
-    given = torch.randn(8, 256, device=device())
-    (given @ weight).sum()
+    inputs = torch.randn(8, 256, device=device())
+    (inputs @ weight).sum()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = given @ weight
+        result = inputs @ weight
     new = torch.randn_like(weight)
     weight.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    error = float((result - given @ new).abs().max())
+    error = float((result - inputs @ new).abs().max())
     return Outcome(error < 1e-4, f"difference {error:.1e}", "0")
 
 
@@ -315,9 +315,9 @@ def point_to_point(folder: Path) -> Outcome:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     wrong = [f"{other} to {rank}" for other in others if not bool((got[other] == other * size + rank).all())]
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, wrong)
-    bad: list[str] = sum(found, [])
+    all_wrong: list[Any] = [None] * size
+    dist.all_gather_object(all_wrong, wrong)
+    bad: list[str] = sum(all_wrong, [])
     return Outcome(not bad, f"{size * (size - 1)} pairs, wrong: {', '.join(bad) or 'none'}", "all as they left")
 
 
@@ -333,7 +333,7 @@ def ipc(folder: Path) -> Outcome:
 
     model, _ = load_model(folder, tp=2)
     layouts = vllm_layouts(weights_of(model.spec), model.spec, 1)
-    rank, told, wrong = dist.get_rank(), [], []
+    rank, reports, wrong = dist.get_rank(), [], []
     for through_ipc in (True, False):
         shapes = layouts(rank).local_shapes
         dtype = model.config.params_dtype
@@ -343,12 +343,12 @@ def ipc(folder: Path) -> Outcome:
         stats = resharder.run()
         ReshardCheck(model.layout_of, layouts, model.parameters, dest, dist.group.WORLD).compare()  # raises if wrong
         name = "IPC" if through_ipc else "point to point"
-        told.append(f"{name} {stats.bytes_received / 2**20:.1f} MiB received in {stats.num_messages} messages")
+        reports.append(f"{name} {stats.bytes_received / 2**20:.1f} MiB received in {stats.num_messages} messages")
         # IPC falls back to messages where it cannot open the other process's memory: a run goes on, this check fails
         if bool(stats.num_messages) == through_ipc or not stats.bytes_received:
             wrong.append(name)
     expected = "equal fingerprints; no messages with IPC, some without"
-    return Outcome(not wrong, f"{', '.join(told)}; fingerprints equal", expected)
+    return Outcome(not wrong, f"{', '.join(reports)}; fingerprints equal", expected)
 
 
 def on_device(wanted: str, outcome: Outcome) -> bool:
@@ -377,11 +377,11 @@ def main() -> None:
     dist.barrier()
     idle: list[int] = [other for other, did in enumerate(gather_json(used)) if not did]
     if rank == 0:
-        passed, found = outcome.passed, f"{outcome.measured} (expected: {outcome.expected})"
+        passed, text = outcome.passed, f"{outcome.measured} (expected: {outcome.expected})"
         if idle:
-            passed, found = False, f"nothing ran on the GPU of ranks {idle}, so this shows nothing: {found}"
+            passed, text = False, f"nothing ran on the GPU of ranks {idle}, so this shows nothing: {text}"
         more = {} if passed else {"status": "fail", "fix": f"run it alone: gpu_check.py --only {name}"}
-        answer(found, **more)
+        answer(text, **more)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # engines and their threads may not end by themselves

@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a checkpoint, a `checkpoints` folder, or a run folder")
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors by name")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        lines, wrong = describe(given.folder, given.tensors, given.verify)
+        lines, wrong = describe(options.folder, options.tensors, options.verify)
     except CheckpointError as error:
         lines, wrong = [], [str(error)]
     print("\n".join(lines))
@@ -67,7 +67,7 @@ def describe(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str]
 def _list(root: Path, folders: Iterable[Path], verify: bool) -> tuple[list[str], list[str]]:
     """Return the lines and faults of every checkpoint of a run, oldest first."""
     best = read_json(root / "best.json")["folder"] if (root / "best.json").is_file() else None
-    found: list[tuple[int, str]] = []
+    rows: list[tuple[int, str]] = []
     wrong: list[str] = []
     for folder in folders:
         try:
@@ -80,8 +80,8 @@ def _list(root: Path, folders: Iterable[Path], verify: bool) -> tuple[list[str],
         notes = ["best"] * (folder.name == best) + ["damaged"] * bool(problems)
         size, grids = sum(size for size, _ in manifest.files.values()), _grids(manifest)
         line = f"{folder.name:22} step {manifest.step:>6}  {_size(size):>9}  {grids}  {' '.join(notes)}"
-        found.append((manifest.serial, line.rstrip()))
-    return [f"{root}: {len(found)} checkpoints, oldest first", *(line for _, line in sorted(found))], wrong
+        rows.append((manifest.serial, line.rstrip()))
+    return [f"{root}: {len(rows)} checkpoints, oldest first", *(line for _, line in sorted(rows))], wrong
 
 
 def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], list[str]]:
@@ -113,9 +113,9 @@ def _manifest_lines(folder: Path, manifest: Manifest, index: CheckpointIndex) ->
     for role, described in manifest.roles.items():
         yield f"{role:11} {_model(described['model'])}{', value head' if described['value_head'] else ''}"
         yield f"            on {_grid(described['grid'])}"
-        own = {name: tensor for name, tensor in index.arrays.items() if name.startswith(f"{role}.")}
-        yield f"            weights    {_sum(t for name, t in own.items() if OPTIMIZER not in name)}"
-        yield f"            optimizer  {_sum(t for name, t in own.items() if OPTIMIZER in name)}"
+        role_arrays = {name: tensor for name, tensor in index.arrays.items() if name.startswith(f"{role}.")}
+        yield f"            weights    {_sum(t for name, t in role_arrays.items() if OPTIMIZER not in name)}"
+        yield f"            optimizer  {_sum(t for name, t in role_arrays.items() if OPTIMIZER in name)}"
     path = folder / "state.json"
     for name, value in (read_json(path) if path.is_file() else {}).items():
         text = json.dumps(value) if not isinstance(value, dict) else _pairs(value)
@@ -148,14 +148,14 @@ def _tensors(index: CheckpointIndex, pattern: str) -> Iterator[str]:
 
 
 def _sum(tensors: Iterable[IndexedArray]) -> str:
-    found = list(tensors)
-    if not found:
+    arrays = list(tensors)
+    if not arrays:
         return "none"
     by_dtype: Counter[str] = Counter()
-    for tensor in found:
+    for tensor in arrays:
         by_dtype[tensor.dtype] += tensor.numel
     elements = ", ".join(f"{count:,} {dtype}" for dtype, count in by_dtype.most_common())
-    return f"{len(found)} tensors: {elements}; {_size(sum(tensor.nbytes for tensor in found))}"
+    return f"{len(arrays)} tensors: {elements}; {_size(sum(tensor.nbytes for tensor in arrays))}"
 
 
 def _grids(manifest: Manifest) -> str:

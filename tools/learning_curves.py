@@ -209,9 +209,11 @@ def stored(out: Path) -> Iterator[Result]:
     for path in sorted((out / "results").glob("*.json")):
         if path.stem.rpartition("_")[0] not in ALGORITHMS:
             continue
-        found = json.loads(path.read_text(encoding="utf-8"))
-        curves = {key: [(int(step), float(value)) for step, value in found.get(key, [])] for key in ("curve", "passes")}
-        yield Result(**{**found, **curves})
+        content = json.loads(path.read_text(encoding="utf-8"))
+        curves = {
+            key: [(int(step), float(value)) for step, value in content.get(key, [])] for key in ("curve", "passes")
+        }
+        yield Result(**{**content, **curves})
 
 
 if __name__ == "__main__":

@@ -64,8 +64,10 @@ class Result(NamedTuple):
 
 def by_algorithm(results: list[Result]) -> dict[str, list[Result]]:
     """Group results by algorithm, in the order of `ALGORITHMS`, each sorted by seed."""
-    found = {name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS}
-    return {name: runs for name, runs in found.items() if runs}
+    sorted_runs = {
+        name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS
+    }
+    return {name: runs for name, runs in sorted_runs.items() if runs}
 
 
 def table(results: list[Result]) -> str:
@@ -90,17 +92,18 @@ def table(results: list[Result]) -> str:
 
 def label(name: str) -> str:
     """Return an algorithm's name for the table, with the teacher or turns that it needs."""
-    given = f" (teacher: {TEACHER})" if name in TAUGHT else " (in turns)" if name in IN_TURNS else ""
-    return f"{name}{given}"
+    addition = f" (teacher: {TEACHER})" if name in TAUGHT else " (in turns)" if name in IN_TURNS else ""
+    return f"{name}{addition}"
 
 
 def summary(results: list[Result]) -> str:
     """Return a sentence that counts the algorithms with the wanted gain in the mean, and on each seed."""
-    found = by_algorithm(results)
-    means = sum(statistics.mean(run.gain for run in runs) >= WANTED_GAIN for runs in found.values())
-    each = sum(enough(runs) for runs in found.values())
-    wanted, number = f"{WANTED_GAIN * 100:.0f} points", len(found)
-    return f"{means} of {number} gain {wanted} or more in the mean of their seeds, {each} of {number} on each seed."
+    runs_by_name = by_algorithm(results)
+    means = sum(statistics.mean(run.gain for run in runs) >= WANTED_GAIN for runs in runs_by_name.values())
+    on_each_seed = sum(enough(runs) for runs in runs_by_name.values())
+    wanted, number = f"{WANTED_GAIN * 100:.0f} points", len(runs_by_name)
+    in_mean = f"{means} of {number} gain {wanted} or more in the mean of their seeds"
+    return f"{in_mean}, {on_each_seed} of {number} on each seed."
 
 
 def enough(runs: list[Result]) -> bool:
@@ -119,22 +122,22 @@ def below(results: list[Result]) -> list[str]:
 
 def remarks(results: list[Result]) -> list[str]:
     """Return the remarks on single algorithms, and the accuracy of teachers."""
-    found = by_algorithm(results)
-    lines = [textwrap.wrap(f"`{name}` {text}", 110) for name, text in REMARKS.items() if name in found]
-    taught = {run.seed: run.teacher for name in TAUGHT for run in found.get(name, []) if run.teacher is not None}
+    runs_by_name = by_algorithm(results)
+    lines = [textwrap.wrap(f"`{name}` {text}", 110) for name, text in REMARKS.items() if name in runs_by_name]
+    taught = {run.seed: run.teacher for name in TAUGHT for run in runs_by_name.get(name, []) if run.teacher is not None}
     reached = f" The teachers reach {', '.join(f'{taught[seed]:.1%}' for seed in sorted(taught))}." if taught else ""
-    said = textwrap.wrap(ADDED + reached, 110, break_on_hyphens=False)
-    return [line for part in (said, *lines) for line in (*part, "")]
+    first_lines = textwrap.wrap(ADDED + reached, 110, break_on_hyphens=False)
+    return [line for part in (first_lines, *lines) for line in (*part, "")]
 
 
 def passes(results: list[Result]) -> list[str]:
     """Return the section on algorithms that pay one right response of several, if pass@8 was measured."""
-    found = {name: [r for r in runs if len(r.passes) > 1] for name, runs in by_algorithm(results).items()}
+    measured = {name: [r for r in runs if len(r.passes) > 1] for name, runs in by_algorithm(results).items()}
     lines = [
         f"| {name} | {', '.join(f'{run.passes[0][1]:.1%}' for run in runs)} "
         f"| {', '.join(f'{run.passes[-1][1]:.1%}' for run in runs)} "
         f"| {', '.join(f'{run.curve[-1][1]:.1%}' for run in runs)} |"
-        for name, runs in found.items()
+        for name, runs in measured.items()
         if runs
     ]
     if not lines:
@@ -170,7 +173,7 @@ def page(results: list[Result]) -> str:
     if few:
         text = f"**Not finished**: fewer than {WANTED_SEEDS} seeds have run of {', '.join(few)}."
         unfinished = [*textwrap.wrap(text, 110), ""]
-    said = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
+    errors = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
     return "\n".join(
         [
             "# Learning curves",
@@ -193,7 +196,7 @@ def page(results: list[Result]) -> str:
             *passes(results),
             *textwrap.wrap(ELSEWHERE, 110, break_on_hyphens=False),
             "",
-            *(["Runs that ended with an error:", "", *said, ""] if said else []),
+            *(["Runs that ended with an error:", "", *errors, ""] if errors else []),
             f"{len(results)} runs, {seconds / 60:.0f} minutes on one CPU core. Made by `tools/learning_curves.py`:",
             "`run` until all are done, then `report`.",
             "",
@@ -206,13 +209,13 @@ def draw(results: list[Result], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = by_algorithm(results)
-    columns = min(4, len(found))
-    rows = -(-len(found) // columns)
+    runs_by_name = by_algorithm(results)
+    columns = min(4, len(runs_by_name))
+    rows = -(-len(runs_by_name) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
-    for axes, (name, runs) in zip(panels, found.items(), strict=False):
+    for axes, (name, runs) in zip(panels, runs_by_name.items(), strict=False):
         steps = [step for step, _ in max((run.curve for run in runs), key=len)]
         values = [[value for run in runs for at, value in run.curve if at == step] for step in steps]
         axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.25, linewidth=0)
@@ -220,7 +223,7 @@ def draw(results: list[Result], path: Path) -> None:
         axes.set_title(f"{name} ({len(runs)})", fontsize=9)
         axes.set_ylim(0, 1)
         axes.grid(True, alpha=0.3)
-    for axes in panels[len(found) :]:
+    for axes in panels[len(runs_by_name) :]:
         axes.set_axis_off()
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("accuracy on held-out prompts", fontsize=9)

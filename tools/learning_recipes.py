@@ -89,29 +89,29 @@ def measured(folder: Path) -> dict[str, Any]:
 
 def report(out: Path, docs: Path, seeds: Sequence[int]) -> int:
     """Replace this task's table in docs/learning_curves.md and keep the rest of the page."""
-    found = {
+    results = {
         (recipe, seed): json.loads(result_file(out, recipe, seed).read_text(encoding="utf-8"))
         for recipe in RECIPES
         for seed in seeds
         if result_file(out, recipe, seed).exists()
     }
-    if not found:
+    if not results:
         print(f"{out} holds no results: run them first")
         return 2
     page = docs / "learning_curves.md"
     before = page.read_text(encoding="utf-8").partition(HEADING)[0].rstrip("\n") if page.exists() else ""
-    date = time.strftime("%Y-%m-%d", time.gmtime(max(result_file(out, *key).stat().st_mtime for key in found)))
+    date = time.strftime("%Y-%m-%d", time.gmtime(max(result_file(out, *key).stat().st_mtime for key in results)))
     made = f"{date}, two CPU cores shared with other work, one thread:\n`OMP_NUM_THREADS=1 {COMMAND}`."
-    page.write_text(f"{before}\n\n{HEADING}{TEXT}\n{table(found)}\n\n{made}\n".lstrip("\n"), encoding="utf-8")
-    print(table(found))
+    page.write_text(f"{before}\n\n{HEADING}{TEXT}\n{table(results)}\n\n{made}\n".lstrip("\n"), encoding="utf-8")
+    print(table(results))
     return 0
 
 
-def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
+def table(results: dict[tuple[str, int], dict[str, Any]]) -> str:
     """Return the Markdown table with a line for each recipe and seed."""
     lines = ["| recipe | seed | accuracy before | after | steps | tool use before | after | minutes |"]
     lines.append("| --- |" + " --- |" * 7)
-    for (recipe, seed), result in found.items():
+    for (recipe, seed), result in results.items():
         accuracy, used = (
             [f"{points[0][1]:.1%}", f"{points[-1][1]:.1%}"] if points else ["", ""]
             for points in (result["curve"], result["tool_use"])
@@ -123,8 +123,8 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
 
 def section(page: Path) -> str:
     """Return this task's section of the page, for `learning_curves_page` to keep when it writes the rest."""
-    found = page.read_text(encoding="utf-8").partition(HEADING) if page.exists() else ("", "", "")
-    return f"\n{HEADING}{found[2]}" if found[1] else ""
+    parts = page.read_text(encoding="utf-8").partition(HEADING) if page.exists() else ("", "", "")
+    return f"\n{HEADING}{parts[2]}" if parts[1] else ""
 
 
 def result_file(out: Path, recipe: str, seed: int) -> Path:

@@ -153,7 +153,7 @@ def _places(source: str) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
 
     provider, unread = OperatorProvider(), list(_unread(ast.parse(source)))
     nodes = list(ast_nodes(get_ast(source)))
-    found: dict[Any, list[tuple[Any, int]]] = {}
+    changes: dict[Any, list[tuple[Any, int]]] = {}
     for name in provider:
         if provider[name].arguments() or name.removeprefix("ReplaceComparisonOperator_") in SAME:
             continue
@@ -161,9 +161,9 @@ def _places(source: str) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
         for node in nodes:
             for place in operator.mutation_positions(node):
                 if not any(start <= place[0] < end for start, end in unread):
-                    found.setdefault(place, []).append((operator, occurrence))
+                    changes.setdefault(place, []).append((operator, occurrence))
                 occurrence += 1
-    yield from ((place[0][0], found[place]) for place in sorted(found))
+    yield from ((place[0][0], changes[place]) for place in sorted(changes))
 
 
 def _unread(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -258,8 +258,8 @@ def _be_tests(tree: Path, tests: Sequence[str]) -> NoReturn:
         os._exit(code)
 
 
-def _prctl(what: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 @dataclass

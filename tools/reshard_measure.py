@@ -109,12 +109,12 @@ class End:
 
     @classmethod
     def parse(cls, text: str, nproc: int) -> End:
-        if found := re.fullmatch(r"vllm(\d+)", text):
-            end = cls("vllm", int(found[1]), 1, nproc // int(found[1]))
-        elif found := re.fullmatch(r"fsdp(\d+)(?:dp(\d+))?", text):
-            end = cls("fsdp", 1, 1, int(found[2] or 1), int(found[1]))
-        elif found := re.fullmatch(r"tp(\d+)(?:pp(\d+))?(?:dp(\d+))?", text):
-            end = cls("megatron", int(found[1]), int(found[2] or 1), int(found[3] or 1))
+        if match := re.fullmatch(r"vllm(\d+)", text):
+            end = cls("vllm", int(match[1]), 1, nproc // int(match[1]))
+        elif match := re.fullmatch(r"fsdp(\d+)(?:dp(\d+))?", text):
+            end = cls("fsdp", 1, 1, int(match[2] or 1), int(match[1]))
+        elif match := re.fullmatch(r"tp(\d+)(?:pp(\d+))?(?:dp(\d+))?", text):
+            end = cls("megatron", int(match[1]), int(match[2] or 1), int(match[3] or 1))
         else:
             raise ValueError(f"{text!r} is not like tp2pp2, fsdp4 or vllm2")
         if end.tp * end.pp * end.dp * end.shards != nproc:
@@ -137,10 +137,10 @@ def ends(pair: str, nproc: int) -> tuple[End, End]:
         ValueError: the name is wrong; the message says in which part.
     """
     source, _, dest = pair.partition("-")
-    found = End.parse(source, nproc), End.parse(dest, nproc)
-    if tuple(end.engine for end in found) not in (("megatron", "vllm"), ("megatron", "megatron"), ("fsdp", "vllm")):
+    both_ends = End.parse(source, nproc), End.parse(dest, nproc)
+    if tuple(end.engine for end in both_ends) not in (("megatron", "vllm"), ("megatron", "megatron"), ("fsdp", "vllm")):
         raise ValueError(f"{pair}: it goes from Megatron or FSDP2 to vLLM, or from Megatron to Megatron")
-    return found
+    return both_ends
 
 
 class Ours:
@@ -174,7 +174,7 @@ def least_elements(source: Layout, dest: Layout) -> int:
     """
     total = 0
     for tensor, pieces in dest.by_tensor.items():
-        needed, held = ([p.box for p in found] for found in (pieces, source.by_tensor.get(tensor, [])))
+        needed, held = ([p.box for p in some] for some in (pieces, source.by_tensor.get(tensor, [])))
         borders = [
             sorted({border for box in (*needed, *held) for border in (box.start[axis], box.stop[axis])})
             for axis in range(len(dest.global_shapes[tensor]))
@@ -353,7 +353,7 @@ def measure_ways(
 ) -> dict[str, Any]:
     """Check every way once while its memory is measured; then time all in turn."""
     rank = dist.get_rank()
-    found: dict[str, Any] = {"ways": {}}
+    measured: dict[str, Any] = {"ways": {}}
     check = ReshardCheck(source.layout_of, dest_of, source.parameters, dest)
 
     def first_run(name: str, way: Any) -> None:
@@ -362,7 +362,7 @@ def measure_ways(
             start = time.perf_counter()
             peak = peak_memory(way.run)
             seconds = time.perf_counter() - start
-        found["ways"][name] = {
+        measured["ways"][name] = {
             "peak": peak,
             "first_seconds": seconds,
             "received": way.bytes_received,
@@ -372,7 +372,7 @@ def measure_ways(
         }
         if not isinstance(way, PlainExchange):
             checked = check.compare()
-            found["check"] = {"bytes": checked.bytes_read, "seconds": checked.seconds}
+            measured["check"] = {"bytes": checked.bytes_read, "seconds": checked.seconds}
 
     def zero() -> None:
         """Clear the destination, so that no way passes with an earlier way's result; not if it is the source itself."""
@@ -384,24 +384,24 @@ def measure_ways(
 
     zero()
     first_run(peer_name, peer)
-    ways: dict[str, Any] = {peer_name: peer}
+    by_name: dict[str, Any] = {peer_name: peer}
     for name, ipc in (("ours, network", False), ("ours", True)):  # after the peer, as storages are joined
         zero()
-        ways[name] = Ours(source.layout_of, source.parameters, dest_of, dest, job.bucket_mb * MB, ipc=ipc)
-        first_run(name, ways[name])
-    ours = ways["ours"]
-    ways["plain"] = PlainExchange(ours.plan, torch.bfloat16.itemsize, job.bucket_mb * MB)
-    first_run("plain", ways["plain"])
+        by_name[name] = Ours(source.layout_of, source.parameters, dest_of, dest, job.bucket_mb * MB, ipc=ipc)
+        first_run(name, by_name[name])
+    ours = by_name["ours"]
+    by_name["plain"] = PlainExchange(ours.plan, torch.bfloat16.itemsize, job.bucket_mb * MB)
+    first_run("plain", by_name["plain"])
     for _ in range(job.repeats):
-        for name, way in ways.items():
+        for name, way in by_name.items():
             dist.barrier()
             with object_collectives() as called:
                 start = time.perf_counter()
                 way.run()
-                found["ways"][name]["seconds"].append(time.perf_counter() - start)
-            found["ways"][name]["objects"] = len(called)
+                measured["ways"][name]["seconds"].append(time.perf_counter() - start)
+            measured["ways"][name]["objects"] = len(called)
     check.compare()
-    found |= {
+    measured |= {
         "parameters": sum(math.prod(weight.shape) for weight in source.weights),
         "least": least_elements(source.layout_of(rank), dest_of(rank)) * torch.bfloat16.itemsize,
         "local": ours.stats.bytes_local,
@@ -414,9 +414,9 @@ def measure_ways(
         name, parameter = max(dest.items(), key=lambda item: item[1].numel())
         start = time.perf_counter()
         box_fingerprint(parameter.detach(), whole(tuple(parameter.shape)))
-        found["fingerprint_rate"] = parameter.nbytes / (time.perf_counter() - start)
+        measured["fingerprint_rate"] = parameter.nbytes / (time.perf_counter() - start)
     dist.barrier()
-    return found
+    return measured
 
 
 def run_rank(job: Job, pair: str, folder: Path) -> None:

@@ -74,17 +74,17 @@ class Bridge:
         return len(self._buckets)
 
     def _metadata(self) -> Iterator[Parameter]:
-        mine = []
+        local_parameters = []
         first_layer = self._model.spec.num_layers // self._pp * self._model.grid.coords.pp
         for local, parameter in self._model.parameters.items():
             if local == "output_layer.weight" and self._model.spec.tie_embeddings:
                 continue  # the last stage's copy of the embedding
-            name = re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{first_layer + int(found[1])}.", local)
+            name = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{first_layer + int(match[1])}.", local)
             parallel = getattr(parameter, "tensor_model_parallel", False) and self._tp > 1
             partition_dim = getattr(parameter, "partition_dim", None) if parallel else None
-            mine.append([name, local, list(parameter.shape), partition_dim])
-        for stage, found in enumerate(gather_json(mine, self._model.grid.pp_group)):
-            for name, local, shape, partition_dim in found:
+            local_parameters.append([name, local, list(parameter.shape), partition_dim])
+        for stage, stage_parameters in enumerate(gather_json(local_parameters, self._model.grid.pp_group)):
+            for name, local, shape, partition_dim in stage_parameters:
                 yield Parameter(name, local, stage, tuple(shape), partition_dim)
 
     def run(self) -> None:
@@ -130,11 +130,11 @@ class Bridge:
         for work in works:
             work.wait()
         full = []
-        for parameter, found in zip(bucket, parts, strict=True):
-            if "linear_fc1" in parameter.name and len(found) > 1:  # [gate; up] of every rank
-                halves = [part.chunk(2, dim=0) for part in found]
-                found = [half[0] for half in halves] + [half[1] for half in halves]
-            full.append(found[0] if len(found) == 1 else torch.cat(found, dim=parameter.partition_dim or 0))
+        for parameter, pieces in zip(bucket, parts, strict=True):
+            if "linear_fc1" in parameter.name and len(pieces) > 1:  # [gate; up] of every rank
+                halves = [part.chunk(2, dim=0) for part in pieces]
+                pieces = [half[0] for half in halves] + [half[1] for half in halves]
+            full.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=parameter.partition_dim or 0))
         return full
 
     def _convert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,10 +237,11 @@ class PlainExchange:
     def __init__(self, plan: Plan, itemsize: int, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._out = {
-            peer: torch.ones(_nbytes(found, itemsize), dtype=torch.uint8) for peer, found in plan.sends.items()
+            peer: torch.ones(_nbytes(transfers, itemsize), dtype=torch.uint8) for peer, transfers in plan.sends.items()
         }
         self._in = {
-            peer: torch.zeros(_nbytes(found, itemsize), dtype=torch.uint8) for peer, found in plan.receives.items()
+            peer: torch.zeros(_nbytes(transfers, itemsize), dtype=torch.uint8)
+            for peer, transfers in plan.receives.items()
         }
         self.bytes_received = sum(data.nbytes for data in self._in.values())
         self.num_messages = 0

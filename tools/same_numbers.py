@@ -74,19 +74,19 @@ class Recording(TypedDict):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parse(arguments)
-    if given.what == "record":
-        steps = None if given.full else given.steps
+    options = parse(arguments)
+    if options.what == "record":
+        steps = None if options.full else options.steps
         made = start_recording(steps) | {"runs": run_all(steps)}
-        given.file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        options.file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         return 0
-    expected: Recording = json.loads(given.file.read_text(encoding="utf-8"))
-    found: Recording = json.loads(given.other.read_text()) if given.other else start_recording(expected["steps"])
-    if unlike := list(obstacles(expected, found)):
-        print(f"{given.file} cannot be compared, the numbers depend on:", *unlike, sep="\n  ", file=sys.stderr)
+    expected: Recording = json.loads(options.file.read_text(encoding="utf-8"))
+    compared: Recording = json.loads(options.other.read_text()) if options.other else start_recording(expected["steps"])
+    if unlike := list(obstacles(expected, compared)):
+        print(f"{options.file} cannot be compared, the numbers depend on:", *unlike, sep="\n  ", file=sys.stderr)
         print(f"Record commit {expected['commit']} again, in the place of the other side.", file=sys.stderr)
         return 2
-    runs = found["runs"] or run_all(found["steps"])
+    runs = compared["runs"] or run_all(compared["steps"])
     same = [compare_run(name, expected["runs"].get(name), runs.get(name)) for name in expected["runs"] | runs]
     print("the same to the bit" if all(same) else f"not the same: {same.count(False)} of {len(same)} runs differ")
     return 0 if all(same) else 1
@@ -103,15 +103,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     compare = commands.add_parser("compare", help="run again, with as many steps, and say what differs first")
     compare.add_argument("file", type=Path)
     compare.add_argument("other", type=Path, nargs="?", help="another recording, instead of running")
-    given = parser.parse_args(arguments)
-    if given.what == "record" and given.steps < 1:
-        parser.error(f"--steps is {given.steps}; at least 1 is needed")
-    if given.what == "record" and not given.file.parent.is_dir():
-        parser.error(f"there is no folder {given.file.parent} to write {given.file.name} to")
-    for file in (given.file, given.other) if given.what == "compare" else ():
+    options = parser.parse_args(arguments)
+    if options.what == "record" and options.steps < 1:
+        parser.error(f"--steps is {options.steps}; at least 1 is needed")
+    if options.what == "record" and not options.file.parent.is_dir():
+        parser.error(f"there is no folder {options.file.parent} to write {options.file.name} to")
+    for file in (options.file, options.other) if options.what == "compare" else ():
         if file is not None and not file.is_file():
             parser.error(f"there is no file {file}: record it first")
-    return given
+    return options
 
 
 def start_recording(steps: int | None) -> Recording:
@@ -163,13 +163,13 @@ def commands(folder: Path, steps: int | None) -> dict[str, list[str]]:
     data = [f"data={{train: '{inputs / 'train.jsonl'}', validation: '{inputs / 'held_out.jsonl'}'}}"]
     warm = [*common, *data, f"model.path={inputs / 'warm'}"]
     lora = ["algorithm={name: grpo, kl: {in: loss, kind: k3, coef: 0.01}}", "actor={tp: 1, pp: 2, lora: {rank: 8}}"]
-    each = {
+    by_name = {
         "quickstart_seed_0": ["quickstart", *common, "run.seed=0"],
         "quickstart_seed_1": ["quickstart", *common, "run.seed=1"],
         "split": ["train", *warm, "run.nproc=3", "critic.pp=2", "placement={rollout: 0, actor: 1-2}"],
         "grpo_lora": ["train", *warm, *lora],
     }
-    return {name: [*command, f"run.name={name}"] for name, command in each.items()}
+    return {name: [*command, f"run.name={name}"] for name, command in by_name.items()}
 
 
 def read_records(path: Path) -> list[dict[str, str]]:
@@ -197,40 +197,40 @@ def digest(folder: Path) -> str:
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        sha256.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def obstacles(expected: Recording, found: Recording) -> Iterator[str]:
+def obstacles(expected: Recording, compared: Recording) -> Iterator[str]:
     """Yield the reasons for which two recordings would differ with the same code, one a line."""
-    if expected["steps"] != found["steps"]:
-        yield f"steps: {expected['steps']} recorded, {found['steps']} to compare with"
-    for name in expected["machine"] | found["machine"]:
-        recorded, here = (side["machine"].get(name, ABSENT) for side in (expected, found))
+    if expected["steps"] != compared["steps"]:
+        yield f"steps: {expected['steps']} recorded, {compared['steps']} to compare with"
+    for name in expected["machine"] | compared["machine"]:
+        recorded, here = (side["machine"].get(name, ABSENT) for side in (expected, compared))
         if recorded != here:
             yield f"{name}: {recorded} recorded, {here} to compare with"
 
 
-def compare_run(name: str, expected: Run | None, found: Run | None) -> bool:
+def compare_run(name: str, expected: Run | None, compared: Run | None) -> bool:
     """Print the first difference between two runs and of their weights; return whether there is none."""
-    if expected is None or found is None:
+    if expected is None or compared is None:
         print(f"{name}: only in {'the second' if expected is None else 'the first'} recording")
         return False
-    difference = first_difference(expected["records"], found["records"])
+    difference = first_difference(expected["records"], compared["records"])
     print(f"{name}: {difference or 'metrics are equal'}")
-    for folder in expected["weights"] | found["weights"]:
-        before, after = (side["weights"].get(folder, ABSENT) for side in (expected, found))
+    for folder in expected["weights"] | compared["weights"]:
+        before, after = (side["weights"].get(folder, ABSENT) for side in (expected, compared))
         print(f"  weights in {folder}: {before} " + ("in both" if before == after else f"expected, {after} found"))
-    return difference is None and expected["weights"] == found["weights"]
+    return difference is None and expected["weights"] == compared["weights"]
 
 
-def first_difference(expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> str | None:
+def first_difference(expected: Sequence[Mapping[str, str]], compared: Sequence[Mapping[str, str]]) -> str | None:
     """Return step, name and both values of the first metric that differs; None if all are equal."""
     empty: Mapping[str, str] = {}
-    for before, after in itertools.zip_longest(expected, found, fillvalue=empty):
+    for before, after in itertools.zip_longest(expected, compared, fillvalue=empty):
         for metric in {**before, **after}:
             values = before.get(metric, ABSENT), after.get(metric, ABSENT)
             if values[0] != values[1]:

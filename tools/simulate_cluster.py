@@ -108,8 +108,8 @@ def plans(size: int) -> Sequence[Plan]:
         count = 4096 // parts
         boxes = [Box((number * count, 0), (number * count + count, 4)) for number in range(parts)]
         pieces = [Piece("w", box, "w", whole((count, 4))) for box in boxes]
-        found = [Layout((piece,), {"w": (count, 4)}, {"w": (4096, 4)}) for piece in pieces]
-        return lambda rank: found[rank % parts]
+        by_part = [Layout((piece,), {"w": (count, 4)}, {"w": (4096, 4)}) for piece in pieces]
+        return lambda rank: by_part[rank % parts]
 
     return make_plans(layouts(min(64, size)), layouts(min(4, size)), size, lambda rank: rank // PER_NODE)
 
@@ -155,9 +155,9 @@ class Rank:
         facts = NodeInfo(f"node{rank // PER_NODE:04d}", (), digests(SECTIONS, {}), SECTIONS, agent=rank // PER_NODE)
         nodes = introduce(self.store, rank, size, facts, PATIENCE)
         half = size // 2
-        said = {"actor": f"0-{half - 1}", "critic": f"{half}-{size - 2}", "rollout": "actor", "coordinator": size - 1}
-        wanted = {role: parse_wanted(value) for role, value in said.items()}
-        placement = resolve(wanted, size, dict.fromkeys([*said, "reward"]), nodes)
+        places = {"actor": f"0-{half - 1}", "critic": f"{half}-{size - 2}", "rollout": "actor", "coordinator": size - 1}
+        wanted = {role: parse_wanted(value) for role, value in places.items()}
+        placement = resolve(wanted, size, dict.fromkeys([*places, "reward"]), nodes)
         self.group = CountedGroup(dist.PrefixStore("control", self.store), rank, size, self.traffic)
         world = placement.world_of(rank)
         messages = CountedMessages(self.store, rank, size, self.traffic)
@@ -173,8 +173,8 @@ class Rank:
             plan = plans(self.setup.size)[self.rank]
         check_plan(plan)
         both = {"source": plan.source_layout, "destination": plan.dest_layout}
-        held = {name: torch.empty(each.local_shapes["w"], device="meta") for name, each in both.items()}
-        agree_on_dtypes({name: (each, {"w": held[name]}) for name, each in both.items()}, self.group)
+        held = {name: torch.empty(layout.local_shapes["w"], device="meta") for name, layout in both.items()}
+        agree_on_dtypes({name: (layout, {"w": held[name]}) for name, layout in both.items()}, self.group)
         reduce_json(bool(plan.sends or plan.receives), any, self.group)
 
     def agreement(self) -> None:
@@ -191,9 +191,9 @@ class Rank:
         committer = Committer(self.group, self.setup.size - 1)
         folder = folder_of(self.setup.folder, 1)
         partial, name = partial_name(folder), f"random_{self.rank:05d}.json"
-        committer.conclude(10**3, lambda each: prepare_folder(folder.parent, partial, sum(each)))
+        committer.conclude(10**3, lambda sizes: prepare_folder(folder.parent, partial, sum(sizes)))
         items = [[f"actor.layer.{item}", [self.rank, 0], item, name, item * 64, 64] for item in range(ITEMS)]
-        own = [[{name: write_bytes(partial / name, b"{}" * 500)}, items], None]
+        report = [[{name: write_bytes(partial / name, b"{}" * 500)}, items], None]
 
         def commit_all(reports: list[Any]) -> None:
             files = {name: record for (written, _), _ in reports for name, record in written.items()}
@@ -201,7 +201,7 @@ class Rank:
             commit(folder, manifest, best=False, phase=lambda name: None)
             assert len(files) == committer.size and not Manifest.read(folder).wrong_sizes(folder)
 
-        committer.conclude(own, commit_all)
+        committer.conclude(report, commit_all)
 
     def rest(self) -> None:
         name, world = self.fabric.describe, self.fabric.world.name
@@ -271,8 +271,8 @@ def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, 
             for member in members:
                 member.sleeps, member.stops = (asked, False) if isinstance(asked, float) else (0.0, True)
     return {
-        each.rank: ((each.liveness and each.liveness.failure_reason) or "", each.heard or 0.0, each.ended or 0.0)
-        for each in members
+        rank.rank: ((rank.liveness and rank.liveness.failure_reason) or "", rank.heard or 0.0, rank.ended or 0.0)
+        for rank in members
     }
 
 
@@ -301,23 +301,23 @@ class Cluster:
     def _start(self, name: int, target: Callable[..., None]) -> Connection:
         copies = multiprocessing.get_context("fork")
         here, there = copies.Pipe()
-        given = {"parent": os.getpid(), "pipe": there}
-        process = copies.Process(target=target, kwargs=given, daemon=True)
+        arguments = {"parent": os.getpid(), "pipe": there}
+        process = copies.Process(target=target, kwargs=arguments, daemon=True)
         process.start()
         there.close()
         self._processes[name] = process, here
         return here
 
-    def _tell(self, what: Any, names: Sequence[int] = ()) -> None:
+    def _tell(self, message: Any, names: Sequence[int] = ()) -> None:
         for name, (_, pipe) in self._processes.items():
             if name >= 0 and (not names or name in names):
-                pipe.send(what)
+                pipe.send(message)
 
     def cost(self, phase: str) -> list[Traffic]:
         """Return the traffic of every rank in a phase."""
         self._hear("begin")
         self._hear(phase)
-        return [cost for found in self._hear("count") for cost in found.values()]
+        return [cost for answer in self._hear("count") for cost in answer.values()]
 
     def _hear(self, asked: str) -> list[Any]:
         self._tell(asked)
@@ -348,19 +348,19 @@ class Cluster:
         silent = (-1,) if fault == "flapping" else (-1, hit)  # the rank that is hit says nothing any more
         left = [pipe for name, (_, pipe) in self._processes.items() if name not in silent]
         end = time.time() + 60.0 + 2 * (timeouts.lost_after + timeouts.stalled_after)
-        found: dict[int, tuple[str, float, float]] = {}
+        reports: dict[int, tuple[str, float, float]] = {}
         while left and time.time() < end:
             for pipe in [pipe for pipe in left if pipe in wait(left, timeout=1.0)]:
-                found |= pipe.recv()
+                reports |= pipe.recv()
                 left.remove(pipe)
-        reasons = {reason: None for reason, _, _ in found.values() if reason}  # few: all pass on the first one's
+        reasons = {reason: None for reason, _, _ in reports.values() if reason}  # few: all pass on the first one's
         print(*(f"{self.setup.size} ranks, {fault}, said: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
-        said = [(re.findall(r"rank \d+", reason), reason) for reason, _, _ in found.values()]
-        named = Counter(ranks[0] if ranks else reason or "nobody" for ranks, reason in said)
+        blamed = [(re.findall(r"rank \d+", reason), reason) for reason, _, _ in reports.values()]
+        named = Counter(ranks[0] if ranks else reason or "nobody" for ranks, reason in blamed)
         if left:
-            named["no end came"] = self.setup.size - (fault != "flapping") - len(found)
-        heard = [when for _, when, _ in found.values() if when]
-        last = max((ended for *_, ended in found.values()), default=begun)
+            named["no end came"] = self.setup.size - (fault != "flapping") - len(reports)
+        heard = [when for _, when, _ in reports.values() if when]
+        last = max((ended for *_, ended in reports.values()), default=begun)
         return {"found": min(heard, default=begun) - begun, "ended": last - begun, "named": named}
 
     def _signal(self, name: int, number: int) -> None:
@@ -379,7 +379,7 @@ def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) 
         "costs": messages and bytes of each phase, on average and on the rank with most; "faults": results of
         `Cluster.suffer` by fault.
     """
-    found: dict[str, Any] = {"costs": {}, "faults": {}}
+    results: dict[str, Any] = {"costs": {}, "faults": {}}
     timeouts = replace(timeouts, interval=max(1.0, size / 256))
     for fault in faults or [""]:
         with tempfile.TemporaryDirectory(prefix="megaverl_cluster_") as folder:
@@ -387,21 +387,23 @@ def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) 
             try:
                 for phase in PHASES:
                     begun = time.monotonic()
-                    ranks = [(each.messages, each.bytes) for each in cluster.cost(phase)]
-                    found["costs"][phase] = [[sum(each) / size, max(each)] for each in zip(*ranks, strict=True)]
-                    said = f"{time.monotonic() - begun:.1f} s, {found['costs'][phase]}"
-                    print(f"{size} ranks, {phase}: {said}", file=sys.stderr, flush=True)
+                    ranks = [(traffic.messages, traffic.bytes) for traffic in cluster.cost(phase)]
+                    results["costs"][phase] = [
+                        [sum(traffic) / size, max(traffic)] for traffic in zip(*ranks, strict=True)
+                    ]
+                    text = f"{time.monotonic() - begun:.1f} s, {results['costs'][phase]}"
+                    print(f"{size} ranks, {phase}: {text}", file=sys.stderr, flush=True)
                 if fault:
-                    found["faults"][fault] = cluster.suffer(fault)
-                    print(f"{size} ranks, {fault}: {found['faults'][fault]}", file=sys.stderr, flush=True)
+                    results["faults"][fault] = cluster.suffer(fault)
+                    print(f"{size} ranks, {fault}: {results['faults'][fault]}", file=sys.stderr, flush=True)
             finally:
                 cluster.end()
-    return found
+    return results
 
 
-def table_of_costs(found: dict[int, Any]) -> list[str]:
+def table_of_costs(results: dict[int, Any]) -> list[str]:
     """Return the table of messages and bytes, their growth, and their values extrapolated to `LARGE` ranks."""
-    sizes = sorted(found)
+    sizes = sorted(results)
     few, many = sizes[0], sizes[-1]
     log = math.log2(many) / math.log2(few)
     heads = [*(f"{size:,}" for size in sizes), f"growth (log: {log:.2f}; ranks: {many / few:g})", f"{LARGE:,}"]
@@ -410,7 +412,7 @@ def table_of_costs(found: dict[int, Any]) -> list[str]:
         for number, who in enumerate((f"{title}: a rank", "the one with most")):
             columns = []
             for kind in (0, 1):
-                values = [found[size]["costs"][phase][kind][number] for size in sizes]
+                values = [results[size]["costs"][phase][kind][number] for size in sizes]
                 growth = values[-1] / values[0] if values[0] else 1.0
                 large = extrapolated(sizes, values)
                 shown = [f"{value:,.3f}" if value < 10 else f"{value:,.0f}" for value in (*values, growth, large)]
@@ -430,14 +432,14 @@ def extrapolated(sizes: Sequence[int], values: Sequence[float]) -> float:
     return along(closest, LARGE)
 
 
-def table_of_faults(found: dict[int, Any], timeouts: Timeouts) -> list[str]:
+def table_of_faults(results: dict[int, Any], timeouts: Timeouts) -> list[str]:
     """Return the table of the times to detect each fault, and the named ranks."""
     due = {"silent": timeouts.lost_after, "slow": timeouts.stalled_after}
     lines = ["| fault | ranks | due after, s | found after, s | all ended after, s | named |", "| --- " * 6 + "|"]
     for fault in FAULTS:
-        for size, each in sorted(found.items()):
-            if fault in each["faults"]:
-                found_after, ended, named = each["faults"][fault].values()
+        for size, result in sorted(results.items()):
+            if fault in result["faults"]:
+                found_after, ended, named = result["faults"][fault].values()
                 hit = "nobody" if fault == "flapping" else f"rank {0 if fault == 'first' else size // 3}"
                 right = named.get(hit, 0)
                 others = "".join(f", {who} by {count:,}" for who, count in named.items() if who != hit)
@@ -456,12 +458,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described.add_argument("--lost-after", type=float, default=15.0, help="seconds; a run's are 30")
     described.add_argument("--stalled-after", type=float, default=15.0, help="seconds; a run's: run.timeout_minutes")
     described.add_argument("--rest", type=float, default=5.0, help="seconds in which liveness is counted")
-    given = described.parse_args(arguments)
+    options = described.parse_args(arguments)
     raise_open_files()
-    timeouts = Timeouts(stalled_after=given.stalled_after, lost_after=given.lost_after, grace=2.0)
-    faults = [fault for fault in given.faults.split(",") if fault]
-    found = {int(size): simulate(int(size), faults, timeouts, given.rest) for size in given.ranks.split(",")}
-    print("\n".join([*table_of_costs(found), "", *table_of_faults(found, timeouts)]))
+    timeouts = Timeouts(stalled_after=options.stalled_after, lost_after=options.lost_after, grace=2.0)
+    faults = [fault for fault in options.faults.split(",") if fault]
+    results = {int(size): simulate(int(size), faults, timeouts, options.rest) for size in options.ranks.split(",")}
+    print("\n".join([*table_of_costs(results), "", *table_of_faults(results, timeouts)]))
     return 0
 
 

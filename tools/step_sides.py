@@ -71,8 +71,8 @@ class Job:
         weights = self.layers * layer + self.hidden * self.vocab
         forward = 2e-9 * weights * self.tokens["update"]
         generated = self.responses * self.response_tokens + self.prompts * self.prompt_tokens
-        found = {"rollout": 2e-9 * weights * generated, "log_probs": forward, "update": 3 * forward}
-        return found | {"step": sum(found.values())}
+        by_part = {"rollout": 2e-9 * weights * generated, "log_probs": forward, "update": 3 * forward}
+        return by_part | {"step": sum(by_part.values())}
 
 
 def unique_words(prompt: str, response: str, reference: Any, extra: Any) -> float:
@@ -157,10 +157,10 @@ class Turns:
         """
         self._await([f"{self.side}.{step}.ready.{rank}" for rank in range(num_ranks)], process, log)
         self._write(f"{self.side}.{step}.go", {})
-        found = self._await([f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)], process, log)
+        ranks = self._await([f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)], process, log)
         return {
-            name: (sum if name.startswith(("cpu_", "gflops")) else max)(seconds[name] for seconds in found)
-            for name in found[0]
+            name: (sum if name.startswith(("cpu_", "gflops")) else max)(seconds[name] for seconds in ranks)
+            for name in ranks[0]
         }
 
     def _await(self, names: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> list[dict[str, float]]:

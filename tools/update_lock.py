@@ -157,12 +157,18 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
         if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit("pip found no versions that fit together (see above); try --upgrade")
         items = json.loads(report.read_text(encoding="utf-8"))["install"]
-    found: dict[str, dict[str, Any]] = {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items}
-    wanted = {name: each.get("requires_python") or "" for name, each in found.items()}
-    newer = [f"{name} (Python {said})" for name, said in wanted.items() if OLDEST_PYTHON not in SpecifierSet(said)]
+    metadata: dict[str, dict[str, Any]] = {
+        canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items
+    }
+    wanted = {name: fields.get("requires_python") or "" for name, fields in metadata.items()}
+    newer = [
+        f"{name} (Python {requirement})"
+        for name, requirement in wanted.items()
+        if OLDEST_PYTHON not in SpecifierSet(requirement)
+    ]
     if newer:
         raise SystemExit(f"not for Python {OLDEST_PYTHON}, put limits into HELD_BACK: {', '.join(newer)}")
-    return found
+    return metadata
 
 
 def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str]) -> tuple[dict[str, str], set[str]]:
@@ -185,12 +191,14 @@ def compile_for(
     if uv is None:
         raise SystemExit("uv is not here: pip install uv, or run ./launch/bootstrap.sh, which does it")
     with tempfile.TemporaryDirectory() as folder:
-        given, constraint_file, found = (Path(folder, name) for name in ("roots.in", "constraints.txt", "pylock.toml"))
-        given.write_text("".join(f"{root}\n" for root in roots), encoding="utf-8")
+        roots_file, constraint_file, output = (
+            Path(folder, name) for name in ("roots.in", "constraints.txt", "pylock.toml")
+        )
+        roots_file.write_text("".join(f"{root}\n" for root in roots), encoding="utf-8")
         constraint_file.write_text("".join(f"{n}=={v}\n" for n, v in constraints.items()), encoding="utf-8")
-        command = [uv, "pip", "compile", str(given), "--constraint", str(constraint_file), "--quiet", *arguments]
+        command = [uv, "pip", "compile", str(roots_file), "--constraint", str(constraint_file), "--quiet", *arguments]
         command += ["--python-version", target.python, "--python-platform", target.platform, "--no-python-downloads"]
-        command += ["--format", "pylock.toml", "--output-file", str(found)]
+        command += ["--format", "pylock.toml", "--output-file", str(output)]
         environment = dict(os.environ)
         for setting in installer_settings():
             if setting[0].isupper():
@@ -200,7 +208,7 @@ def compile_for(
                 command.append(setting)
         if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             raise SystemExit("uv found no versions that fit together (see above); try --upgrade")
-        packages: list[dict[str, Any]] = tomllib.loads(found.read_text(encoding="utf-8"))["packages"]
+        packages: list[dict[str, Any]] = tomllib.loads(output.read_text(encoding="utf-8"))["packages"]
     return packages
 
 

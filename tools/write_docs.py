@@ -79,10 +79,10 @@ STYLE = (
 class Picture:
     """SVG picture of boxes, arrows and words."""
 
-    def __init__(self, width: int, height: int, what: str) -> None:
+    def __init__(self, width: int, height: int, label: str) -> None:
         self._head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-            f'aria-label="{escape(what)}">{STYLE}<rect class="bg" width="{width}" height="{height}" rx="8"/>'
+            f'aria-label="{escape(label)}">{STYLE}<rect class="bg" width="{width}" height="{height}" rx="8"/>'
         )
         self._parts: list[str] = []
 
@@ -218,10 +218,10 @@ def reshard_picture() -> str:
 def pages() -> dict[Path, str]:
     """Return the path and the text of every file that this tool writes."""
     pictures = {"step": step_picture, "grids": grids_picture, "worlds": worlds_picture, "reshard": reshard_picture}
-    found = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
+    texts = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
     checkpoints = ROOT / "docs" / "checkpoints.md"
-    found[checkpoints] = checkpoints_page(checkpoints.read_text(encoding="utf-8"))
-    return {ROOT / "docs" / "keys.md": keys_page(), **found}
+    texts[checkpoints] = checkpoints_page(checkpoints.read_text(encoding="utf-8"))
+    return {ROOT / "docs" / "keys.md": keys_page(), **texts}
 
 
 RULES_BEGIN = "<!-- made by tools/write_docs.py from megaverl/config/resuming.py -->\n"

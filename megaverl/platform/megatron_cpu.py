@@ -256,18 +256,18 @@ def _exchange_buffers_directly() -> None:
         def call(
             collective: Any,
             output: torch.Tensor,
-            given: torch.Tensor,
+            inputs: torch.Tensor,
             op: Any = dist.ReduceOp.SUM,
             group: Any = None,
             async_op: bool = False,
             **options: Any,
         ) -> Any:
-            if dist.get_world_size(group) == 1 and output.data_ptr() == given.data_ptr():
+            if dist.get_world_size(group) == 1 and output.data_ptr() == inputs.data_ptr():
                 return None
             if async_op or options or op != dist.ReduceOp.SUM:
                 reduces = {"op": op} if exchange is reduce_scatter else {}
-                return collective(output, given, group=group, async_op=async_op, **reduces, **options)
-            return exchange(output, given, group or dist.group.WORLD)
+                return collective(output, inputs, group=group, async_op=async_op, **reduces, **options)
+            return exchange(output, inputs, group or dist.group.WORLD)
 
     directly("dist_reduce_scatter_func", reduce_scatter)
     directly("dist_all_gather_func", all_gather)
@@ -352,21 +352,21 @@ def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 TAG = 1 << 20  # separates these messages from others in the group
 
 
-def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill `whole` with the tensors of all ranks.
 
     They are as long as `mine`, which may be this rank's part of `whole`.
     """
     rank, size = group.rank(), group.size()
     parts = whole.view(size, -1)
-    if mine.data_ptr() != parts[rank].data_ptr():
-        parts[rank].copy_(mine.flatten())
+    if part.data_ptr() != parts[rank].data_ptr():
+        parts[rank].copy_(part.flatten())
     for distance in range(1, size):
         source = (rank - distance) % size
         _exchange(parts[rank], (rank + distance) % size, parts[source], source, group)
 
 
-def reduce_scatter(mine: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum this rank's part of `whole` over the ranks into `mine`, which may be that part.
 
     Parts are added in the order in which ranks precede this one, so the same number of ranks gives the same bits each
@@ -374,7 +374,7 @@ def reduce_scatter(mine: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     """
     rank, size = group.rank(), group.size()
     parts = whole.view(size, -1)
-    flat = mine.view(-1)
+    flat = part.view(-1)
     if flat.data_ptr() != parts[rank].data_ptr():
         flat.copy_(parts[rank])
     received = torch.empty_like(flat)
@@ -384,7 +384,7 @@ def reduce_scatter(mine: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
         flat.add_(received)
 
 
-def _exchange(given: torch.Tensor, target: int, taken: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    works = [group.send([given], target, TAG), group.recv([taken], source, TAG)]
+def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    works = [group.send([sent], target, TAG), group.recv([received], source, TAG)]
     for work in works:
         work.wait()
