@@ -174,7 +174,7 @@ def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
     """
     slow: list[Slow] = []
     for kind in dict.fromkeys(like):
-        ranks = [rank for rank, slow_rank in enumerate(like) if slow_rank == kind]
+        ranks = [rank for rank, other_kind in enumerate(like) if other_kind == kind]
         if len(ranks) > 1:
             slow += _compare_alike({rank: works[rank] for rank in ranks})
     return sorted(slow, key=lambda slow_rank: (slow_rank.score, slow_rank.rank))
@@ -191,6 +191,8 @@ def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
         if worst is None:
             continue
         rank_seconds, others = seconds[worst][rank], usual[worst]
+        # A short stage varies much by chance; a rank only counts as slow if it loses a noticeable share of the whole
+        # work.
         score = min(1.0, others / rank_seconds) if rank_seconds > 0 and lost[worst] > least else 1.0
         yield Slow(rank, score, worst, rank_seconds, others)
 

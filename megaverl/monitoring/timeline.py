@@ -161,6 +161,7 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLik
 def _write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    # A report may be made while the run goes on, so a reader sees the old trace or the new one, never half of one.
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

@@ -185,6 +185,7 @@ class Queued:
     def _put(self, record: Record) -> None:
         if self.works:
             try:
+                # Training never waits for a tracker: one that does not keep up is left out.
                 self._records.put_nowait(record)
             except queue.Full:
                 self._leave_out(f"it has not taken the last {WAITING} records, and is left out at step {record.step}")

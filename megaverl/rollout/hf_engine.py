@@ -146,6 +146,8 @@ class HFEngine(Engine):
             first: index of the first prompt in the request.
         """
         stop_tokens = [set(options.stop_tokens(self._stop_token_ids)) for options in per_prompt]
+        # One generator a prompt, on the CPU: a response depends on its seed alone, neither on its batch nor on the
+        # device.
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
         tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
@@ -163,6 +165,7 @@ class HFEngine(Engine):
                 logits = torch.lerp(logits, others, shares)
             log_probs, tokens = _next_tokens(logits, per_prompt, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+            # Finished rows stay in the batch until all have ended; their further tokens are ignored.
             for row in sorted(running):
                 token = int(tokens[row])
                 generations[row].token_ids.append(token)

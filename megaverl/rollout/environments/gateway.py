@@ -404,6 +404,7 @@ class ProgramEpisode(Environment):
         over = CallRefused(
             "the episode is over: no tokens or turns are left (rollout.sampling.max_tokens, environment).", 413
         )
+        # Without a session, further calls are refused at once, so the queue below cannot fill again.
         self.server.sessions.pop(self.session.key, None)
         for _, waiting in self._waiting:
             waiting.answer.set_exception(over)
@@ -411,6 +412,7 @@ class ProgramEpisode(Environment):
             if (call := self.session.calls.get()) is not None:
                 call.answer.set_exception(over)
         if self._process is not None and self._process.poll() is None:
+            # The program leads a process group of its own (start_new_session), so its children end with it.
             os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
@@ -444,6 +446,7 @@ class ProgramEpisode(Environment):
                 reward = play(url, row)
                 self.session.reward = 0.0 if reward is None else read_number(float(reward))
         except EpisodeError as error:
+            # After `close` the program was killed, so its error says nothing.
             if self.session.key in self.server.sessions:
                 self._failed(str(error))
         self.session.calls.put(None)
