@@ -222,10 +222,10 @@ def _groups(common: dict[str, Any]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     pending: list[Any] = [common["optimizer"]]
     while pending:
-        value_now = pending.pop()
-        if isinstance(value_now, dict):
-            groups += value_now.get("param_groups", [])
-            pending += [value for key, value in value_now.items() if key != "param_groups"]
+        entry = pending.pop()
+        if isinstance(entry, dict):
+            groups += entry.get("param_groups", [])
+            pending += [value for key, value in entry.items() if key != "param_groups"]
     return groups
 
 
@@ -237,6 +237,7 @@ def _fsdp_to_megatron(
     state = megatron_state(role, trainable, loading=True)
     parts = [part for tensor in nested_values(state) for part in _boxes(tensor)]
     described = {_split(role, part.key)[1] for part in parts}
+    # The padding of the vocabulary depends on the grid, so it is read from this role's own embedding.
     rows = max((part.global_shape[0] for part in parts if part.key.endswith(EMBEDDING_KEY)), default=0)
     layout = checkpoint_layout(
         model.held_weights,
@@ -249,6 +250,7 @@ def _fsdp_to_megatron(
         pieces.setdefault(piece.local, []).append(piece)
     stored = locate(arrays)
     for prefix in dict.fromkeys(_split(role, part.key)[0] for part in parts):
+        # FSDP stores no master weights: its parameters are float32, and so are the masters themselves.
         source = "" if prefix == MASTERS else prefix
         of_prefix = [part for part in parts if _split(role, part.key)[0] == prefix]
         wanted, tensors = _wanted(role, of_prefix, pieces, layout)

@@ -104,6 +104,8 @@ class MemoryModel:
         parts: dict[str, dict[str, float]] = {}
         reserve = self._reserve(rank)
         opponents = job.opponent_bytes if rank in job.rollout.ranks else 0
+        # `held` is in use in every phase of a step, `loads` in one phase each; `parts` lists everything by role for the
+        # report.
         held = {"reserve": sum(reserve.values()), "training": 0.0, "frozen": float(opponents)}
         loads: dict[str, dict[str, float]] = {}
         for role in job.roles:

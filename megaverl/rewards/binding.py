@@ -192,6 +192,8 @@ def bind(
 
 def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function reads `kwargs[name]` and does nothing else with that name, such as testing for it."""
+    # The signature does not tell which keys of **kwargs a function reads; its bytecode does. A key that is missing
+    # would otherwise only fail in the first step of the run.
     rest = [entry.name for entry in inspect.signature(function).parameters.values() if entry.kind is entry.VAR_KEYWORD]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not rest or code is None:

@@ -81,7 +81,8 @@ class Component:
         NaN.
         """
         rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
-        values_shaped = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
+        results = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
+        # Samples behind a closed gate are not scored at all: their scores would be ignored, and a judge may cost money.
         scores = self.score([samples[row] for row in rows], rows) if rows else []
         for row, value in zip(rows, scores, strict=True):
             if self.shape is not None and not math.isnan(value):
@@ -91,8 +92,8 @@ class Component:
                 value = self._number(value, where)
             if self.clip is not None and not math.isnan(value):
                 value = min(max(value, self.clip[0]), self.clip[1])
-            values_shaped[row] = value
-        return values_shaped
+            results[row] = value
+        return results
 
     def score(self, samples: Sequence[RewardSample], rows: Sequence[int] | None = None) -> list[float]:
         """Return one finite number for every sample, or NaN from a function that may fail.

@@ -127,7 +127,7 @@ def save_folder(
     on_first_rank(lambda: _prepare(folder, temporary, sources, of_files, overwrite), group)
 
     def wire(tensor: str) -> torch.dtype:
-        return min(of_files, of_model.dtype_of(tensor) or of_files, key=lambda dtype_of: dtype_of.itemsize)
+        return min(of_files, of_model.dtype_of(tensor) or of_files, key=lambda candidate: candidate.itemsize)
 
     def converts(tensor: str) -> bool:
         return of_model.dtype_of(tensor) != of_files

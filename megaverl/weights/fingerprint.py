@@ -75,6 +75,8 @@ def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = No
     weights = [
         _axis_weights(axis, low, high, data.device) for axis, (low, high) in enumerate(zip(*box, strict=True))
     ] or [torch.ones(1, dtype=torch.int64, device=data.device)]
+    # An element's weight is the product of its indices' hashes, so that it does not depend on the box around the
+    # element.
     columns = weights[-1]
     rows = torch.ones(1, dtype=torch.int64, device=data.device)
     for weight in weights[:-1]:
@@ -84,6 +86,7 @@ def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = No
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     width = min(chunk, matrix.shape[1])
     height = min(max(1, chunk // max(1, width)), matrix.shape[0])
+    # One small buffer for all chunks: an int64 copy of the whole box would take up to eight times its memory.
     widened = torch.empty(height, width, dtype=torch.int64, device=data.device)
     for top in range(0, matrix.shape[0], max(1, height)):
         for left in range(0, matrix.shape[1], max(1, width)):

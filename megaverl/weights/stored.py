@@ -327,6 +327,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
         }
         for name, entry in header.items():
+            # The header comes from outside: negative or huge numbers in it must not reach the arithmetic and the reads
+            # below.
             sizes = [*entry["shape"], *entry["data_offsets"]]
             if not all(isinstance(size, int) and 0 <= size < 2**63 for size in sizes) or len(entry["shape"]) > MAX_DIMS:
                 raise ValueError(f"{name}: shape {entry['shape']}, offsets {entry['data_offsets']}")

@@ -123,6 +123,7 @@ def slabs(
     for box in split(whole(shape), numel):
         slab = buffer[: box.numel].view(box.shape)
         wanted = filling.within(box)
+        # Elements that no part covers are the padding of a vocabulary.
         if sum(part.box.numel for part in wanted) < box.numel:
             slab.zero_()
         for part in wanted:
@@ -154,6 +155,7 @@ def write_items(
             at += len(data)
             progress(len(data))
         if item.frame:
+            # The head holds the checksum, which is only known after the data.
             _write(descriptor, memoryview(item.frame.head(crc)), item.offset)
             _write(descriptor, memoryview(item.frame.tail(crc)), at)
 
@@ -194,6 +196,7 @@ def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
         load[taker] += item.nbytes
         if taker == rank:
             chosen.append(item)
+    # Ordered by place, so that each rank writes its files front to back.
     return sorted(chosen, key=lambda item: (item.file, item.offset))
 
 

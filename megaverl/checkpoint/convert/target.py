@@ -78,9 +78,11 @@ def hugging_face_target(
         heads.append((file, 0, head))
         files[file] = len(head) + data_bytes(header)
         for name, entry in entries_of(header).items():
+            # A tied weight that the model's own files store twice is written twice, from the same array.
             of = source.twins.get(name, name)
             at = len(head) + entry["data_offsets"][0]
             if name in source.buffers:
+                # The model's own files have this buffer, but no parameter of the model: its bytes were kept for them.
                 heads.append((file, at, source.buffers[name]))
                 continue
             items.append(Item(name, file, at, shapes[of], dtypes[of], parts[of]))

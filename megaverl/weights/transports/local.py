@@ -169,6 +169,7 @@ def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pa
         return None
     if not origin.is_contiguous() or not target.is_contiguous():
         return None
+    # Only a range of the first axis is one contiguous part of the source, as the destination needs.
     if origin.shape[1:] != target.shape[1:]:
         return None
     shifts = {
@@ -180,6 +181,7 @@ def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pa
     if shifts or not same or any(shift[1:]):
         return None
     low, high = shift[0], shift[0] + target.shape[0]
+    # The destination has rows beyond the copies (padding), which would lie outside the source's storage.
     if low < 0 or high > origin.shape[0]:
         return None
     rest = tuple(origin.shape[1:])
