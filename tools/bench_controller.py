@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what a call of the controller costs, by the number of ranks: real sockets, with and without relays.
+"""Measure the cost of a controller's call by the number of ranks: real sockets, with and without relays.
 
     python tools/bench_controller.py                        # 4, 64 and 1,024 ranks: a minute
     python tools/bench_controller.py --ranks 4,64 --calls 500

@@ -140,7 +140,7 @@ PUBLISHED = ROOT / "tools" / "published_steps.yaml"
 
 
 def against_published() -> None:
-    """Print the table of what others have published, from `published_steps.yaml`."""
+    """Print predicted steps beside those that others have published, from `published_steps.yaml`."""
     entries = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
     models = entries["models"]
     steps = [(entry["name"], published(entry, models).step_seconds, entry["seconds"]) for entry in entries["steps"]]

@@ -71,7 +71,7 @@ def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict
 
 
 def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Medians over steps of seconds per part, of the overhead and of its share of the step.
+    """Return medians over steps of the seconds of each part, of the overhead, and of its share of the step.
 
     Overhead is what is left of a step without generation, forward and backward passes.
     """

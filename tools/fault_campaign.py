@@ -1,4 +1,4 @@
-"""Hit a run at every point of a step and of a save, start it again, and compare what it leaves with an untouched run.
+"""Hit a run at every point of a step and of a save, start it again, and compare its files with an untouched run's.
 
     python tools/fault_campaign.py                          # 28 kill points: about three minutes on two cores
     python tools/fault_campaign.py --kind term              # the same points with SIGTERM: save and leave

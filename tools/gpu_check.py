@@ -110,7 +110,7 @@ def examine_machine() -> tuple[list[Finding], int]:
 
 
 def _python(program: str) -> tuple[int, str]:
-    """Run a program in an interpreter of its own; return its exit code and what it wrote."""
+    """Run a program in an interpreter of its own; return its exit code and its output."""
     command = [sys.executable, "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)

@@ -130,7 +130,7 @@ def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) ->
 
 
 def actor_and_engine(folder: Path, **rollout: Any) -> tuple[MegatronModel, WeightSync, Engine]:
-    """Return an actor, and an engine beside it that has adopted what it can share and waits for the other weights."""
+    """Return an actor, and an engine beside it that shares the storage it can and waits for the other weights."""
     from megaverl.config.roles import ReshardConfig, RolloutConfig
     from megaverl.rollout import make_engine
     from megaverl.sharding.weight import shapes_of
@@ -280,7 +280,7 @@ def _resumable_run(folder: Path, name: str, in_background: str) -> list[str]:
 
 
 def _run_command(command: list[str]) -> str:
-    """Run a command outside of this check's world, and return what it wrote."""
+    """Run a command outside of this check's process group, and return its output."""
     done = subprocess.run(command, env=outside(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")

@@ -1,4 +1,4 @@
-"""The checks of tools/gpu_check.py, and what their ranks run: `python -m tools.gpu_check_parts NAME FOLDER DEVICE`.
+"""Checks of tools/gpu_check.py, and the program of their ranks: `python -m tools.gpu_check_parts NAME FOLDER DEVICE`.
 
 A check is a function that every one of its ranks calls in a process group of their own; what rank 0 returns is the
 finding. All go the way that a run goes: the same models, engines, transports and commands. A rank whose device is not

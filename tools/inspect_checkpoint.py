@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds, in a second: only its manifest and index are read, no tensor, and torch is not needed.
+"""Show the contents of a checkpoint within a second: reads only its manifest and index, and does not need torch.
 
     python tools/inspect_checkpoint.py runs/mine                       # every checkpoint of a run, a line each
     python tools/inspect_checkpoint.py runs/mine/checkpoints/step_00000100

@@ -254,7 +254,7 @@ def check_device(job: Job) -> None:
 
 
 def matmul_gflops(job: Job) -> float:
-    """Return what this rank reaches now, on its threads or its GPU, in the model's largest matrix product."""
+    """Return this rank's GFLOP/s now, on its threads or its GPU, in the model's largest matrix product."""
     import torch
 
     from megaverl.platform import platform

@@ -305,7 +305,7 @@ def state_layout(model: FSDPModel) -> Layout:
 
 
 def _trained(model: FSDPModel) -> Mapping[str, torch.Tensor]:
-    """Return the model's tensors that a checkpoint holds: all of them, or what `lora` trains."""
+    """Return the model's tensors that a checkpoint holds: all of them, or those that `lora` trains."""
     return model.held_parameters if model.adapters is None else model.adapters.parameters
 
 

@@ -148,7 +148,7 @@ class Stager:
         copied: Collection[int] = (),
         committer: Committer,
     ) -> StagedShards:
-        """Plan a save and copy what may change. Collective over the committer's ranks.
+        """Plan a save and copy the tensors that may change. Collective over the committer's ranks.
 
         Args:
             state: a `sharded_state`.
@@ -345,7 +345,7 @@ class _CheckedLoading(TorchDistLoadShardedStrategy):
 
 
 def read_shards(state: dict[str, Any], folder: Path, *, is_alone: bool = False) -> dict[str, Any]:
-    """Fill a `sharded_state(loading=True)` from a folder. Collective; every rank reads what it needs.
+    """Fill a `sharded_state(loading=True)` from a folder. Collective; every rank reads the parts that it needs.
 
     Args:
         is_alone: no two ranks want the same tensors.

@@ -320,7 +320,7 @@ class CheckpointStore:
         return newest
 
     def _staged(self, roles: Mapping[str, TrainableModel], in_background: bool) -> StagedShards:
-        """Stage what is to be written. Tensors that training will change or move are copied before that happens."""
+        """Stage the tensors to write. Tensors that training will change or move are copied before that happens."""
         moving = [trainable for trainable in roles.values() if trainable.offloads]
         staying = [trainable for trainable in roles.values() if in_background and not trainable.offloads]
         with _present(roles):

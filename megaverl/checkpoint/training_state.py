@@ -307,7 +307,7 @@ def _wanted(
 
 
 def _as_it_is(value: Any) -> Any:
-    """Return what loading puts in the place of a description: the tensor that was filled, or this rank's own value."""
+    """Return the value for the place of a description after loading: the filled tensor, or this rank's own value."""
     if isinstance(value, ShardedTensor | ShardedTensorFactory | ShardedObject):
         return value.data
     return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value

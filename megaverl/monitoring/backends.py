@@ -307,7 +307,7 @@ def _json_lines_until(path: Path, step: int | None) -> Iterator[str]:
 
 
 def _start_file(path: Path, resume_step: int | None, kept: Callable[[], Iterator[str]]) -> None:
-    """Cut an existing file to what a resumed run keeps, or rename it for a fresh run."""
+    """Cut an existing file to the records that a resumed run keeps, or rename it for a fresh run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.stat().st_size == 0:
         return

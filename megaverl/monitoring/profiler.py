@@ -94,7 +94,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what is being recorded."""
+        """Stop the recording, if there is one, and write it."""
         if self._running is None:
             return
         step, self._running = self._running, None
@@ -277,7 +277,7 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
 
 
 def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
-    """Format what each rank sent in collectives of a step as lines of a table; empty without recordings.
+    """Return a table of the bytes that each rank sent in collectives of a step, as lines; empty without recordings.
 
     Args:
         step: None: the last profiled step.

@@ -1,4 +1,4 @@
-"""Report what does not fit in GPU memory, and find the nearest settings that would fit.
+"""Advice on GPU memory: the phases that do not fit, and the nearest settings that would fit.
 
 `megaverl plan` prints the result, and `placed_run.check_memory` puts it into the error of a run that is refused.
 """

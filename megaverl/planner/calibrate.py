@@ -110,7 +110,7 @@ class Probe:
 
     @classmethod
     def run(cls, folder: Path, layers: int, ranks: int, engine: str, *more: str) -> Probe:
-        """Run the steps of a tiny model with `layers` layers on `ranks` ranks, and return what they took.
+        """Run the steps of a tiny model with `layers` layers on `ranks` ranks, and return their times.
 
         Args:
             more: further `key=value` overrides of the configuration.
@@ -158,7 +158,7 @@ def make_inputs(folder: Path, model: dict[str, Any], kind: str = "Qwen3ForCausal
 
 
 def measure_rates(ranks: int) -> dict[str, Any]:
-    """Run `main` on that many ranks at once and return what it measured.
+    """Run `main` on `ranks` ranks at once and return its measurements.
 
     Raises:
         MegaverlError: the ranks ended without an answer.

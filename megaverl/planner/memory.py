@@ -1,4 +1,4 @@
-"""GPU memory of every rank: what its roles and its engine hold, and the peak of each phase of a step."""
+"""GPU memory of every rank: bytes of its roles and its engine, and the peak of each phase of a step."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class MemoryModel:
     def _moments(
         self, held: dict[str, float], loads: dict[str, dict[str, float]], aliased: float, buckets: float
     ) -> dict[str, dict[str, float]]:
-        """Return what is in use in each phase on a rank with an engine.
+        """Return the bytes in use in each phase on a rank with an engine, by component.
 
         Args:
             held: component -> bytes in use in every phase.
@@ -271,7 +271,7 @@ class MemoryModel:
         return {"8-bit copies": nbytes} if nbytes else {}
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
-        """Return what training adds to a role on this rank."""
+        """Return the bytes that training adds to a role on this rank."""
         coords = role.grid.coords(role.place(rank) or 0)
         return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
 
@@ -401,7 +401,7 @@ def phases_of(memory: Iterable[RankMemory]) -> list[str]:
 def _training(
     held: dict[str, float], loads: dict[str, dict[str, float]], buckets: float
 ) -> dict[str, dict[str, float]]:
-    """Return what is in use in each phase on a rank without an engine."""
+    """Return the bytes in use in each phase on a rank without an engine, by component."""
     moves = {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))} if buckets else {}
     return moves | {REST: held} | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
 
@@ -470,7 +470,7 @@ def engine_bytes(
     longest: int,
     graphs: float = 0.0,
 ) -> EngineBytes:
-    """Return what each rank of an engine with `tp` ranks holds.
+    """Return the bytes that each rank of an engine with `tp` ranks holds.
 
     Args:
         layout: layout of one of its ranks.

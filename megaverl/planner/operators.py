@@ -185,7 +185,7 @@ def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]
 
 
 def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool) -> tuple[Lane, ...]:
-    """Return the lanes of what an engine does in sequence, on its first rank; empty if the engine never sleeps."""
+    """Return lanes on the engine's first rank for its parts, one after the other; empty if the engine never sleeps."""
     lanes, at = [], 0.0
     for label, seconds in parts if sleeps else ():
         lanes.append((label, job.rollout.ranks[0], at, at + seconds))

@@ -58,7 +58,7 @@ def leave_out_expected_warnings() -> None:
 
 @contextmanager
 def native_stderr_without(text: str) -> Iterator[None]:
-    """Drop lines with `text` from what native code writes to stderr inside this block."""
+    """Drop lines with `text` that native code writes to stderr inside this block."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as captured:
         saved = os.dup(2)

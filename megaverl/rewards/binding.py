@@ -291,7 +291,7 @@ def _optional_value(parameter: Parameter, chosen: Mapping[str, str], row: RowNam
 def _extra_keywords(
     chosen: Mapping[str, str], taken: Collection[str], row: RowNames, *, batched: bool
 ) -> dict[str, str]:
-    """Return what `**kwargs` gets beside the columns: the answer under its column's name, and TRL's names."""
+    """Return the values of `**kwargs` beside the columns: the answer under its column's name, and TRL's names."""
     more: dict[str, str] = {}
     if row.answer is not None and "reference" not in chosen.values():
         more[row.answer] = "reference"

@@ -22,7 +22,7 @@ from megaverl.user_code import describe, user_code
 
 @dataclass(frozen=True)
 class RewardSample:
-    """A response with what is known about its prompt.
+    """A response with its prompt, reference and other columns of the row.
 
     Attributes:
         prompt: text, as the model saw it.

@@ -86,7 +86,9 @@ def default_arguments(model: str, words: Sequence[str]) -> list[str]:
 
 
 def cache_bytes(free: int, weights: int) -> int:
-    """Return the bytes for keys and values on a CPU: half of what weights and processes leave free, at most 2 GiB."""
+    """Return the bytes for keys and values on a CPU: half of the free memory after weights and processes, at most 2
+    GiB.
+    """
     left = free - weights - PROCESS_BYTES
     return max(MIN_CACHE_BYTES, min(MAX_CACHE_BYTES, left // 2))
 

@@ -342,7 +342,7 @@ class VLLMEngine:
             )
 
     def reset_prefix_cache(self) -> None:
-        """Recompute or discard what was made from old weights.
+        """Discard everything that was computed from old weights, or compute it again.
 
         These are cached prefixes, which the cache identifies by tokens alone; absorbed projections of latent attention;
         and on a CPU, packed copies of the weights.

@@ -419,7 +419,7 @@ class _Kinds:
         return cls([name for name in sources if name not in skipped], alike)
 
     def repeat(self, first_layout: TracedLayout) -> TracedLayout:
-        """Copy what was traced of the first layer of each kind to the other layers."""
+        """Copy the traced layout of the first layer of each kind to the other layers."""
         parts = [first_layout]
         for (stack, first), others in self.alike.items():
             layer = first_layout.from_sources(f"{stack}{first}.")

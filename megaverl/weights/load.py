@@ -108,7 +108,7 @@ class ArrivingFolder:
         clear_padding(layout, tensors)
 
     def read(self, file: Path) -> None:
-        """Read what this rank needs from a file that has arrived."""
+        """Read this rank's parts of a file that has arrived."""
         stored = read_header(file)
         check_shapes(self._folder, stored, self._weights)
         held = {name: tensor for name, tensor in stored.items() if name in self._names}

@@ -243,7 +243,9 @@ class Resharder:
         )
 
     def _result_of(self, background: Future[tuple[Moved, float]]) -> tuple[Moved, float]:
-        """Return what the background thread has moved. Its time limit allows every part one wait for other ranks."""
+        """Wait for the background thread and return its `Moved`, and the seconds that its moves took.
+
+        The time limit allows every part one wait for other ranks."""
         seconds = None if self._timeout is None else self._timeout.total_seconds() * (self.num_parts + 1)
         if not futures.wait([background], seconds).done:
             raise ReshardError(
@@ -318,7 +320,9 @@ class Resharder:
         return len(self._parts)
 
     def _move(self, final: FinalParts) -> tuple[Moved, float]:
-        """Move one part after the other, in the same order on every rank; return what moved, and the seconds."""
+        """Move one part after the other, in the same order on every rank; return the sum of their moves, and the
+        seconds.
+        """
         moved, seconds = Moved(), 0.0
         for number, transports in enumerate(self._parts):
             final.wait_for(number, self._timeout)

@@ -403,7 +403,7 @@ def _finish(draft: Path, source: ModelSource, target: ModelTarget, request: Conv
 def _verify(
     draft: Path, source: ModelSource, reader: StoredArrayReader, request: ConversionRequest, *, shown: bool
 ) -> None:
-    """Read what was written from the disk, and compare it with the source."""
+    """Read the written model from the disk, and compare it with the source."""
     with together():
         written = open_source(draft, role=request.prefix.removesuffix(".") if request.prefix else None)
         with StoredArrayReader(written.arrays) as again:

@@ -1,4 +1,4 @@
-"""The doctor: what a machine has for training, what it lacks, and how to fix it. Findings, as text and as JSON."""
+"""The doctor: checks of a machine for training. Each finding says what is there or missing, and how to fix it."""
 
 from megaverl.monitoring.doctor.findings import Finding, Status, as_dict, as_text
 

@@ -1,4 +1,4 @@
-"""`megaverl doctor --gpu`: what the driver and the kernel report about GPUs and links, and what is wrong.
+"""Checks of `megaverl doctor --gpu`: faults in the driver's and the kernel's reports on GPUs and links.
 
 The sources are `nvidia-smi -q -x` (the tags of nvsmi_device_v12.dtd and v13), `nvidia-smi topo -m`,
 `nvidia-smi nvlink -s`, and for InfiniBand the files that `ibstat` reads too: /sys/class/infiniband (the kernel's stable

@@ -32,7 +32,7 @@ MOST_RANKS = 16  # with more ranks, equal ones are grouped
 
 @dataclass
 class RunView:
-    """A run's folder that is read repeatedly; of metrics.jsonl only what is new.
+    """A run's folder that is read repeatedly; each time only new records of metrics.jsonl are read.
 
     Raises:
         DataError: the folder does not exist.
@@ -51,7 +51,7 @@ class RunView:
             raise DataError(f"{self.folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
 
     def update(self) -> None:
-        """Read what was written since the last call."""
+        """Read the records that were written since the last call."""
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return
@@ -145,7 +145,7 @@ class RunView:
 
 
 def _table_of(ranks: Mapping[int, Heartbeat]) -> Table:
-    """Return a table of what each rank does and waits for. Ranks that work are those that others wait for."""
+    """Return a table of each rank's stage and the ranks that it waits for. Others wait for ranks that are at work."""
     table = Table.grid(padding=(0, 2))
     alike = Counter((beat.doing, beat.waits_for) for beat in ranks.values())
     if len(ranks) > MOST_RANKS:

@@ -172,7 +172,7 @@ class Peer:
         return self.decoded(answer["value"])
 
     def serve(self, request: Mapping[str, Any]) -> None:
-        """Run what the other side asks for, and answer."""
+        """Carry out one request of the other side, and send the answer."""
         try:
             target = self.objects[request["on"]]
             args = [self.decoded(value) for value in request["args"]]

@@ -215,7 +215,7 @@ class TokenizerLike(Protocol):
 
 
 class Codec:
-    """Encodes what an environment writes, and decodes what the model wrote.
+    """Encodes the environment's text to tokens, and decodes the model's tokens to text.
 
     Args:
         chat: whether answers are messages of the tokenizer's chat template; otherwise they are plain text.

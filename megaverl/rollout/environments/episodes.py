@@ -350,7 +350,7 @@ def _is_full(view: View, limits: Limits) -> bool:
 
 
 def _end(view: View, reason: str) -> None:
-    """Set the finish reason, and cut what the environment said last in each conversation: no turn follows it."""
+    """Set the finish reason, and cut the environment's last text in each conversation, as no turn follows it."""
     view.finish_reason = reason
     ends = {
         conversation: place

@@ -142,7 +142,7 @@ class Transport(Protocol):
     """
 
     def start(self, version: int) -> None:
-        """Begin what can proceed while other transports work.
+        """Begin the work that can proceed while other transports work.
 
         Args:
             version: number of the run, from 1.
