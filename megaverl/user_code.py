@@ -123,7 +123,10 @@ def exits_fail() -> Iterator[None]:
 
     A rank's parent sees only its exit code, and takes 0 for success. Inside `user_code`, `os._exit` raises SystemExit,
     so the error names the function. Elsewhere a call with status 0 is reported and ends the process with `FAILED`.
-    Child processes still exit. Code in C that calls `_exit` is not caught.
+    Child processes still exit.
+
+    C code that calls `_exit` is not caught here. The launch agent detects it (`elastic_agent`), and so do the ranks
+    that remain. If no rank remains, a plain torchrun reports success (docs/reference.md, exit codes).
     """
     exit_process = os._exit
 

@@ -145,39 +145,26 @@ class VLLMEngine:
         spec = ModelSpec.outline(model_folder)
         self._vocab_size = spec.vocab_size
         _check_model(spec, config.tp, max_model_len)
-        self._prepare_vllm()
+        prepare_vllm()
+        keep_default_group()
+        # An engine's start runs five garbage collections, which need not visit existing objects.
+        freeze_objects()
         self._takes_images = images is not None
         of_images = {} if images is None else {**images, **prepare_images(spec.architecture)}
         inspect_here(spec.architecture)
-        arguments: dict[str, Any] = {
-            "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": config.tp,
-            "dtype": dtype,
-            "seed": seed,
-            "max_model_len": max_model_len,
-            "trust_remote_code": trust_remote_code,
-            "load_format": "auto" if load_weights else "dummy",
-            "skip_tokenizer_init": True,
-            # Stop tokens and sampling come from the run's configuration, not from the model folder.
-            "generation_config": "vllm",
-            # Report log-probs after temperature, top-k and top-p: those of the distribution that was drawn from.
-            "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
-            "use_tqdm_on_load": False,
-            "enable_sleep_mode": self._can_sleep,
-            **self._device_defaults(spec, dtype, num_sequences),
-            **of_images,
-            **config.vllm,
-            **(expert_arguments() if routed_experts else {}),
-        }
-        if not platform.is_cuda:
-            if why := why_no_kernel(spec.head_dim):
-                raise RolloutError(why)
-            check_runs_here(arguments, experts=spec.moe is not None)
-        if arguments.get("quantization"):
-            arguments |= quantised_arguments(arguments["quantization"])
-        if drafts := arguments.get("speculative_config"):
-            arguments["speculative_config"] = speculation(drafts)
+        arguments = engine_arguments(
+            config,
+            spec,
+            seed=seed,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            load_weights=load_weights,
+            trust_remote_code=trust_remote_code,
+            num_sequences=num_sequences,
+            images=of_images,
+            routed_experts=routed_experts,
+        )
+        drafts = arguments.get("speculative_config")
         self.saved_work = SavedWork()
         self.in_flight: InFlight | None = None
         self.on_finished: OnFinished | None = None
@@ -196,29 +183,6 @@ class VLLMEngine:
         self._experts_of = experts_of_requests(self._llm) if routed_experts else None
         if drafts:
             count_drafts(self._scheduler, lambda: self.saved_work)
-
-    def _prepare_vllm(self) -> None:
-        # vLLM reads the environment when it is imported, and again when an engine is made.
-        os.environ.update(ENVIRONMENT)
-        platform.adapt_vllm()
-        keep_default_group()
-        # An engine's start runs five garbage collections, which need not visit existing objects.
-        freeze_objects()
-
-    def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
-        if platform.is_cuda:
-            # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts, which no reshard can write.
-            may_have_experts = spec.moe is not None or not spec.is_tabled
-            return {"moe_backend": "triton"} if may_have_experts and not self._has_weights else {}
-        return vllm_cpu().engine_defaults(
-            num_layers=spec.num_layers,
-            num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),
-            head_dim=spec.head_dim,
-            dtype=dtype,
-            max_model_len=self.max_model_len,
-            num_sequences=num_sequences,
-            latent_attention=None if spec.mla is None else LATENT_ATTENTION,
-        )
 
     @property
     def llm(self) -> LLM:
@@ -413,6 +377,87 @@ class VLLMEngine:
         gc.collect()
 
 
+def prepare_vllm() -> None:
+    """Set vLLM's environment and adapt it to this machine. Call before vLLM is imported."""
+    # vLLM reads the environment when it is imported, and again when an engine is made.
+    os.environ.update(ENVIRONMENT)
+    platform.adapt_vllm()
+
+
+def engine_arguments(
+    config: RolloutConfig,
+    spec: ModelSpec,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    load_weights: bool,
+    trust_remote_code: bool = False,
+    num_sequences: int | None = None,
+    images: Mapping[str, Any] | None = None,
+    routed_experts: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM`, which are EngineArgs but for the model's folder; see `VLLMEngine`.
+
+    Raises:
+        RolloutError: this engine or machine cannot run the model, or cannot train with a setting.
+    """
+    arguments: dict[str, Any] = {
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.tp,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "trust_remote_code": trust_remote_code,
+        "load_format": "auto" if load_weights else "dummy",
+        "skip_tokenizer_init": True,
+        # Stop tokens and sampling come from the run's configuration, not from the model folder.
+        "generation_config": "vllm",
+        # Report log-probs after temperature, top-k and top-p: those of the distribution that was drawn from.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+        "enable_sleep_mode": config.sleep and platform.is_cuda,
+        **_device_defaults(spec, config.tp, dtype, max_model_len, num_sequences, load_weights=load_weights),
+        **(images or {}),
+        **config.vllm,
+        **(expert_arguments() if routed_experts else {}),
+    }
+    if not platform.is_cuda:
+        if why := why_no_kernel(spec.head_dim):
+            raise RolloutError(why)
+        check_runs_here(arguments, experts=spec.moe is not None)
+    if arguments.get("quantization"):
+        arguments |= quantised_arguments(arguments["quantization"])
+    if drafts := arguments.get("speculative_config"):
+        arguments["speculative_config"] = speculation(drafts)
+    return arguments
+
+
+def _device_defaults(
+    spec: ModelSpec,
+    tp_size: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    num_sequences: int | None,
+    *,
+    load_weights: bool,
+) -> dict[str, Any]:
+    if platform.is_cuda:
+        # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts, which no reshard can write.
+        may_have_experts = spec.moe is not None or not spec.is_tabled
+        return {"moe_backend": "triton"} if may_have_experts and not load_weights else {}
+    return vllm_cpu().engine_defaults(
+        num_layers=spec.num_layers,
+        num_kv_heads=max(1, spec.num_kv_heads // tp_size),
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        num_sequences=num_sequences,
+        latent_attention=None if spec.mla is None else LATENT_ATTENTION,
+    )
+
+
 def _place(tp_size: int) -> tuple[int, int, int]:
     """Return (replica, tp rank, number of replicas) of this rank."""
     if not dist.is_initialized():
@@ -445,6 +490,32 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
 def _eager() -> AbstractContextManager[Any]:
     """Run vLLM's `torch.compile`d helpers as plain Python on a CPU: compiling them takes seconds and a C++ compiler."""
     return nullcontext() if platform.is_cuda else torch.compiler.set_stance("force_eager")
+
+
+class _ConfigurationMade(Exception):
+    """Ends the construction of an engine when its configuration is made."""
+
+
+def make_configuration(model_folder: str, arguments: dict[str, Any]) -> None:
+    """Make vLLM's configuration as the engine does, without weights. For a process that makes no engine.
+
+    Raises:
+        RolloutError: vLLM refuses an argument, or the arguments together.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def only_configure(engine_args: Any, usage_context: Any, **options: Any) -> None:
+        engine_args.create_engine_config(usage_context)
+        raise _ConfigurationMade
+
+    original = LLMEngine.from_engine_args
+    LLMEngine.from_engine_args = only_configure  # type: ignore[assignment, method-assign]
+    try:
+        _start(model_folder, arguments)
+    except _ConfigurationMade:
+        return
+    finally:
+        LLMEngine.from_engine_args = original  # type: ignore[method-assign]
 
 
 def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:

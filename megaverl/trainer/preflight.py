@@ -146,9 +146,9 @@ def check_fields(config: Config, command: str, *, dry_run: bool = False, with_tr
     issues += field_mistakes_on(config, command, FieldMachine.here())
     notes = []
     if with_trials and not issues and _outline(config) is not None:
-        tried = try_roles(config, command)
+        tried = try_roles(config, command, generates=generates_with_vllm(config, command))
         issues += tried.issues
-        notes += [f"not tried before ranks start: {what}" for what in tried.not_tried]
+        notes += [f"not certain before ranks start: {what}" for what in tried.not_tried]
     if not issues:
         return notes
     if not dry_run or has_usable_gpu() or is_processor_meant():

@@ -1,10 +1,11 @@
-"""Models of every role built small, in a child process, before ranks start: whether megatron-core takes the
-configuration's fields on this machine.
+"""Trials of megatron-core's and vLLM's fields in child processes, before ranks start.
 
 Fields that are handed to megatron-core can ask for kernels, packages and combinations that only its own code judges,
-some of them in the first step. On a CPU, a model of the same kind with tiny matrices is built with these fields here,
-and takes a step where its grid is of one rank. On a GPU only the configuration classes are made, which use none of its
-memory.
+some of them in the first step. A model of the same kind with tiny matrices is built with these fields, and takes a step
+if its grid has one rank. What fails on a CPU is refused. On a GPU the model is built only if the fields are in no table
+of needs (`field_needs`), and what fails is a warning: kernels may refuse matrices only because they are tiny.
+
+vLLM's configuration is made as its engine makes it, without weights. What vLLM refuses there is refused on any machine.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megaverl.child_checks import Check, CheckResult, CheckRunner, run_in_children
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.field_needs import NEEDS, without_repeats
+from megaverl.config.field_needs import NEEDS, fields_of, without_repeats
 from megaverl.config.grids import REINFORCING, used_roles
 from megaverl.config.passthrough import TARGETS
 from megaverl.config.schema import Config
@@ -35,6 +37,7 @@ SMALL_WIDTH = 64
 SMALL_VOCABULARY = 128
 NUM_TRIED_TOKENS = 8
 RANDOM = 11
+ENGINES = "rollout"  # the role of vLLM's engines
 
 
 @dataclass
@@ -42,26 +45,33 @@ class TrialResult:
     """What the trials found.
 
     Attributes:
-        issues: what megatron-core refuses.
-        not_tried: roles whose trial came to no end.
+        issues: what megatron-core or vLLM refuses.
+        not_tried: roles whose trial did not finish, or failed where that is no proof.
     """
 
     issues: list[ConfigIssue]
     not_tried: list[str]
 
 
-def try_roles(config: Config, command: str, deadline: float = DEADLINE_SECONDS) -> TrialResult:
-    """Build every Megatron role that has unusual fields, small, in a child process each.
+def try_roles(
+    config: Config, command: str, deadline: float = DEADLINE_SECONDS, *, generates: bool = False
+) -> TrialResult:
+    """Try every role with unusual fields in a child process: build Megatron models small, and vLLM's configuration.
 
     Args:
         deadline: seconds that each may take.
+        generates: the command has vLLM engines in its own processes.
     """
     result = TrialResult([], [])
-    for role, parts in unusual_fields(config, command).items():
+    roles = unusual_fields(config, command)
+    if generates and (names := unusual_engine_fields(config)):
+        roles[ENGINES] = {"vllm": names}
+    for role, parts in roles.items():
         context = {"config": config.to_dict(), "command": command}
         key = f"{role}.{next(iter(parts))}"
         # Without `may_wait` a busy machine's late answer would be a refusal.
-        check = {"key": key, "role": role, "doing": "its model is built", "may_wait": True}
+        doing = "vLLM's configuration is made" if role == ENGINES else "its model is built"
+        check = {"key": key, "role": role, "doing": doing, "may_wait": True}
         # Each in a process of its own: megatron-core keeps some fields in the environment.
         for outcome in run_in_children("megaverl.trainer.trial_build:make_runner", context, [check], deadline):
             if outcome.problem:
@@ -95,6 +105,16 @@ def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str
     return roles
 
 
+def unusual_engine_fields(config: Config) -> list[str]:
+    """Return vLLM's fields that choose code or have to fit each other."""
+    fields = TARGETS["vllm"].fields() or {}
+    return [
+        name
+        for name in config.rollout.vllm
+        if name != "enforce_eager" and name in fields and fields[name].type_text not in _PLAIN
+    ]
+
+
 _PLAIN = ("float", "Optional[float]", "float | None")
 
 
@@ -106,16 +126,55 @@ def make_runner(context: Any) -> CheckRunner:
     def run(check: Check) -> CheckResult:
         logging.disable(logging.CRITICAL)
         try:
-            return CheckResult(_try_role(config, command, check["role"]))
+            if check["role"] == ENGINES:
+                return CheckResult(_try_engine(config))
+            return _try_role(config, command, check["role"])
         except Exception as error:  # of the trial itself
             return CheckResult(left_out=f"{type(error).__name__}: {error}")
 
     return run
 
 
-def _try_role(config: Config, command: str, role: str) -> str:
-    """Return what megatron-core says against a role's fields; empty: nothing."""
+def _try_engine(config: Config) -> str:
+    """Return why vLLM refuses the fields, or ""."""
+    # What vLLM's `external_launcher` reads.
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.rollout.tp)})
+    from megaverl.rollout import vllm_engine
+    from megaverl.rollout.vllm_tracing import inspect_here
+    from megaverl.sharding.model_spec import ModelSpec
+
+    spec = ModelSpec.outline(config.model.path)
+    vllm_engine.prepare_vllm()
+    inspect_here(spec.architecture)
+    try:
+        arguments = vllm_engine.engine_arguments(
+            config.rollout,
+            spec,
+            seed=config.run.seed,
+            dtype=_dtype_of(config),
+            max_model_len=config.max_tokens,
+            load_weights=False,
+            trust_remote_code=config.model.trust_remote_code,
+            routed_experts=config.actor.router_replay != "off",
+        )
+        vllm_engine.make_configuration(config.model.path, arguments)
+    except MegaverlError as error:
+        return _sentence(str(error))
+    return ""
+
+
+def _dtype_of(config: Config) -> Any:
+    """Return the dtype that models compute with, as torch has it."""
     import torch
+
+    from megaverl.platform import platform
+
+    name = config.model.dtype
+    return platform.default_dtype if name == "auto" else getattr(torch, name)
+
+
+def _try_role(config: Config, command: str, role: str) -> CheckResult:
+    """Return what megatron-core refuses of a role's fields."""
 
     from megaverl.distributed.grid import GridShape
     from megaverl.models.options import recompute_options, transformer_config
@@ -126,8 +185,7 @@ def _try_role(config: Config, command: str, role: str) -> str:
     section: Any = getattr(config, role)
     folder = getattr(section, "path", None) or config.model.path
     spec = ModelSpec.from_folder(folder)
-    name = config.model.dtype
-    dtype = platform.default_dtype if name == "auto" else getattr(torch, name)
+    dtype = _dtype_of(config)
     sizes = grid_sizes(section)
     stage, experts = sizes["tp"] * sizes["cp"], (sizes["etp"] or sizes["tp"]) * sizes["ep"]
     world = math.lcm(stage, experts) * sizes["pp"]  # the fewest data-parallel ranks that experts are cut over
@@ -142,20 +200,33 @@ def _try_role(config: Config, command: str, role: str) -> str:
         if hasattr(section, "ddp"):
             _make_configs(role, section, command, dtype)
     except MegaverlError as error:
-        return _sentence(str(error))
-    if platform.is_cuda:
-        return ""
+        return CheckResult(_sentence(str(error)))
+    if platform.is_cuda and has_table_fields(section):
+        return CheckResult()
     small = small_spec(spec, shape)
     try:
         transformer_config(small, shape, dtype, options(small))
     except MegaverlError:
-        return ""  # it is the small model that these fields do not go with
+        return CheckResult()  # it is the small model that these fields do not go with
     try:
         with _pretended_world(world):
             build_and_step(small, shape, dtype, options(small), role, section, command)
     except Exception as error:
-        return _sentence(f"megatron-core cannot use it here: {type(error).__name__}: {error}")
-    return ""
+        what = f"{type(error).__name__}: {error}"
+        if platform.is_cuda:
+            return CheckResult(left_out=f"on this GPU a small model with them fails with {_sentence(what)[:-1]}")
+        return CheckResult(_sentence(f"megatron-core cannot use it here: {what}"))
+    return CheckResult()
+
+
+def has_table_fields(section: Any) -> bool:
+    """Return whether a role asks for a kernel or package that a table of needs names."""
+    parts = fields_of(section)
+    return any(
+        name in NEEDS[part] and NEEDS[part][name].is_asked_for(value)
+        for part, mapping in parts.items()
+        for name, value in mapping.items()
+    )
 
 
 def _make_configs(role: str, section: Any, command: str, dtype: Any) -> None:
@@ -197,8 +268,10 @@ def _pretended_world(size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megaverl.platform import platform
+
     dist.init_process_group(
-        "gloo" if size == 1 else "fake",
+        platform.backend if size == 1 else "fake",
         store=dist.HashStore() if size == 1 else FakeStore(),
         rank=0,
         world_size=size,

@@ -263,6 +263,34 @@ def test_a_reward_that_leaves_every_rank_of_a_torchrun(start, inputs, tmp_path):
     assert "reward 'f' raised SystemExit: 0" in said
 
 
+C_LEAVES = """
+import ctypes, os
+def f(prompt, response):
+    if os.environ["LOCAL_RANK"] == "1":
+        ctypes.CDLL(None)._exit(0)
+    return float(len(response))
+"""
+
+
+def test_a_rank_of_a_torchrun_that_c_code_ends_is_named_by_the_others(inputs, tmp_path):
+    """Nothing in Python sees C's `_exit`, and torchrun takes exit code 0 for success."""
+    (tmp_path / "leaves.py").write_text(C_LEAVES)
+    code, said = run_torchrun(
+        "command",
+        tmp_path,
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'train.jsonl'}",
+        f"reward={tmp_path / 'leaves.py'}:f",
+        "actor={engine: fsdp}",
+        "rollout.engine=hf",
+        "algorithm={name: grpo, group_size: 2}",
+        "data.prompts_per_step=4",
+        "trainer.steps=1",
+    )
+    assert code != 0, said
+    assert "rank 1 is gone: it was in step 1: reward" in said
+
+
 def test_a_good_run_of_a_torchrun_is_not_held_up(monkeypatch):
     """`start_ranks` marks its ranks, which then do not check again; a run that they start is no part of it."""
     from megaverl.trainer.preflight import CHECKED, check_in_ranks

@@ -153,3 +153,22 @@ def test_an_end_of_the_trial_is_no_judgement(inputs: Path, tmp_path: Path, monke
     assert result.issues == [] and "did not finish within 0.01 s as its model is built" in result.not_tried[0]
     plain = load_config(None, _command(inputs, tmp_path, "actor.megatron.hidden_dropout=0.0")[1:])
     assert trial_build.unusual_fields(plain, "train") == {}
+
+
+def test_vllm_itself_judges_its_fields(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields of which each is right, and which do not go together; and fields that do, on two ranks."""
+    import megaverl.trainer.trial_build as trial_build
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    together = ["rollout.vllm.max_num_seqs=64", "rollout.vllm.max_num_batched_tokens=32"]
+    assert main(_command(inputs, tmp_path, *together)) == MISTAKE
+    said = capsys.readouterr().err
+    assert "rollout.vllm: vLLM refuses to start on" in said and "max_num_batched_tokens (32)" in said
+    assert "Fields that may have to do with it: rollout.vllm.max_num_seqs, rollout.vllm.max_num_batched_tokens." in said
+    good = ["rollout.tp=2", "run.nproc=2", "rollout.vllm.max_num_seqs=8", "rollout.vllm.enforce_eager=true"]
+    config = load_config(None, _command(inputs, tmp_path, *good)[1:], check_paths=False)
+    assert trial_build.try_roles(config, "train", generates=True) == trial_build.TrialResult([], [])
+    plain = load_config(None, _command(inputs, tmp_path, "rollout.vllm.gpu_memory_utilization=0.5")[1:])
+    assert trial_build.unusual_engine_fields(plain) == []
