@@ -348,6 +348,9 @@ class ParquetFile:
             raise DataError(
                 f"{path}: not a whole Parquet file ({error}). Copy the file again from its source."
             ) from error
+        # A row is a mapping, in which the last of two columns would silently replace the first.
+        if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+            raise DataError(f"{path}: more than one column has the name {repeated[0]!r}. Rename or remove the others.")
         self._conversions = _arrow_conversions(path, schema)
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

@@ -137,3 +137,10 @@ def test_large_groups_are_the_same_rows(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     read = ParquetFile(tmp_path / "rows.parquet", RowGroupCache(0))
     assert [read[number] for number in range(len(read))] == rows
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="rows.parquet: more than one column has the name 'prompt'"):
+        ParquetFile(tmp_path / "rows.parquet", RowGroupCache(0))
