@@ -83,6 +83,7 @@ class Alerts:
             if not watched.condition.is_of_metrics:
                 continue
             pattern = watched.condition.metric
+            # An exact name needs no search, and may contain a character that patterns give another meaning.
             names = [pattern] if pattern in metrics else [name for name in metrics if fnmatchcase(name, pattern)]
             if not names:
                 continue
@@ -116,6 +117,7 @@ class Alerts:
     def _look(self) -> None:
         """Check stalls and disk space in a thread, beside the training."""
         spans = (watched.condition.value for watched in self._watched if watched.condition.metric == "stalled")
+        # An alert on a stall of a few seconds must not wait for a look that comes later.
         every = min([LOOKS_EVERY, *spans])
         while not self._stop.wait(every):
             for watched in self._watched:
@@ -138,6 +140,7 @@ class Alerts:
         self._warn(f"alert: {text}")
         if watched.alert.post is not None:
             message = {"run": self._name, "when": watched.alert.when, "step": self._step, "text": text}
+            # JSON has no NaN and no infinity.
             message["value"] = value if math.isfinite(value) else str(value)
             self._receivers[post_address(watched.alert.post)].give(message)
 

@@ -128,6 +128,7 @@ class Profiler:
         profiler.start()
         yield
         profiler.stop()
+        # torch compresses by the name's ending, so the unfinished file must end in .json.gz too.
         part = name.with_name(name.name + ".part.json.gz")
         profiler.export_chrome_trace(str(part))
         os.replace(part, name.with_name(name.name + ".torch.json.gz"))
@@ -264,6 +265,7 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
         raise DataError(f"{run_dir}: it has nothing of step {step}; {there}.")
     joined = [event for rank, events in stages.items() for event in _placed(events, rank, 0, "stages")]
     joined += [event for rank, events in traces.items() for event in _placed(events, rank, 1, "")]
+    # Viewers show absolute times since 1970 badly, and lose microseconds in them.
     first = min(event["ts"] for event in joined if event["ph"] == "X")
     for event in joined:
         event["ts"] = (event.get("ts", first) - first) / 1e3

@@ -29,10 +29,12 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
     x1 = max(points[-1].step for *_, points in shown)
     y0 = min(bucket.low for *_, points in shown for bucket in points)
     y1 = max(bucket.high for *_, points in shown for bucket in points)
+    # A share that never changes is shown between 0 and 1, as ticks around a single value would say nothing.
     if y0 == y1 and is_share:
         y0, y1 = 0.0, 1.0
     ticks = nice_ticks(y0, y1)
     y0, y1 = min(y0, ticks[0]), max(y1, ticks[-1])
+    # A run with one record has an axis of length 0, which the scale would divide by.
     x1 = x1 if x1 > x0 else x0 + 1
     scale = _Scale(x0, x1, y0, y1)
     parts = [
@@ -44,11 +46,13 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
     parts += _axes(scale, ticks)
     for number, label, points in shown:
         colour = f"c{number % NUM_COLOURS}"
+        # Buckets of a short run have one value each, so there is no range to draw around the line.
         if any(bucket.low < bucket.high for bucket in points):
             upper = " ".join(scale.at(bucket.step, bucket.high) for bucket in points)
             lower = " ".join(scale.at(bucket.step, bucket.low) for bucket in reversed(points))
             parts.append(f'<polygon class="band {colour}" points="{upper} {lower}"/>')
         line = " ".join(scale.at(bucket.step, bucket.mean) for bucket in points)
+        # A line of one point is invisible.
         if len(points) == 1:
             x, y = line.split(",")
             parts.append(f'<circle class="dot {colour}" cx="{x}" cy="{y}" r="3"/>')
@@ -190,6 +194,7 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
         return [("all spans", begin, max(span.end for span in run.spans))]
     usual = median([span.duration for span in steps])
     middle = len(steps) // 2
+    # First and last steps load, warm up or save, so an ordinary step as near as possible to the middle is shown.
     near = sorted(range(len(steps)), key=lambda i: (abs(steps[i].duration - usual) > 0.1 * usual, abs(i - middle)))[0]
     last = min(near + 1, len(steps) - 1)
     title = f"step {_number(steps[near])}"
@@ -244,6 +249,7 @@ def _bar(span: TraceSpan, y: int, begin: float, end: float, scale: float) -> str
     colour = ROLES.index(span.role) if span.role in ROLES else len(ROLES)
     label = f"{span.name}: {duration(span.duration / 1e6)}"
     text = ""
+    # A name is drawn into its bar only where it fits: about 7 units a letter.
     if width > 7.2 * len(span.name) + 6:
         text = f'<text class="in" x="{left + 5:.1f}" y="{y + 14}">{escape(span.name)}</text>'
     return (
