@@ -131,14 +131,18 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     trainer, clock = Trainer(config, Console(rank=1)), Clock()
     watch(trainer, clock)
     times: list[tuple[float, float]] = []
-    one_step = trainer.one_step
+    begin_step, report = trainer.begin_step, trainer.report
 
-    def watched(*args: Any, **options: Any) -> None:
+    def watched(step: int) -> None:
         clock.seconds = 0.0
-        one_step(*args, **options)
-        times.append((trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds))
+        begin_step(step)
 
-    trainer.one_step = watched  # type: ignore[method-assign]
+    def noted(done: int) -> dict[str, float]:
+        times.append((trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds))
+        return report(done)
+
+    trainer.begin_step = watched  # type: ignore[method-assign]
+    trainer.report = noted  # type: ignore[method-assign]
     trainer.train()
     kept = times[1:] or times
     return statistics.median(step for step, _ in kept), statistics.median(

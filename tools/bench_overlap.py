@@ -6,7 +6,6 @@
     python tools/bench_overlap.py --real                             # the work itself: a tiny model, engine and actor
     python tools/bench_overlap.py --partial --staleness 8            # responses of very different lengths, one rank
     python tools/bench_overlap.py --reshard                          # weights that travel while the critic updates
-    python tools/bench_overlap.py --shares 4                         # scoring while the last responses are written
 
 Every run is a real one of `megaverl train` on a tiny model. With simulated costs each operator does its work and then
 sleeps until its time is over. Prints the median of the last steps beside the longest stage, that is, the work that one
@@ -22,13 +21,6 @@ is cut in two, and each rank's engine has the whole model, so half of the weight
 (`reshard.alias: never`). Prints for each run the median time for which a step waits for the reshard, and the hidden
 share 1 - (with / without) beside the run's own figure. The aim is 70 %; losses and rewards of both runs must be the
 same to the bit.
-
---shares N: runs PPO with `trainer.score_shares` 1 and N, one after the other; engine, critic, reference and actor have
-a rank each, and lengths are drawn as with --partial. Without --real a response takes a millisecond a token, at the same
-time as the others, and critic and reference take `--scoring` milliseconds a token each, as if each had a device of its
-own. With --real four ranks do the actual work on this machine. Prints for each run the medians of a step, of the
-rollout, and of the time from the last response until advantages can be computed; and the share of the scoring that was
-done before that response.
 """
 
 from __future__ import annotations
@@ -83,8 +75,6 @@ def main() -> int:
         return compare_partial(arguments)
     if arguments.reshard:
         return compare_reshard(arguments)
-    if arguments.shares:
-        return compare_shares(arguments)
     costs = {} if arguments.real else parse_costs(arguments.costs)
     with tempfile.TemporaryDirectory(prefix="megaverl_overlap_") as folder:
         settings = make_arguments(Path(folder), arguments)
@@ -106,9 +96,7 @@ def parse() -> argparse.Namespace:
     described.add_argument("--real", action="store_true", help="no sleeping: engine and actor on two ranks")
     described.add_argument("--partial", action="store_true", help="rollout.partial against waiting for all responses")
     described.add_argument("--reshard", action="store_true", help="reshard.overlap against waiting for the reshard")
-    described.add_argument("--shares", type=int, metavar="N", help="trainer.score_shares=N against scoring at once")
-    described.add_argument("--scoring", type=float, default=0.1, help="with --shares: milliseconds a token")
-    more = "of both, with --partial, --reshard or --shares"
+    more = "of both, with --partial or --reshard"
     described.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
     described.add_argument("--steps", type=int, default=16)
     described.add_argument("--staleness", type=int, default=3, help="rollout.max_staleness of the asynchronous run")
@@ -273,58 +261,6 @@ def compare_reshard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def compare_shares(arguments: argparse.Namespace) -> int:
-    """Run PPO with one score share and with several, and print the ratio of their times."""
-    simulated = {"token": 1.0, "scored": arguments.scoring, "critic_update": 0.2, "actor_update": 0.2}
-    costs: dict[str, float] = {"median": MEDIAN} if arguments.real else simulated
-    size: dict[str, Any] = {"hidden": 256, "positions": 2 * LONGEST, "layers": 4} if arguments.real else {}
-    most = LONGEST if arguments.real else 6
-    with tempfile.TemporaryDirectory(prefix="megaverl_shares_") as name:
-        folder = Path(name)
-        settings = [
-            *make_arguments(folder, arguments, **size),
-            "placement={rollout: 0, critic: 1, reference: 2, actor: 3}",
-            f"rollout={{engine: hf, sampling: {{max_tokens: {most}, ignore_eos: true}}}}",
-            "algorithm={name: ppo, group_size: 4, kl: {in: reward, kind: k1, coef: 0.01}}",
-            "data.prompts_per_step=8",
-            *arguments.set,
-        ]
-        rows: list[dict[str, Any]] = []
-        for number in (1, arguments.shares):
-            label = f"{number} share{'s' * (number > 1)}"
-            more = [*settings, f"trainer.score_shares={number}"]
-            records = run_and_read(label.replace(" ", "_"), folder, more, costs, ranks=4)
-            figures: dict[str, Any] = {"kind": label, "step, s": median(records, "train/step_time_ms", 1e-3)}
-            figures["rollout, s"] = median(records, "time/rollout_ms", 1e-3)
-            rows.append(figures | after_the_rollout(folder / label.replace(" ", "_") / "timeline.json"))
-    columns = [column for column in rows[0] if column != "kind"]
-    print(f"{'':<10}" + "".join(f"{column:>18}" for column in columns))
-    for row in rows:
-        print(f"{row['kind']:<10}" + "".join(f"{row[column]:>18.3f}" for column in columns))
-    waits, step = (rows[1][column] / rows[0][column] for column in ("until scored, s", "step, s"))
-    print(f"with {rows[1]['kind']}: {waits:.2f} of the wait after the last response, {step:.3f} of a step")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"costs": costs, "rows": rows}, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-def after_the_rollout(timeline: Path) -> dict[str, float]:
-    """Return medians over steps from the trace of all ranks."""
-    spans: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for event in json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]:
-        if (step := event.get("args", {}).get("step", 0)) >= FIRST:
-            events = spans.setdefault(step, {}).setdefault(event["name"], [])
-            events.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
-    waits, early = [], []
-    for step_spans in spans.values():
-        last = max(end for _, end in step_spans["rollout"])
-        waits.append(min(begin for begin, _ in step_spans["advantages"]) - last)
-        scored = [*step_spans["ref_log_probs"], *step_spans["values"]]
-        before = sum(max(0.0, min(end, last) - begin) for begin, end in scored)
-        early.append(before / sum(end - begin for begin, end in scored))
-    return {"until scored, s": statistics.median(waits), "scored before": statistics.median(early)}
-
-
 COLUMNS = (
     ("waits, s", "time/reshard_ms", 1e-3),
     ("moves, s", "reshard/seconds", 1.0),
@@ -373,8 +309,6 @@ def be_rank(costs: dict[str, float], argv: list[str]) -> int:
     from megaverl.cli.main import main as command
     from megaverl.trainer.step import RLStep
 
-    if token := costs.pop("token", None):
-        simulate_lengths(token / 1e3, costs.pop("scored") / 1e3)
     if median := costs.pop("median", None):
         setattr(RLStep, "_sampling", functools.partialmethod(limited, RLStep._sampling, median))  # noqa: B010, SLF001
     for stage, seconds in costs.items():
@@ -394,50 +328,6 @@ def limited(step: Any, sampling_of: Callable[..., Any], median: float, prompts: 
 def drawn_length(draw: int, median: float = MEDIAN) -> int:
     """Return the length of a response in tokens, which depends on the number `draw` alone."""
     return max(1, min(LONGEST, round(random.Random(draw).lognormvariate(math.log(median), SIGMA))))
-
-
-def simulate_lengths(token: float, scored: float) -> None:
-    """Let a response take `token` seconds a token, and scoring by critic and reference `scored` seconds a token."""
-    from megaverl.dataflow.streaming import StreamingCarrier
-    from megaverl.trainer.step import RLStep
-
-    generate, give, score_share = RLStep.generate, StreamingCarrier.give, RLStep.score_share
-    kept: list[tuple[int, Any]] = []
-    now = {"step": 0}
-
-    def lengths(step: int, rows: range) -> list[int]:
-        return [drawn_length(step * 1_000_003 + row) for row in rows]
-
-    def keep(carrier: Any, rows: Any, part: Any) -> None:
-        kept.extend((row, part.select([place])) for place, row in enumerate(rows))
-
-    def generate_slowly(role: Any, prompts: Any, step: int, first_group: int = 0) -> Any:
-        begin, batch = time.perf_counter(), generate(role, prompts, step, first_group)
-        for length, row, part in sorted((lengths(step, range(row, row + 1))[0], row, part) for row, part in kept):
-            time.sleep(max(0.0, begin + length * token - time.perf_counter()))
-            give(role.outlet, [row], part)
-        kept.clear()
-        return batch
-
-    def score_slowly(role: Any, operator: str, rows: range, share: Any, step: int) -> None:
-        taking(sum(lengths(step, rows)) * scored, score_share)(role, operator, rows, share, step)
-
-    def whole(function: Any) -> Any:
-        def slow(role: Any, rollouts: Any) -> Any:
-            rows = range(len(rollouts) if role.config.trainer.score_shares == 1 else 0)
-            now["step"] += 1
-            return taking(sum(lengths(now["step"] - 1, rows)) * scored, function)(role, rollouts)
-
-        return slow
-
-    for cls, name, function in (
-        (StreamingCarrier, "give", keep),
-        (RLStep, "generate", generate_slowly),
-        (RLStep, "score_share", score_slowly),
-        (RLStep, "ref_log_probs", whole(RLStep.ref_log_probs)),
-        (RLStep, "values", whole(RLStep.values)),
-    ):
-        setattr(cls, name, function)
 
 
 def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:

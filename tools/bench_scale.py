@@ -34,12 +34,12 @@ from megaverl.data.batching import rows_of_rank
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import HeldRows, Moving, Readers, as_held
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.carrier import Reads
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import of_default_group
 from megaverl.models.packing import pack
 from megaverl.rollout.engine import Generation
+from megaverl.sharding.rows import Rows, join_rows
 from megaverl.trainer.executor import SampleRouting
 from megaverl.trainer.job import kept_objects
 from megaverl.workers.advantage_computer import AdvantageComputer
@@ -221,9 +221,12 @@ def own_rows(size: int, rank: int) -> Moved:
     with rank_of(rank, size):
         roles, model = roles_of(size)
         routing = routing_of(size, roles)
-        readers_of = routing.of_operators()
+        rows_read = routing.rows_read()
         names = ("reward", "ref_log_probs", "old_log_probs", "advantages")
-        rows = Reads.together(readers_of[name] for name in names).rows
+
+        def rows(lengths: SequenceLengths) -> Rows:
+            return join_rows(rows_read[name](lengths) for name in names)
+
         with watch.part("plans: who works on what"):
             held = Readers(routing.fabric, rows).held(lengths, step.group_ids)
             moving = Moving.plan(routing.fabric, "responses", written_by(size, len(lengths)), held.by_rank)

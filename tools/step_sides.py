@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -227,18 +228,24 @@ def run_megaverl(job: Job, folder: Path) -> None:
     dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
 
     class Bench(Trainer):
-        def one_step(self, step: int, given: Any = None) -> None:
+        def begin_step(self, step: int) -> None:
             if step == 0:
                 self.watch = watch_roles(self)
             turns.wait(step)
-            rate = matmul_gflops(job)
+            self.gflops = matmul_gflops(job)
             dist.barrier()
             self.watch.seconds.clear()
-            with self.watch.measure("step"):
-                super().one_step(step, given)
+            self.measured_step = ExitStack()
+            self.measured_step.enter_context(self.watch.measure("step"))
+            super().begin_step(step)
+
+        def report(self, done: int) -> dict[str, float]:
+            self.measured_step.close()
             metrics = self.step.metrics
             assert metrics["rollout/response_length_mean"] == job.response_tokens
-            turns.report(step, self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3, "gflops": rate})
+            seconds = self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3, "gflops": self.gflops}
+            turns.report(done - 1, seconds)
+            return super().report(done)
 
     Bench(config, console).train()
     dist.destroy_process_group()

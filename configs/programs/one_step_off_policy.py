@@ -6,7 +6,7 @@ While the actor trains on the samples of a step, the engines generate those of t
 update older. The roles have ranks of their own, so both happen at once.
 """
 
-from megaverl.trainer.program import train_on
+from megaverl.trainer.program import send_weights, train_on
 from megaverl.trainer.role_groups import Run, Samples
 
 
@@ -15,7 +15,6 @@ async def step(run: Run, step: int) -> Samples:
     assert run.ahead is not None, "rollout.async_rollout is off, or the roles share their ranks"
     rollouts, scores = await run.ahead.take(step)
     samples = Samples(rollouts, scores or await run.reward.score(rollouts, step))
-    is_updated = await train_on(run, step, samples)
-    await run.ahead.until_begun(step)  # the engines begin the next samples before the new weights come
-    await run.actor.sync_weights(run.rollout, is_updated)
+    updates = await train_on(run, step, samples)
+    await send_weights(run, step, updates)  # once the engines have begun the next samples
     return samples

@@ -13,7 +13,7 @@ from typing import Any
 from megaverl.child_checks import probe_modules
 from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
-from megaverl.config.grids import REINFORCING, grid_mistakes, is_placed, used_roles
+from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
 from megaverl.config.rollout_checks import (
     environment_mistakes,
     length_mistakes,
@@ -77,7 +77,6 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *partial_mistakes(config),
             *quantisation_mistakes(config),
             *_overlap(config),
-            *_score_shares(config, command),
             *speculation_mistakes(config),
         ]
     mistakes += watching_mistakes(config, command, world_size)
@@ -147,30 +146,6 @@ def _overlap(config: Config) -> Iterator[ConfigIssue]:
         if is_set:
             text = f"is set, but with {key} it cannot hold: {why}. Leave one of the two out."
             yield ConfigIssue("reshard.overlap", text, involves=(key,))
-
-
-def _score_shares(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """Yield settings with which all samples of a step finish together, so `trainer.score_shares` cannot work."""
-    key, count, rollout = "trainer.score_shares", config.trainer.score_shares, config.rollout
-    if count == 1:
-        return
-    if count > (groups := config.data.prompts_per_step):
-        text = f"found {count}; a step has {groups} groups, and each share at least one of them. Lower it."
-        yield ConfigIssue(key, text, involves=("data.prompts_per_step",))
-    if not is_placed(config, command):
-        text = f"found {count}, and all roles take turns on the same ranks. Leave it out, or set placement.rollout."
-        yield ConfigIssue(key, text, involves=("placement",))
-    in_rounds = config.algorithm.dynamic_sampling.metric is not None
-    for other, is_set, why in (
-        ("environment.name", config.environment.name is not None, "episodes end together"),
-        ("rollout.function", rollout.function is not None, "a function of your own returns all responses at once"),
-        ("rollout.partial", rollout.partial is not None, "a step takes the groups that are finished first"),
-        ("rollout.in_flight_updates", rollout.in_flight_updates, "a step's responses are finished together"),
-        ("algorithm.dynamic_sampling.metric", in_rounds, "a round is scored before it is known who stays"),
-        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, "stored responses are all there"),
-    ):
-        if is_set:
-            yield ConfigIssue(key, f"is set, and so is {other}: {why}. Leave one of the two out.", involves=(other,))
 
 
 def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:

@@ -139,11 +139,6 @@ def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Co
     if config.environment.agents == "own" and not placement.is_colocated:
         message = "is own, several actors on one engine: all roles on the same ranks. Leave it, or the placement, out."
         yield ConfigIssue("environment.agents", message, involves=("placement",))
-    scoring = [role for role in ("actor", "critic", "reference") if role in placement.ranks]
-    scoring += ["reward"] * config.scores_by_megatron
-    if config.trainer.score_shares > 1 and all(placement.colocated("rollout", role) for role in scoring):
-        message = "is set, and all models that score have the engines' ranks. Leave it out, or give these their own."
-        yield ConfigIssue("trainer.score_shares", message, involves=("placement",))
     if islands > 1:
         yield from _island_mistakes(config, placement)
     if config.trains_reward_model and not placement.is_colocated:

@@ -288,10 +288,6 @@ class LoopConfig(Section):
     operators: list[Function] = []
     """Functions of your own, as module:function, that add operators to the step's flow, to watch or to change what
     flows: each is called with the DataFlow (megaverl flow show)."""
-    score_shares: Positive = 1
-    """In so many shares of a step's groups, by number, samples are scored by models on other ranks than the engines'
-    (reference, critic, reward model on Megatron, the actor's old log-probs): each share when its groups are finished,
-    beside the rollout. More shares begin earlier, with micro-batches that are less full. 1: all at once."""
     best_metric: Literal["accuracy", "reward"] = "accuracy"
     """Validation metric by which the best checkpoint is remembered. Where no response was correct yet, or none can be,
     the reward decides."""

@@ -349,11 +349,7 @@ def program_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
         "trainer.rollout_only": trainer.rollout_only,
     }
     apart = {
-        "rollout.partial": rollout.partial is not None,
         "rollout.in_flight_updates": rollout.in_flight_updates,
-        "reshard.overlap": config.reshard.overlap,
-        "trainer.score_shares": trainer.score_shares > 1,
-        "trainer.replay_rollouts": trainer.replay_rollouts is not None,
         "placement.actor_islands": config.placement.actor_islands > 1,
     }
     for key, is_set in everywhere.items():

@@ -245,7 +245,9 @@ class Controller:
             if needs is None:
                 needs = {rank: ref.rows.get(rank) for rank in ranks}
             moves += plan_moves(ref.id, ref.rows, needs, self._node_of)
-            for rank, rows in needs.items():
+            everything = _all_rows(ref)
+            for rank, needed in needs.items():
+                rows = everything if needed is None else needed
                 ref.rows[rank] = _union(ref.rows[rank], rows) if rank in ref.rows else rows
         return moves
 
@@ -464,6 +466,16 @@ def _encode_argument(argument: object) -> Argument:
     if _is_list_of_references(argument):
         return ValuesArgument(tuple(ref.id for ref in argument))
     return PlainArgument(encode_value(argument))
+
+
+def _all_rows(ref: Ref[Any]) -> Rows | None:
+    """Return the numbers of all rows of a value; None: it does not consist of rows."""
+    numbers: set[int] = set()
+    for rows in ref.rows.values():
+        if rows is None:
+            return None
+        numbers.update(rows)
+    return tuple(sorted(numbers))
 
 
 def _union(held: Rows | None, received: Rows | None) -> Rows | None:

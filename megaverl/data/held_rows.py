@@ -101,27 +101,6 @@ def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> Ro
     return None if moved is None else RolloutBatch(moved.tensors, moved.columns)
 
 
-def move_tensors(
-    fabric: Fabric, moving: Moving, tensors: Mapping[str, Tensor] | None, batch: RolloutBatch | None
-) -> dict[str, Tensor] | None:
-    """Move results (values, log-probs) for rows of a batch that the receivers already have.
-
-    Args:
-        tensors: fields of a batch, with the rows `moving.held`. None on a rank that holds none.
-        batch: batch that they belong to. Its lengths decide how much of each row is sent.
-
-    Returns:
-        The rows `moving.wanted` by field name, or None on a rank that is no receiver.
-    """
-    ragged = None
-    if tensors is not None:
-        if batch is None:
-            raise DataError(f"{', '.join(tensors)}: the batch that they belong to is missing; its lengths are needed")
-        ragged = as_ragged(tensors, batch)
-    moved = move_ragged(fabric, moving, ragged)
-    return None if moved is None else dict(moved.tensors)
-
-
 def as_ragged(
     tensors: Mapping[str, Tensor], batch: RolloutBatch, columns: Mapping[str, Sequence[object]] | None = None
 ) -> RaggedBatch:
@@ -152,23 +131,6 @@ def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> R
         Channel(fabric, moving.name).exchange(fabric.rows, out, into)
     sent.wait()
     return _merged(fabric, moving, ragged, heard, into)
-
-
-def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> PendingSends:
-    """Start sending rows from a rank that receives nothing. Returns the pending messages."""
-    _check_held(moving, ragged)
-    sent, out = _send_from_host(fabric, moving, ragged)
-    if fabric.rows is not None:
-        sent.add(Channel(fabric, moving.name).send(fabric.rows, out))
-    return sent
-
-
-def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
-    """Receive rows on a rank that sends nothing. Blocks until they have arrived."""
-    heard, into = _hear(fabric, moving)
-    if fabric.rows is not None:
-        Channel(fabric, moving.name).receive(fabric.rows, into)
-    return _merged(fabric, moving, None, heard, into)
 
 
 def send_whole(

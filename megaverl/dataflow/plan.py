@@ -104,7 +104,6 @@ class Edge(NamedTuple):
     Attributes:
         maker: the operator that gives it. takers: those that need it on the ranks `dest`.
         source, dest: ranks; none is in both.
-        bases: values that both sides have before, of which the first batch is what the value adds to.
     """
 
     value: str
@@ -112,7 +111,6 @@ class Edge(NamedTuple):
     takers: tuple[str, ...]
     source: tuple[int, ...]
     dest: tuple[int, ...]
-    bases: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -319,20 +317,8 @@ def _edges(
         for dest, takers in found[value, maker].items():
             source = ranks[maker]
             assert source is not None
-            bases = dict.fromkeys(_on_both_sides(edges, {*source}, {*dest}))
-            edges.append(Edge(value, maker, tuple(takers), source, dest, tuple(bases)))
+            edges.append(Edge(value, maker, tuple(takers), source, dest))
     return edges
-
-
-def _on_both_sides(edges: Sequence[Edge], source: set[int], dest: set[int]) -> Iterable[str]:
-    """Values that went from one side to the other, there or back, or from a third role to both."""
-    yield from (edge.value for edge in edges if source.issubset(edge.source) and dest.issubset(edge.dest))
-    yield from (edge.value for edge in edges if dest.issubset(edge.source) and source.issubset(edge.dest))
-    for first in edges:
-        for second in edges:
-            same = (first.value, first.maker) == (second.value, second.maker)
-            if same and source.issubset(first.dest) and dest.issubset(second.dest):
-                yield first.value
 
 
 def as_dict(plan: CompiledFlow) -> dict[str, Any]:

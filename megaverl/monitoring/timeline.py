@@ -47,6 +47,7 @@ class Timeline:
         self._work: defaultdict[str, int] = defaultdict(int)
         self._covered_ns = 0  # time in outermost spans of the thread that runs the step
         self._step: int | None = None
+        self._ahead: int | None = None  # step that the running spans belong to, where it is ahead of this one
         self._is_open = False
         self._step_begin = 0
         self._step_ns = 0
@@ -65,13 +66,23 @@ class Timeline:
             duration, work = time.perf_counter_ns() - begin, time.process_time_ns() - worked
             depth = self._depth.value = self._depth.value - 1
             thread = threading.get_ident()
-            self._events.append((name, begin, duration, thread, self._step, work))
+            step = self._step if self._ahead is None else self._ahead
+            self._events.append((name, begin, duration, thread, step, work))
             self._totals[name] += duration
             self._work[name] += work
             if depth == 0 and thread == self._step_thread:
                 self._covered_ns += duration
             if unmark is not None:
                 unmark()
+
+    @contextmanager
+    def ahead(self, number: int) -> Iterator[None]:
+        """Inside, spans belong to a step that may be ahead of the one that has begun; the sums are this one's."""
+        before, self._ahead = self._ahead, number
+        try:
+            yield
+        finally:
+            self._ahead = before
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +10,6 @@ import torch
 from megaverl.algorithms import keep_groups
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.datasets import PromptRecord
-from megaverl.data.streaming import Prompts
 from megaverl.errors import TrainingStopped
 from megaverl.workers.responses import Metrics, once, rollout_metrics, score_metrics
 from megaverl.workers.reward import Scores
@@ -23,10 +21,6 @@ class SampledRound(NamedTuple):
     rollouts: RolloutBatch
     scores: Scores
     metrics: Metrics
-
-
-# (prompts, number of the first of them in the step) -> responses and scores, of all of them, on every rank
-MakeRound = Callable[[Sequence[PromptRecord], int], SampledRound]
 
 
 class SamplingRounds:
@@ -101,18 +95,6 @@ class SamplingRounds:
     def metrics(self) -> Metrics:
         """Return what was measured of all that was generated: what a policy can do shows in all of its responses."""
         return dict(self._metrics)
-
-
-def refill(config: Config, stream: Prompts, make_round: MakeRound, step: int) -> tuple[RolloutBatch, Scores, Metrics]:
-    """Generate for further prompts until there are enough groups; every rank takes part.
-
-    Raises:
-        TrainingStopped: see `SamplingRounds.add`.
-    """
-    rounds = SamplingRounds(config, step)
-    while not rounds.is_complete:
-        rounds.add(*make_round(stream.take(rounds.num_prompts), rounds.num_generated))
-    return rounds.rollouts, rounds.scores, rounds.metrics()
 
 
 def prompts_of(batch: RolloutBatch) -> torch.Tensor | None:

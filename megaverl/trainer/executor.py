@@ -1,10 +1,10 @@
-"""Where the operators of a step run, and what waits for what: on the same ranks one after the other (`Colocated`), or
-on ranks of their own (`disaggregated.Disaggregated`). And which samples of a step each rank of a role reads; they alone
-go to it, where nothing on it reads all."""
+"""One rank's roles and what it measures: where all roles share all ranks (`Colocated`), or where they have ranks of
+their own (`disaggregated.Disaggregated`). And which samples of a step each rank of a role reads; they alone go to it,
+where nothing on it reads all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,14 +15,10 @@ from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.config import Config
 from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress, Rules
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import Readers
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow
-from megaverl.dataflow.carrier import Reads
-from megaverl.dataflow.streaming import Shares
-from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import memory_metrics
@@ -32,9 +28,8 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Stages, reporter
 from megaverl.trainer.roles import Roles, make_roles
 from megaverl.trainer.saving import Records
-from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
+from megaverl.trainer.schedule import RolloutFolder
 from megaverl.trainer.step import RLStep
-from megaverl.trainer.validation import Evaluation, Validation
 from megaverl.workers import local
 from megaverl.workers.micro_batches import Updated, rows_of_updates
 from megaverl.workers.model import TrainingModel
@@ -44,82 +39,47 @@ from megaverl.workers.trainable import TrainableModel
 # Operators that say what they read of the rollouts; any other (`mix`, a user's own) reads all of it.
 SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")
 TOKENS = frozenset({"input_ids", "generated_ids"})
-# What says which tokens train, and whose they are; and how the engine saw them.
-MASKS = frozenset({"response_mask", "turn_ids", "turn_rewards", "agent_ids", "group_ids", "episode_ids"})
-OF_ENGINE = frozenset({"rollout_log_probs", "weight_versions"})
-
-
 # Operators that work with a rank's own samples alone; any other wants all of them on every rank.
 OF_HELD = frozenset({*SELECTIVE, "rollout", "critic_update", "actor_update", "reshard"} - {"implicit_rewards"})
 
 
-def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]:
-    """The ranks that send samples as they are finished, one for each engine; none where a step's are made together."""
-    in_rounds = config.algorithm.dynamic_sampling.metric is not None or config.trainer.replay_rollouts is not None
-    whole = config.rollout.function is not None or config.rollout.in_flight_updates
-    if config.environment.name is not None or whole or in_rounds:
-        return ()
-    return tuple(placement.ranks["rollout"][:: config.rollout.tp])
-
-
-def shares_of(config: Config) -> Shares | None:
-    """What scores a step's samples in shares of its groups (`trainer.score_shares`)."""
-    if (count := config.trainer.score_shares) == 1:
-        return None
-    operators = {"ref_log_probs", "values", "old_log_probs"} | ({"reward"} if config.scores_by_megatron else set())
-    return Shares.of_groups(count, config.data.prompts_per_step, config.algorithm.group_size, operators)
+# Lengths of a step's samples -> which of them each rank reads.
+RowsRead = Callable[[SequenceLengths], Rows]
 
 
 class SampleRouting:
-    """What this rank's operators read, from what its roles will do with a step's samples.
+    """Decides which samples of a step each rank works on, from what its roles will do with them.
 
     Args:
         reporter: the rank that keeps the run's records.
-        in_shares: operators of this rank that score a step's samples in shares (`trainer.score_shares`).
 
     Attributes:
         step: the running one, counted from 0.
         first_step: of this start of the run.
     """
 
-    def __init__(self, steps: RLStep, fabric: Fabric, reporter: int, in_shares: Collection[str] = frozenset()) -> None:
-        self._steps, self.fabric, self._reporter, self._in_shares = steps, fabric, reporter, in_shares
+    def __init__(self, steps: RLStep, fabric: Fabric, reporter: int) -> None:
+        self._steps, self.fabric, self._reporter = steps, fabric, reporter
         self.config, self.roles = steps.config, steps.roles
         self.step = self.first_step = 0
 
-    def of_operators(self) -> dict[str, Reads]:
-        """By their names; the roles are asked when a batch is here."""
-        weighed = MASKS | OF_ENGINE | self._estimator_reads
+    def rows_read(self) -> dict[str, RowsRead]:
+        """Return what operators read, by name; the roles are asked when the lengths are known."""
         return {
-            "reward": Reads(self._reward, frozenset({"turn_rewards", "agent_ids", "episode_ids"})),
-            "ref_log_probs": Reads(self._unless_in_shares("ref_log_probs", self._reference)),
-            "old_log_probs": Reads(self._unless_in_shares("old_log_probs", self._old_log_probs), MASKS | OF_ENGINE),
-            "score_norms": Reads(self._scored, MASKS),
-            "implicit_rewards": Reads(self._implicit, MASKS),
-            "values": Reads(self._critic, MASKS),
-            "advantages": Reads(self._trained, weighed - TOKENS),
+            "reward": self._reward,
+            "ref_log_probs": self._reference,
+            "old_log_probs": self._old_log_probs,
+            "score_norms": self._scored,
+            "implicit_rewards": self._implicit,
+            "values": self._critic,
+            "advantages": self._trained,
         }
-
-    def of_shares(self) -> dict[str, Reads]:
-        """By operators that score in shares, what they read of one."""
-        return {
-            "reward": Reads(lambda outline: self._on("reward", self.roles.reward.share_rows(outline))),
-            "ref_log_probs": Reads(self._reference),
-            "old_log_probs": Reads(self._old_log_probs),
-            "values": Reads(self._values),
-        }
-
-    def _unless_in_shares(
-        self, operator: str, rows: Callable[[SequenceLengths], Rows]
-    ) -> Callable[[SequenceLengths], Rows]:
-        """What an operator reads of the whole batch: nothing, where it has read it in shares."""
-        return (lambda outline: {}) if operator in self._in_shares else rows
 
     def readers(self, flow: DataFlow) -> Readers | None:
         """Who works on which samples of a step, of the ranks of this world; None where something reads all."""
         config, operators = self.config, [each.name for each in flow.plan.operators]
         here = [each.name for each in flow.plan.operators if not {*each.roles}.isdisjoint(self.fabric.world.roles)]
-        algorithm, reads = config.algorithm, self.of_operators()
+        algorithm, reads = config.algorithm, self.rows_read()
         made_together = config.environment.name is not None or config.rollout.function is not None
         looks_at_all = made_together or algorithm.dynamic_sampling.metric is not None or self._reads_all
         selects = "selected" in policy_losses.get(algorithm.policy_loss_name).inputs
@@ -128,7 +88,7 @@ class SampleRouting:
         if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
             return None
         some = [reads[name] for name in here if name in reads]
-        return Readers(self.fabric, Reads.together(some).rows)
+        return Readers(self.fabric, lambda lengths: join_rows(rows(lengths) for rows in some))
 
     def readers_of_validation(self) -> Readers:
         """Who scores which responses of a validation; and the first of them are written down."""
@@ -142,7 +102,7 @@ class SampleRouting:
         return {self._reporter: range(min(count, len(lengths)))}
 
     def _reward(self, outline: SequenceLengths) -> Rows:
-        return self._on("reward", self.roles.reward.rows(outline, "reward" in self._in_shares))
+        return self._on("reward", self.roles.reward.rows(outline))
 
     def _reference(self, outline: SequenceLengths) -> Rows:
         assert self.roles.reference is not None
@@ -168,8 +128,7 @@ class SampleRouting:
     def _critic(self, outline: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
-        scored = self._unless_in_shares("values", self._values)
-        return join_rows([scored(outline), self._updates("critic", local(critic), outline)])
+        return join_rows([self._values(outline), self._updates("critic", local(critic), outline)])
 
     def _trained(self, outline: SequenceLengths) -> Rows:
         """What the updates train on, and what is written down."""
@@ -204,10 +163,6 @@ class SampleRouting:
         return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
 
 
-# Called with the name of an operator that has run, and all values so far.
-AfterOperator = Callable[[str, Mapping[str, Any]], None]
-
-
 @dataclass(frozen=True)
 class Measured:
     """What a step has left for the records."""
@@ -218,15 +173,15 @@ class Measured:
 
 
 class Executor(Protocol):
-    """Runs the steps of a run on this rank. Every rank of the job calls the same methods in the same order.
+    """This rank's roles and what its steps measure. Every rank of the job calls the same methods in the same order.
 
     Attributes:
         roles: this rank's part of every role.
         step: the operators. flow: those of a step, compiled.
         stages: what this rank is doing. fabric: its place in the job. routing: who works on which samples.
         control: all ranks of the job; None: the default group.
+        generates: this rank has an engine.
         makes_samples: this rank generates or scores.
-        may_leave_inside: a run that is asked to leave may do so between the operators of a step.
     """
 
     roles: Roles
@@ -236,23 +191,16 @@ class Executor(Protocol):
     fabric: Fabric
     routing: SampleRouting
     control: dist.ProcessGroup | None = None
+    generates: bool = True
     makes_samples: bool = True
-    may_leave_inside: bool = False
     _values: Mapping[str, Any]  # samples of the last step, for the records
 
-    def begins_after(self, step: int) -> int:
-        """How many steps must be behind all ranks when this one begins its part of `step`; steps count from 0."""
-
-    def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
-        """This rank's operators of a step.
-
-        Args:
-            given: samples that are there already; else they are generated from the next prompts.
-            after: called after every operator, where the run may leave inside a step.
-        """
+    def start(self, done: int) -> None:
+        """Begin a run that has `done` steps behind it."""
+        self.routing.first_step = done
 
     def begin_step(self, step: int) -> None:
-        """Begin a step of a program, which calls the roles by itself."""
+        """Start to measure a step."""
 
     def begin_samples(self, step: int, prompts: Prompts) -> None:
         """Note that the engines begin the samples of a step, before its prompts are taken."""
@@ -275,27 +223,19 @@ class Executor(Protocol):
         self._values = {"rollouts": rollouts, "scores": scores}
 
     def end_step(self, step: int) -> None:
-        """End a step of a program."""
+        """Take what the step has measured."""
 
-    def generate(self, step: int, prompts: Sequence[PromptRecord]) -> RolloutBatch:
-        """Responses alone, on every rank."""
-
-    def synchronise(self, done: int, *, starts: bool) -> None:
-        """All ranks are after `done` steps: the engines get the weights that these have made.
-
-        Args:
-            starts: they are where the run begins, or goes on.
-        """
-
-    def agreed(self, done: int) -> None:
-        """All ranks are after `done` steps, and have done what follows these."""
+    def join_islands(self, step: int) -> None:
+        """Add up what islands of the actor send in the updates of a step, on the coordinator's rank."""
         return
 
     def measured(self, done: int) -> Measured | None:
         """What the last of `done` steps has left; None on ranks that do not have it."""
 
-    def evaluate(self, validation: Validation) -> Evaluation | None:
-        """Validate the engines' weights; None in a replay, which has no engines."""
+    @property
+    def held_out_readers(self) -> Readers | None:
+        """Who scores, and writes down, which responses of a validation; None: every rank gets all of them."""
+        return None
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         """What was measured where records are kept, on every rank."""
@@ -333,9 +273,7 @@ class Executor(Protocol):
 
 
 class Colocated(Executor):
-    """All roles on all ranks: operators run one after the other, the weights' synchronisation among them."""
-
-    may_leave_inside = True
+    """All roles on all ranks."""
 
     def __init__(
         self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None, fabric: Fabric
@@ -351,24 +289,6 @@ class Colocated(Executor):
         self._readers = self.routing.readers(self.flow)
         self._values: Mapping[str, Any] = {}
 
-    def begins_after(self, step: int) -> int:
-        return step
-
-    def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
-        self.step.stored, self.routing.step = None, step
-        self.step.metrics = dict(given.metrics) if given else {}
-        self.step.begin(step, prompts.epoch)
-        with self.stages.timeline.step(step):
-            done = self._held(given.values) if given else self.step.gathered(prompts, step)
-            if done and not given:
-                after("reward", done)
-            taken = [] if done else prompts.take(self.step.num_prompts)
-            self.step.readers = self._readers
-            values = self.flow.run(self.stages, done, after, prompts=taken, step=step)
-            self.step.readers = None
-        self._values = {name: values[name] for name in ("rollouts", "scores")}  # devices let go of what trained
-        self.step.metrics["train/epoch"] = prompts.epoch
-
     def begin_step(self, step: int) -> None:
         self.step.stored, self.routing.step = None, step
         self.step.metrics = {}
@@ -379,21 +299,6 @@ class Colocated(Executor):
         self.stages.timeline.end(step)
         self.step.end_measuring(step)
         self.step.readers = None
-
-    def _held(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Of samples that are on every rank already, those that this rank works on."""
-        if self._readers is None:
-            return given
-        return given | {"rollouts": self._readers.of_whole(given["rollouts"])}
-
-    def generate(self, step: int, prompts: Sequence[PromptRecord]) -> RolloutBatch:
-        with self.stages("rollout"):
-            return self.step.generate(prompts, step)
-
-    def synchronise(self, done: int, *, starts: bool) -> None:
-        """An operator of the step does."""
-        if starts:
-            self.routing.first_step = done
 
     def measured(self, done: int) -> Measured:
         self.stages.status("log")
@@ -409,11 +314,9 @@ class Colocated(Executor):
         }
         return Measured(metrics, batch, self._values["scores"])
 
-    def evaluate(self, validation: Validation) -> Evaluation | None:
-        if self.roles.rollout is None:
-            return None
-        with self.stages("validation"):
-            return validation.evaluate(self.roles, readers=self.routing.readers_of_validation())
+    @property
+    def held_out_readers(self) -> Readers | None:
+        return self.routing.readers_of_validation()
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics

@@ -204,7 +204,8 @@ class Stages:
         """Inside, stages are those of a step (counted from 0) that may be ahead of the one that trains."""
         before, self.step = self.step, step + 1
         try:
-            yield
+            with self.timeline.ahead(step):
+                yield
         finally:
             self.step = before
 

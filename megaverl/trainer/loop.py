@@ -1,21 +1,16 @@
-"""The loop: steps, validation, checkpoints, what a person sees."""
+"""One rank of a run: its roles, where the run stands, checkpoints, and what a person sees."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
-from megaverl.controller.core import CallTimeouts, Controller
-from megaverl.controller.serving import StatusBoard
 from megaverl.coordinator import Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
@@ -32,53 +27,32 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
-from megaverl.trainer.own_program import load_step
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
-from megaverl.trainer.program import asynchronous_step, flow_step, policy_step, sample_ahead, train
-from megaverl.trainer.program_runner import run_program
+from megaverl.trainer.program import begin, give_rollouts, take_given_step, train
 from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.resuming import GoingOn
-from megaverl.trainer.role_groups import Run, make_run
-from megaverl.trainer.role_workers import (
-    ActorWorker,
-    CriticWorker,
-    OperatorWorker,
-    ReferenceWorker,
-    RewardWorker,
-    RolloutWorker,
-    WeightsWorker,
-    WorldWorker,
-)
-from megaverl.trainer.rollouts_ahead import RolloutsAhead
-from megaverl.trainer.sample_rows import RowMover, SampleStore, SampleValue
-from megaverl.trainer.saving import (
-    Records,
-    Saving,
-    export_model,
-    sample_records,
-    settle_file,
-    tokenizer_digest,
-)
-from megaverl.trainer.schedule import RolloutFolder, Schedule, StoredRollouts, read_waiting
+from megaverl.trainer.saving import Records, Saving, export_model, sample_records, settle_file, tokenizer_digest
+from megaverl.trainer.schedule import RolloutFolder, StoredRollouts, read_waiting
+from megaverl.trainer.served_run import ServedRun
 from megaverl.trainer.validation import Validation
 from megaverl.workers import RemoteWorker
-from megaverl.workers.reward import Scores
 
-# After these a run may leave in the middle of a step: nothing is trained yet.
-SAFE_AFTER = ("rollout", "reward")
 ROLLOUT_FILE = "rollouts.safetensors"
-PROGRAM_VARIABLE = "MEGAVERL_PROGRAM"  # until all runs are programs: "1" has the coordinator's rank run the step
 
 
 class Trainer:
     """Reinforcement learning, from a configuration to trained weights. Every rank makes one and calls `train`.
 
-    Where the operators of a step run, and what waits for what, its executor decides. After every step all ranks
-    agree: the engines have the new weights, and the run validates, saves or leaves where that is due.
+    The coordinator's rank runs the program of the run (`program.train`), and all ranks serve its calls.
 
     Args:
         job: this rank's place in it; None: the default process group is all there is.
-        is_given: a program's own loop: it calls `begin`, and for each step `rollouts` and `update`.
+
+    Attributes:
+        next_step: of the run, counted from 0.
+        measured: metrics of the last validation, or else of the last step, on a rank that has them.
+        cut_off: samples of the next step, of a run that left inside it.
+        served: this rank's part in the programs of the run, once it has begun.
     """
 
     def __init__(
@@ -87,8 +61,6 @@ class Trainer:
         console: Console,
         builder: Builder | None = None,
         job: Job | None = None,
-        *,
-        is_given: bool = False,
     ) -> None:
         self.config, self.console = config, console
         rank = job.fabric.rank if job else dist.get_rank()
@@ -116,7 +88,7 @@ class Trainer:
         builder.resumes = self.saving.resumed_from is not None
         self.executor: Executor
         if job is not None and placed:
-            self.executor = Disaggregated(builder, job, self.stages, console, replayed, self._agree_until, is_given)
+            self.executor = Disaggregated(builder, job, self.stages, console, replayed)
         else:
             fabric = job.fabric if job is not None else alone(config)
             self.executor = Colocated(builder, self.stages, console, replayed, fabric)
@@ -132,7 +104,9 @@ class Trainer:
         if config.run.profile.steps:
             self.profiler.dims = self._named_groups()
         self.next_step = 0
-        self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
+        self.measured: dict[str, float] = {}
+        self.served: ServedRun
+        self.cut_off: StoredRollouts | None = None
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
         self.leave = PreemptionHandler()
         self.replanning = Replanning(config, console, keeps=self.keeps_records)
@@ -181,129 +155,17 @@ class Trainer:
                 with together(self.executor.control):
                     self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
             with self.recording():
-                result = self._run_program() if self._runs_program else self._steps()
+                self.served = ServedRun(self)
+                self.served.serve(lambda run: train(run, self.next_step))
+                self.executor.settle(self.records, self.run_dir)
             if self.config.checkpoint.export_hf:
                 self.export()
-        return result
+        return self.measured
 
-    @property
-    def _runs_program(self) -> bool:
-        """Return whether the coordinator's rank runs the step; otherwise every rank runs a flow of operators."""
-        if self.config.trainer.program is not None:
-            return True
-        if os.environ.get(PROGRAM_VARIABLE) != "1":
-            return False
-        return isinstance(self.executor, Colocated) or not self._keeps_own_schedule
-
-    @property
-    def _keeps_own_schedule(self) -> bool:
-        """Return whether roles on ranks of their own do what no program describes yet."""
-        config = self.config
-        return bool(
-            config.rollout.in_flight_updates
-            or config.rollout.partial is not None
-            or config.reshard.overlap
-            or config.trainer.operators
-            or config.trainer.score_shares > 1
-            or self.step.replayed is not None
-            or len(self.executor.fabric.placement.islands) > 1
-        )
-
-    def _run_program(self) -> dict[str, float]:
-        """Serve the program of the run until it has ended."""
-        executor, operators, stages = self.executor, self.step, self.stages
-        fabric, placement = executor.fabric, executor.fabric.placement
-        executor.synchronise(self.next_step, starts=True)
-        self.profiler.end(self.next_step)
-        operators.outlet = None  # samples move when the program moves them
-        store = SampleStore()
-        if not placement.is_colocated:
-            store = SampleStore(fabric, executor.routing.readers(executor.flow))
-        session = SessionWorker(self)
-        rollout = RolloutWorker(executor, self.prompts, store)
-        flow = OperatorWorker(executor, self.prompts)
-        restored = dict(operators.waiting) if self.config.algorithm.dynamic_sampling.metric is not None else {}
-        if self.cut_off is not None:
-            restored[self.cut_off.step] = self.cut_off
-        restored_scores = {step: stored.scores for step, stored in restored.items() if stored.scores is not None}
-        rollout.cut_off = flow.cut_off = self.cut_off
-        self.cut_off = None
-        workers = {
-            "session": session,
-            "recorder": RecorderWorker(executor, store),
-            "world": WorldWorker(store),
-            "rollout": rollout,
-            "reward": RewardWorker(executor, store, restored_scores),
-            "reference": ReferenceWorker(executor, store),
-            "critic": CriticWorker(executor, store),
-            "actor": ActorWorker(executor, store),
-            "weights": WeightsWorker(executor, store),
-            "operators": flow,
-        }
-
-        def program(controller: Controller) -> Coroutine[Any, Any, None]:
-            run = make_run(
-                self.config,
-                controller,
-                placement,
-                step=policy_step,
-                has_engines=operators.replayed is None,
-                restored_steps=frozenset(restored),
-            )
-            if self.config.trainer.operators or self.config.environment.agents == "own":
-                run.step = flow_step
-            elif self.config.rollout.async_rollout and not placement.is_colocated:
-                run.step = asynchronous_step
-                run.ahead = self._samples_ahead(run)
-            if self.config.trainer.program is not None:
-                run.step = load_step(self.config.trainer.program)
-            return train(run, self.next_step)
-
-        stages.board = StatusBoard()
-        mover = RowMover(fabric)
-        run_program(
-            fabric,
-            program,
-            workers,
-            mover=mover,
-            board=stages.board,
-            timeouts=CallTimeouts(call=self.config.run.timeout_minutes * 60),
-            signal=lambda: self.leave.number,
-            # Where roles share all ranks, these wait for the program alone.
-            waiting=nullcontext if placement.is_colocated else partial(stages, "wait"),
-            explain=self._explain,
-            log=self.console.print,
-        )
-        stages.board = None
-        mover.settle()
-        if session.leaving is not None:
-            raise session.leaving
-        executor.settle(self.records, self.run_dir)
-        return session.measured
-
-    def _explain(self, text: str) -> str:
+    def explain(self, text: str) -> str:
         """Return why the run fails: what the liveness finds, which knows what a lost rank was doing; else `text`."""
         liveness = self.stages.job.liveness if self.stages.job is not None else None
         return text if liveness is None else liveness.settle(liveness.timeouts.until_found, text)
-
-    def _samples_ahead(self, run: Run) -> RolloutsAhead:
-        """Return what generates samples ahead of training, as far as the configuration allows."""
-        placement = self.executor.fabric.placement
-        schedule = Schedule.of(self.config, placement)
-        lag = schedule.lag(placement.ranks["rollout"][0])
-        run.scores_ahead = schedule.lag(placement.ranks["reward"][0]) > 0
-        return RolloutsAhead(
-            run, sample_ahead, lambda step: schedule.begins_after(step, lag), self.next_step, self.config.trainer.steps
-        )
-
-    def _steps(self) -> dict[str, float]:
-        last, result = self.config.trainer.steps, self._agree(self.next_step, starts=True)
-        for step in range(self.next_step, last):
-            result = self._agree_until(self.executor.begins_after(step)) or result
-            self.one_step(step)
-        result = self._agree_until(last) or result
-        self.executor.settle(self.records, self.run_dir)
-        return result
 
     def begin_step(self, step: int) -> None:
         """Start the meters of a step."""
@@ -312,14 +174,6 @@ class Trainer:
         if self.stragglers is not None:
             self.stragglers.begin(step)
 
-    def one_step(self, step: int, given: StoredRollouts | None = None) -> None:
-        """This rank's operators of a step, on responses to the next prompts, or on those that are given."""
-        cut_off, self.cut_off = given or self.cut_off, None
-        self.begin_step(step)
-        # what a program has made of its rollouts, it makes again when it goes on: it leaves between its calls
-        after = self._after_operator if given is None else lambda name, values: None
-        self.executor.run(step, self.prompts, cut_off, after)
-
     # --- a program's own loop -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -327,37 +181,35 @@ class Trainer:
         """Around a loop of one's own: take up a checkpoint, if there is one, and give the engine its first weights."""
         self.resume()
         with self.leave.listening(), self.recording():
-            self._agree(self.next_step, starts=True)
+            self.served = ServedRun(self, is_given=True)
+            self.served.serve(lambda run: begin(run, self.next_step))
             yield
 
     def rollouts(self) -> StoredRollouts:
-        """Responses to the next prompts, for a step of one's own; nothing is scored or trained.
+        """Return responses to the next prompts, for a step of one's own; nothing is scored or trained.
 
         Raises:
             Leaving: the run was asked to leave, and has saved, with these.
         """
-        step, self.stages.step = self.next_step, self.next_step + 1
-        cut_off, self.cut_off = self.cut_off, None
-        if cut_off is not None:
-            return cut_off
-        self.step.metrics = {}
+        step = self.next_step
         self.profiler.begin(step + 1)
         self.timeline.begin(step)
-        values = {"rollouts": self.executor.generate(step, self.prompts.take(self.step.num_prompts))}
-        self._after_operator("rollout", values)
-        return self._rollouts(step, values, self.step.metrics)
+        self.served.serve(lambda run: give_rollouts(run, step))
+        batch = self.served.take_shared()
+        return self._rollouts(step, {"rollouts": batch}, self.step.measured(step))
 
     def update(self, given: StoredRollouts) -> dict[str, float]:
         """Score and train on a step's responses; validate and save where that is due.
 
         Returns: what was measured, in a validation too, on every rank.
         """
-        self.one_step(self.next_step, given)
-        done = self.next_step + 1
-        self._agree(done)
+        step = self.next_step
+        self.served.give(given)
+        self.served.serve(lambda run: take_given_step(run, step))
+        done = self.next_step
         metrics: dict[str, float] = {}
-        for step, measured in self.records.history:
-            metrics |= measured if step == done else {}
+        for number, measured in self.records.history:
+            metrics |= measured if number == done else {}
         if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
             self.export()
         return self.executor.share(metrics)
@@ -367,32 +219,7 @@ class Trainer:
         self.saving.settle()
         self.executor.settle(self.records, self.run_dir)
 
-    # --- where all ranks agree ------------------------------------------------------------------------------------
-
-    def _agree_until(self, done: int) -> dict[str, float]:
-        """What follows every step up to `done` of them, which other ranks are at."""
-        result: dict[str, float] = {}
-        while self.next_step < min(done, self.config.trainer.steps):
-            result = self._agree(self.next_step + 1) or result
-        return result
-
-    def _agree(self, done: int, *, starts: bool = False) -> dict[str, float]:
-        """After `done` steps; every rank of the job takes part. Returns what was measured, where records are kept."""
-        trainer, result = self.config.trainer, {}
-        self.next_step, last = done, done == trainer.steps
-        self.executor.synchronise(done, starts=starts)
-        self.profiler.end(done)
-        if not starts:
-            result = self.report(done)
-        if (trainer.validate_at_start and done == 0) if starts else self.validation.is_due(done):
-            result = self.validate(done) or result
-        if not starts:
-            self.save_if_due(done)
-        self.saving.look()
-        if not last and (signal := self.leave.agreed(self.executor.control)):
-            self._leave(signal, None)
-        self.executor.agreed(done)
-        return result
+    # --- what follows a step --------------------------------------------------------------------------------------
 
     def save_if_due(self, done: int) -> None:
         """Save after `done` steps, if it is time to; every rank takes part.
@@ -428,21 +255,6 @@ class Trainer:
                     values = {"rollouts": found.rollouts, "scores": found.scores}
                     self.stored.append(self._rollouts(done - 1, values, found.metrics))
         return found.metrics if found is not None else {}
-
-    def validate(self, done: int) -> dict[str, float] | None:
-        evaluation = self.executor.evaluate(self.validation) if self.validation.happens else None
-        if evaluation is None:
-            return None
-        self.validation.note(done, evaluation)
-        return dict(evaluation.metrics)
-
-    def _after_operator(self, name: str, values: Mapping[str, Any]) -> None:
-        """Inside a step, leave if asked to, with what was generated."""
-        if name not in SAFE_AFTER or self.step.replayed is not None or not self.executor.may_leave_inside:
-            return
-        self.saving.look()
-        if signal := self.leave.agreed():
-            self.leave_run(signal, values)
 
     def leave_run(self, signal: str, values: Mapping[str, Any]) -> None:
         """Save, with what the running step has generated and scored; every rank takes part.
@@ -640,63 +452,3 @@ class Trainer:
                 "fewer), or give this run a name of its own (run.name)."
             )
         self.step.in_progress.read(path / PARTIAL_FILE)
-
-
-class SessionWorker:
-    """What surrounds the steps of a run, on one rank (`role_groups.SessionGroup`).
-
-    Attributes:
-        leaving: set where the run has been left before its end; every rank raises it once the program has ended.
-        measured: metrics of the last validation, or else of the last step, on a rank that has them.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.leaving: Leaving | None = None
-        self.measured: dict[str, float] = {}
-
-    def begin_step(self, step: int) -> None:
-        self._trainer.begin_step(step)
-        self._trainer.executor.begin_step(step)
-
-    def report_step(self, done: int) -> None:
-        trainer = self._trainer
-        trainer.executor.end_step(done - 1)
-        trainer.next_step = done
-        trainer.profiler.end(done)
-        self.measured = trainer.report(done)
-
-    def validate(self, done: int) -> None:
-        self.measured = self._trainer.validate(done) or self.measured
-
-    def validate_if_due(self, done: int) -> None:
-        if self._trainer.validation.is_due(done):
-            self.validate(done)
-
-    def save_if_due(self, done: int) -> bool:
-        trainer = self._trainer
-        try:
-            trainer.save_if_due(done)
-        except Leaving as leaving:
-            self.leaving = leaving
-        trainer.saving.look()
-        return self.leaving is not None
-
-    def leave(self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None) -> None:
-        values = {"rollouts": rollouts, "scores": scores}
-        try:
-            self._trainer.leave_run(
-                Signals(signal).name, {name: value for name, value in values.items() if value is not None}
-            )
-        except Leaving as leaving:
-            self.leaving = leaving
-
-
-class RecorderWorker:
-    """Keeps what the records need of a step's samples (`role_groups.RecorderGroup`)."""
-
-    def __init__(self, executor: Executor, store: SampleStore) -> None:
-        self._executor, self._store = executor, store
-
-    def take(self, rollouts: SampleValue, scores: Scores) -> None:
-        self._executor.keep_samples(self._store.batch(rollouts), scores)

@@ -112,16 +112,6 @@ class GroupsInProgress:
         """Prompts that the next step takes."""
         return self.config.data.prompts_per_step
 
-    def run(
-        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
-    ) -> tuple[RolloutBatch, Metrics]:
-        """A step's samples, with the versions of their tokens, and what was measured; every rank gets all of them.
-
-        Args:
-            prompts: `room` of them, from which responses begin.
-        """
-        raise NotImplementedError
-
     def _draws(self, step: int, number: int) -> Draws:
         return Draws(self.config.run.seed, step, self.config.algorithm.group_size, number)
 
@@ -301,31 +291,36 @@ class PartialRollouts(GroupsInProgress):
 class InFlightUpdates(GroupsInProgress):
     """`rollout.in_flight_updates`: the engines take new weights once, after so many tokens of each response.
 
+    A run that leaves between `begin` and `finish` finds `groups` in its checkpoint, and goes on from there.
+
     Attributes:
-        take_weights: waits for the next weights, where they have not come yet. A run that leaves meanwhile finds
-            `groups` in its checkpoint, and goes on from there.
         trains_from: version of the weights that the step which is generated will be trained from.
     """
 
-    take_weights: Callable[[], None]
-    trains_from: int
+    trains_from: int = 0
+    _num_tokens = 0  # generated for the running step
+    _seconds = 0.0  # that this took
 
-    def run(
-        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
-    ) -> tuple[RolloutBatch, Metrics]:
+    def begin(self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int) -> None:
+        """Generate the first `in_flight_tokens` of each response, unless a checkpoint has them."""
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
-        start, generated, settings = time.perf_counter(), 0, self.config.rollout
-        longest = int(settings.sampling["max_tokens"])
+        start, settings = time.perf_counter(), self.config.rollout
+        self._num_tokens = 0
         if not self.groups:
+            half = -(-int(settings.sampling["max_tokens"]) // 2)
             self._begin(prompts, step)
-            generated += self._round(rollout, rollout.weight_version, settings.in_flight_tokens or -(-longest // 2))
-        paused = time.perf_counter()
-        self.take_weights()
-        start += time.perf_counter() - paused  # what the wait for weights took is no generation
-        generated += self._round(rollout, rollout.weight_version, longest)
+            self._num_tokens = self._round(rollout, rollout.weight_version, settings.in_flight_tokens or half)
+        self._seconds = time.perf_counter() - start
+
+    def finish(self, rollout: Rollout | AgentRollouts) -> tuple[RolloutBatch, Metrics]:
+        """Generate the rest; return the samples, with the versions of their tokens, and what was measured."""
+        assert isinstance(rollout, Rollout), "agents of their own write in episodes"
+        start = time.perf_counter()
+        longest = int(self.config.rollout.sampling["max_tokens"])
+        num_tokens = self._num_tokens + self._round(rollout, rollout.weight_version, longest)
         batch, self.groups = self._finished(self.groups), []
-        seconds = time.perf_counter() - start
-        measured = self._measured(rollout, batch, seconds, generated)
+        seconds = self._seconds + time.perf_counter() - start
+        measured = self._measured(rollout, batch, seconds, num_tokens)
         return batch, measured | age_metrics(batch, self.trains_from)
 
 

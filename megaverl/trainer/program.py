@@ -5,21 +5,29 @@ returns at once; awaiting it gives its result: a small value, or a reference to 
 same text runs where roles share ranks and where they have ranks of their own.
 
     train                               the loop
-      policy_step                       one step: sample, train_on, new weights for the engines
-      asynchronous_step                 the same, on samples that were generated ahead
-      flow_step                         the same, where operators were added to it
+      take_step                         one step, its records, validation and checkpoint
+        policy_step                     sample, train_on, send_weights
+        asynchronous_step               the same, on samples that were generated ahead
+        flow_step                       the same, where operators were added to it
+        given_step                      the same, on responses that a Python program gives (`PPOTrainer`)
     sample                              responses and their rewards
       sample_informative_groups         in rounds, with dynamic sampling
     train_on                            log-probs, values, advantages, updates
+    send_weights                        new weights for the engines
+    validate                            responses to held-out prompts and their rewards
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.role_groups import EarlySamples, Run, Samples, StepFlow
 from megaverl.trainer.sample_rows import Fields
 from megaverl.workers.reward import Scores
+
+UPDATES = ("critic_update", "actor_update")  # operators that islands of the actor join
 
 
 class RunLeft(Exception):
@@ -34,17 +42,9 @@ async def train(run: Run, first_step: int) -> None:
     """
     last_step = run.config.trainer.steps
     try:
-        if run.config.trainer.validate_at_start and first_step == 0:
-            await run.session.validate(0)
-        await leave_if_asked(run)
+        await begin(run, first_step)
         for step in range(first_step, last_step):
-            run.session.begin_step(step)  # not awaited: engines may be in the middle of later samples
-            samples = await run.step(run, step)
-            await run.recorder.take(*samples)
-            await run.session.report_step(step + 1)
-            await run.session.validate_if_due(step + 1)
-            if await run.session.save_if_due(step + 1):
-                raise RunLeft
+            await take_step(run, step)
             if step + 1 < last_step:
                 await leave_if_asked(run)
     except RunLeft:
@@ -54,37 +54,65 @@ async def train(run: Run, first_step: int) -> None:
             run.ahead.stop()
 
 
+async def begin(run: Run, first_step: int) -> None:
+    """Validate before the first step, where that is wanted."""
+    if run.config.trainer.validate_at_start and first_step == 0 and run.validates:
+        await validate(run, 0)
+    await leave_if_asked(run)
+
+
+async def take_step(run: Run, step: int) -> None:
+    """Take one step, and do what follows it."""
+    run.session.begin_step(step)  # not awaited: engines may be in the middle of later samples
+    samples = await run.step(run, step)
+    # The calls are sent at once; ranks take them in this order.
+    run.recorder.take(*samples)
+    run.session.report_step(step + 1)
+    if run.validates and is_validation_due(run, step + 1):
+        await validate(run, step + 1)
+    if await run.session.save_if_due(step + 1):
+        raise RunLeft
+
+
+async def validate(run: Run, done: int) -> None:
+    """Score responses of the engines to held-out prompts, after `done` steps."""
+    responses = await run.rollout.generate_held_out()
+    scores = await run.held_out_reward.score_held_out(responses)
+    result = await run.rollout.measure_held_out(responses, scores)
+    run.session.record_validation(done, result)
+
+
+def is_validation_due(run: Run, done: int) -> bool:
+    """Return whether the run validates after `done` steps."""
+    trainer = run.config.trainer
+    return done % trainer.validate_every == 0 or done == trainer.steps
+
+
 async def policy_step(run: Run, step: int) -> Samples:
     """Take one step of PPO, GRPO, or another algorithm that follows the policy's gradient."""
     samples = await sample(run, step)
-    is_updated = await train_on(run, step, samples)
-    if run.has_engines:
-        await run.actor.sync_weights(run.rollout, is_updated)
+    updates = await train_on(run, step, samples)
+    await send_weights(run, step, updates)
     return samples
 
 
 async def asynchronous_step(run: Run, step: int) -> Samples:
-    """Take one step on samples that the engines have generated up to `max_staleness` steps ahead.
-
-    The engines receive the new weights once they have finished what the weights before are to generate, so a resumed
-    run generates every response with the weights that an uninterrupted run does.
-    """
+    """Take one step on samples that the engines have generated up to `max_staleness` steps ahead."""
     assert run.ahead is not None, "the engines' ranks are none of the actor's"
     rollouts, scores = await run.ahead.take(step)
     samples = Samples(rollouts, scores or await run.reward.score(rollouts, step))
-    is_updated = await train_on(run, step, samples)
-    await run.ahead.until_begun(step)
-    await run.actor.sync_weights(run.rollout, is_updated)
+    updates = await train_on(run, step, samples)
+    await send_weights(run, step, updates)
     return samples
 
 
-async def train_on(run: Run, step: int, samples: Samples) -> bool:
-    """Compute what the advantages depend on, the advantages, and the updates.
+async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bool]]:
+    """Compute what the advantages depend on and the advantages; send the updates.
 
     A role that the algorithm does without is None: GRPO has no critic, and without a KL term there is no reference.
 
     Returns:
-        Whether the actor was updated; False while only the critic warms up.
+        The updates, which ranks may still be at.
     """
     config = run.config
     rollouts, scores = samples
@@ -104,19 +132,40 @@ async def train_on(run: Run, step: int, samples: Samples) -> bool:
         signals.append(run.actor.implicit_rewards(rollouts, scores, await signals[1]))
     experience = await run.actor.advantages(rollouts, scores, [await signal for signal in signals])
 
-    # Sent at once: actor and critic train side by side where they have ranks of their own. With `reshard.overlap` the
-    # actor comes first, and its new weights travel while the critic trains.
+    # Actor and critic train side by side where they have ranks of their own; the critic's samples leave the actor's
+    # ranks before these train. On the same ranks the actor comes first with `reshard.overlap`: its new weights travel
+    # while the critic trains.
     updates: list[PendingCall[bool]] = []
-    if run.critic is not None and not config.reshard.overlap:
+    if run.islands is not None:
+        updates.append(run.islands.join_updates(step))
+    is_critic_last = config.reshard.overlap and run.critic is not None and run.critic.ranks == run.actor.ranks
+    if run.critic is not None and not is_critic_last:
         updates.append(run.critic.update(rollouts, experience, step))
-    actor_update = run.actor.update(rollouts, experience, step)
-    if run.critic is not None and config.reshard.overlap:
+    updates.append(run.actor.update(rollouts, experience, step))
+    if run.critic is not None and is_critic_last:
         updates.append(run.critic.update(rollouts, experience, step))
     for index in range(len(config.mix)):
-        await run.actor.update_mix(rollouts, scores, index, step)
+        run.actor.update_mix(rollouts, scores, index, step)
+    return updates
+
+
+async def send_weights(run: Run, step: int, updates: list[PendingCall[bool]]) -> None:
+    """Wait for the updates of a step, and bring the new weights into the engines.
+
+    Engines that are ahead receive them once they have begun what the weights before are to generate, so a resumed run
+    generates every response with the weights that an uninterrupted run does. With `reshard.overlap` they begin to
+    receive while the updates run.
+    """
+    if not run.config.reshard.overlap:
+        for update in updates:
+            await update
+    if run.ahead is not None:
+        await run.ahead.until_begun(step)
+    if run.has_engines:
+        only_critic_trains = step < run.config.algorithm.critic_warmup_steps
+        await run.actor.sync_weights(run.rollout, is_updated=not only_critic_trains)
     for update in updates:
         await update
-    return await actor_update
 
 
 async def sample_ahead(run: Run, step: int) -> EarlySamples:
@@ -127,9 +176,19 @@ async def sample_ahead(run: Run, step: int) -> EarlySamples:
     has_rounds = run.config.algorithm.dynamic_sampling.metric is not None
     if run.scores_ahead or has_rounds:
         return EarlySamples(*await sample(run, step))
-    rollouts = await run.rollout.generate(step)
+    rollouts = await generate(run, step)
     await run.assign(rollouts)
     return EarlySamples(rollouts, None)
+
+
+async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
+    """Generate the responses of a step; with `rollout.in_flight_updates` in two parts, new weights between them."""
+    if not run.config.rollout.in_flight_updates:
+        return await run.rollout.generate(step)
+    assert run.ahead is not None, "the engines' ranks are none of the actor's"
+    await run.rollout.begin_responses(step)
+    await run.ahead.until_new_weights(step)
+    return await run.rollout.finish_responses(step)
 
 
 async def sample(run: Run, step: int) -> Samples:
@@ -139,7 +198,9 @@ async def sample(run: Run, step: int) -> Samples:
         samples = await sample_informative_groups(run, step)
         await leave_if_asked(run, *samples)
         return samples
-    rollouts = await run.rollout.generate(step)
+    if run.scores_arriving:
+        run.reward.score_arriving(step)
+    rollouts = await generate(run, step)
     await run.assign(rollouts)
     await leave_if_asked(run, rollouts)
     scores = await run.reward.score(rollouts, step)
@@ -176,10 +237,40 @@ async def leave_if_asked(
     """
     signal = run.controller.signal
     is_inside = rollouts is not None
-    if not signal or (is_inside and not run.may_leave_inside):
+    if not signal or (is_inside and (run.is_given or not run.may_leave_inside)):
         return
     await run.session.leave(signal, rollouts, scores)
     raise RunLeft
+
+
+async def give_rollouts(run: Run, step: int) -> None:
+    """Generate the responses of a step, and give them to every rank, for a Python program that trains on them."""
+    try:
+        rollouts = await run.rollout.generate(step)
+        await leave_if_asked(run, rollouts)
+        await run.session.share(rollouts)
+    except RunLeft:
+        return
+
+
+async def take_given_step(run: Run, step: int) -> None:
+    """Take one step on the responses that a Python program gives on every rank."""
+    try:
+        await take_step(run, step)
+        if step + 1 < run.config.trainer.steps:
+            await leave_if_asked(run)
+    except RunLeft:
+        return
+
+
+async def given_step(run: Run, step: int) -> Samples:
+    """Score and train on the responses that every rank was given; they may have their scores already."""
+    rollouts = await run.session.given(step)
+    scores = await run.reward.score(rollouts, step)
+    samples = Samples(rollouts, scores)
+    updates = await train_on(run, step, samples)
+    await send_weights(run, step, updates)
+    return samples
 
 
 async def flow_step(run: Run, step: int) -> Samples:
@@ -187,13 +278,41 @@ async def flow_step(run: Run, step: int) -> Samples:
 
     An operator may change a value that another one has made, so a name refers to the value as its last maker gave it.
     """
-    start = await run.operators.begin(step)
+    operators = run.operators
+    values = await start_of_flow(run, step)
+    start = await operators.begin(step, list(values))
     flow = start.describe(StepFlow)
-    values = {name: await run.operators.pick(start, name) for name in flow.given}
+    for name in flow.given:
+        values.setdefault(name, await operators.pick(start, name))
+    first_update = next((each.name for each in flow.operators if each.name in UPDATES), None)
     for operator in flow.operators:
-        outputs = await run.operators.call(operator.name, [values[name] for name in operator.takes])
+        if operator.name == "reshard" and run.ahead is not None:
+            await run.ahead.until_begun(step)
+        if operator.name == first_update and run.islands is not None:
+            run.islands.join_updates(step)
+        inputs = [values[name] for name in operator.takes]
+        call = operators.call(operator, values.get("rollouts"), inputs)
+        # One without outputs is not awaited: the critic trains beside the actor, and both are decided on together.
         for name in operator.gives:
-            values[name] = await run.operators.pick(outputs, name)
+            values[name] = await operators.pick(await call, name)
         if operator.name in ("rollout", "reward"):  # nothing is trained yet
             await leave_if_asked(run, values["rollouts"], values.get("scores"))
     return Samples(values["rollouts"], values["scores"])
+
+
+async def start_of_flow(run: Run, step: int) -> dict[str, Ref[Any]]:
+    """Return what a flow's operators start from: the responses; after dynamic sampling their rewards as well."""
+    if run.is_given:
+        return {"rollouts": await run.session.given(step)}
+    if run.ahead is not None:
+        early = await run.ahead.take(step)
+        return {"rollouts": early.rollouts} | ({"scores": early.scores} if early.scores is not None else {})
+    if run.config.algorithm.dynamic_sampling.metric is not None and run.has_engines:
+        samples = await sample(run, step)
+        return {"rollouts": samples.rollouts, "scores": samples.scores}
+    if run.operators.change_prompts:
+        return {}
+    rollouts = await generate(run, step)
+    await run.assign(rollouts)
+    await leave_if_asked(run, rollouts)
+    return {"rollouts": rollouts}

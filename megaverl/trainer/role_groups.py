@@ -29,6 +29,18 @@ G = TypeVar("G")
 RowsByRank = dict[int, list[int]]
 
 
+class HeldOutResult(msgspec.Struct, frozen=True):
+    """Result of a validation.
+
+    Attributes:
+        metrics: by name.
+        samples: the first samples as records, in JSON, which holds integers of any size.
+    """
+
+    metrics: dict[str, float]
+    samples: str
+
+
 class Samples(NamedTuple):
     """Responses of a step and their rewards, as references."""
 
@@ -123,13 +135,9 @@ class SessionGroup(WorkerGroup):
         """Write and show what the last of `done` steps has measured."""
         return self.report("report_step", NoneType, done)
 
-    def validate(self, done: int) -> PendingCall[None]:
-        """Score responses of the engines to held-out prompts, where there are any."""
-        return self.report("validate", NoneType, done)
-
-    def validate_if_due(self, done: int) -> PendingCall[None]:
-        """Validate if `trainer.validate_every` says so, and after the last step."""
-        return self.report("validate_if_due", NoneType, done)
+    def record_validation(self, done: int, result: HeldOutResult) -> PendingCall[None]:
+        """Remember, write and show the validation after `done` steps."""
+        return self.report("record_validation", NoneType, done, result)
 
     def save_if_due(self, done: int) -> PendingCall[bool]:
         """Save a checkpoint if `checkpoint.save_every` says so, after the best validation, and after the last step.
@@ -143,6 +151,14 @@ class SessionGroup(WorkerGroup):
         """Save, with samples of the running step; every rank leaves when the program has ended."""
         return self.report("leave", NoneType, signal, rollouts, scores)
 
+    def share(self, rollouts: Ref[RolloutBatch]) -> PendingCall[None]:
+        """Bring all responses to every rank, for the Python program that runs there."""
+        return self.report("share", NoneType, rollouts)
+
+    def given(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
+        """Return the responses that the Python program has given on every rank."""
+        return self.keep("given", step)
+
 
 class RolloutGroup(SampleGroup):
     """Ranks of the engines."""
@@ -150,6 +166,14 @@ class RolloutGroup(SampleGroup):
     def generate(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
         """Generate `algorithm.group_size` responses to each of the step's prompts."""
         return self.keep("generate", step)
+
+    def begin_responses(self, step: int) -> PendingCall[None]:
+        """Generate the first part of each response; new weights may come before the rest of it."""
+        return self.report("begin_responses", NoneType, step)
+
+    def finish_responses(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
+        """Generate the rest of each response that was begun."""
+        return self.keep("finish_responses", step)
 
     def begin_rounds(self, step: int) -> PendingCall[int]:
         """Begin the rounds of dynamic sampling; return the number of prompts of the first one."""
@@ -178,13 +202,29 @@ class RolloutGroup(SampleGroup):
         """Generate the likeliest response to the prompt of each group, [groups]."""
         return self.keep_of(rollouts, "generate_greedy", step)
 
+    def generate_held_out(self) -> PendingCall[Ref[RolloutBatch]]:
+        """Generate `trainer.validation_samples` responses to every held-out prompt."""
+        return self.keep("generate_held_out")
+
+    def measure_held_out(self, responses: Ref[RolloutBatch], scores: Ref[Scores]) -> PendingCall[HeldOutResult]:
+        """Return what the scores of responses to held-out prompts say of the policy."""
+        return self.report("measure_held_out", HeldOutResult, responses, scores)
+
 
 class RewardGroup(SampleGroup):
     """Ranks that compute rewards."""
 
+    def score_held_out(self, responses: Ref[RolloutBatch]) -> PendingCall[Ref[Scores]]:
+        """Compute the rewards of responses to held-out prompts, which count in no step's metrics."""
+        return self.keep("score_held_out", responses)
+
     def score(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[Scores]]:
         """Compute the reward of each response."""
         return self.keep_of(rollouts, "score", step)
+
+    def score_arriving(self, step: int) -> PendingCall[None]:
+        """Compute rewards of samples while the engines generate others; `score` then has them."""
+        return self.report("score_arriving", NoneType, step)
 
     def score_greedy(self, greedy: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
         """Compute `greedy_rewards` [groups]."""
@@ -251,12 +291,26 @@ class ActorGroup(SampleGroup):
         return WorkerGroup("weights", ranks, self._controller).report("sync", NoneType, is_updated)
 
 
+class IslandGroup(WorkerGroup):
+    """Rank that adds up what islands of the actor send: the coordinator's."""
+
+    def join_updates(self, step: int) -> PendingCall[bool]:
+        """Add up the gradients, or the changes, of all islands in the updates of a step; return True."""
+        return self.report("join_updates", bool, step)
+
+
 class OperatorFacts(msgspec.Struct, frozen=True):
-    """Operator of a flow: its name, and the names of the values that it takes and gives."""
+    """Operator of a flow.
+
+    Attributes:
+        takes, gives: names of values.
+        ranks: that run it; None: all.
+    """
 
     name: str
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    ranks: tuple[int, ...] | None = None
 
 
 class StepFlow(msgspec.Struct, frozen=True):
@@ -266,20 +320,38 @@ class StepFlow(msgspec.Struct, frozen=True):
     given: tuple[str, ...]
 
 
-class OperatorGroup(WorkerGroup):
-    """All ranks, for a step that is a flow of operators."""
+class OperatorGroup(SampleGroup):
+    """All ranks, for a step that is a flow of operators.
 
-    def begin(self, step: int) -> PendingCall[Ref[Any]]:
-        """Begin a step; return the values that are there before its operators run, which describe its `StepFlow`."""
-        return self.keep("begin", step)
+    Attributes:
+        change_prompts: an operator runs before responses are generated.
+    """
 
-    def call(self, name: str, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
-        """Run an operator; return all of its outputs as one value."""
-        return self.keep("call", name, inputs)
+    change_prompts = False
+
+    def begin(self, step: int, made: list[str]) -> PendingCall[Ref[Any]]:
+        """Begin a step; return the values that are there before its operators run, which describe its `StepFlow`.
+
+        Args:
+            made: names of values that need not be made.
+        """
+        return self.keep("begin", step, made)
+
+    def call(self, operator: OperatorFacts, rollouts: Ref[Any] | None, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
+        """Run an operator on its ranks; return all of its outputs as one value.
+
+        Args:
+            rollouts: responses of the step, whose rows the ranks work on.
+        """
+        ranks = self.ranks if operator.ranks is None else operator.ranks
+        wanted = None
+        if rollouts is not None:
+            wanted = self._assignments.wanted(ranks, rollouts, inputs)
+        return WorkerGroup(self.role, ranks, self._controller).keep("call", operator.name, inputs, wanted=wanted)
 
     def pick(self, values: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
-        """Return one of several values."""
-        return self.keep("pick", values, name)
+        """Return one of several values, on the ranks that hold these."""
+        return WorkerGroup(self.role, values.holders, self._controller).keep("pick", values, name)
 
 
 class SamplesAhead(Protocol):
@@ -290,6 +362,9 @@ class SamplesAhead(Protocol):
 
     async def until_begun(self, step: int) -> None:
         """Wait until the engines have begun everything that is generated with the weights before the step's update."""
+
+    async def until_new_weights(self, step: int) -> None:
+        """Wait until the engines have the weights that come in the middle of a step's responses."""
 
     def stop(self) -> None:
         """Begin nothing more."""
@@ -305,15 +380,20 @@ class Run:
 
     Attributes:
         session: all ranks, for what surrounds the steps.
+        held_out_reward: ranks that score a validation: the engines' unless reward models are on others.
         critic, reference: None where the algorithm does without.
         step: program of one step.
+        islands: adds up what islands of the actor send; None: there is one island.
         operators: operators of a flow, for `program.flow_step`.
         worlds: ranks that receive samples from the engines' ranks; none where roles share all ranks.
         assignments: which samples each of these ranks works on.
         has_engines: responses are generated; otherwise those of another run are replayed.
+        validates: there are held-out prompts, and steps after which the run validates.
+        is_given: a Python program gives the responses of each step on every rank (`PPOTrainer`).
         may_leave_inside: a run that is asked to leave may do so inside a step.
         restored_steps: steps whose samples come from the checkpoint that the run goes on from.
         ahead: samples of later steps; None: engines and training take turns.
+        scores_arriving: samples are scored while the engines generate others.
         scores_ahead: whether rewards are computed ahead of training, too.
     """
 
@@ -323,17 +403,22 @@ class Run:
     recorder: RecorderGroup
     rollout: RolloutGroup
     reward: RewardGroup
+    held_out_reward: RewardGroup
     actor: ActorGroup
     critic: CriticGroup | None
     reference: ReferenceGroup | None
+    islands: IslandGroup | None
     step: StepProgram
     operators: OperatorGroup
     worlds: Sequence[WorldGroup]
     assignments: Assignments
     has_engines: bool = True
+    validates: bool = False
+    is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
     ahead: SamplesAhead | None = None
+    scores_arriving: bool = False
     scores_ahead: bool = False
 
     async def assign(self, rollouts: Ref[RolloutBatch]) -> None:
@@ -387,6 +472,9 @@ def make_run(
     def group(kind: Callable[..., G], role: str) -> G:
         return kind(role, ranks_of(role), controller, assignments)
 
+    has_models = any(entry.path is not None for entry in config.reward)
+    models_are_apart = has_models and not placement.colocated("reward", "rollout")
+    scores_held_out = ranks_of("reward") if models_are_apart else ranks_of("rollout")
     recorders = everyone if is_shared else ranks_of("actor")[:1]
     return Run(
         config=config,
@@ -395,14 +483,17 @@ def make_run(
         recorder=RecorderGroup("recorder", recorders, controller, assignments),
         rollout=group(RolloutGroup, "rollout"),
         reward=group(RewardGroup, "reward"),
+        held_out_reward=RewardGroup("reward", scores_held_out, controller),
         actor=group(ActorGroup, "actor"),
         critic=group(CriticGroup, "critic") if config.uses_critic else None,
         reference=group(ReferenceGroup, "reference") if config.uses_ref_log_probs else None,
+        islands=IslandGroup("islands", [placement.coordinator], controller) if len(placement.islands) > 1 else None,
         step=step,
-        operators=OperatorGroup("operators", everyone, controller),
+        operators=OperatorGroup("operators", everyone, controller, assignments),
         worlds=[] if is_shared else worlds,
         assignments=assignments,
         has_engines=has_engines,
+        validates=has_engines and bool(config.data.validation and config.trainer.validate_every),
         may_leave_inside=is_shared and has_engines,
         restored_steps=restored_steps,
     )

@@ -5,18 +5,23 @@ All ranks of a role run a method SPMD on their main threads, with the role's col
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
-from megaverl.dataflow import ShapeChecker
+from megaverl.dataflow.runner import ShapeChecker
+from megaverl.distributed.collectives import together
+from megaverl.trainer.arriving_samples import SampleSender, receive_samples
 from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.executor import Executor
-from megaverl.trainer.role_groups import OperatorFacts, StepFlow
+from megaverl.trainer.role_groups import HeldOutResult, OperatorFacts, StepFlow
 from megaverl.trainer.sample_rows import Fields, SampleFacts, SampleRows, SampleStore, SampleValue
 from megaverl.trainer.schedule import StoredRollouts
+from megaverl.trainer.validation import Validation, held_out_responses, measure_held_out
 from megaverl.workers.reward import Scores
 
 
@@ -40,15 +45,28 @@ class RolloutWorker:
         executor: has this rank's roles, and what the running steps have measured.
         prompts: the run's prompts, from where the run stands.
         store: makes values of the program out of batches, and batches out of values.
+        validation: has the held-out prompts.
+        sender: sends samples to be scored as they are finished; None: this rank sends none.
 
     Attributes:
         cut_off: samples of the step in which the run left before.
+        taken: by step, the prompts of responses that were generated; whoever needs these removes them.
     """
 
-    def __init__(self, executor: Executor, prompts: Prompts, store: SampleStore) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        prompts: Prompts,
+        store: SampleStore,
+        validation: Validation,
+        sender: SampleSender | None,
+    ) -> None:
         self._executor, self._operators, self._stages = executor, executor.step, executor.stages
         self._config, self._prompts, self._store = executor.step.config, prompts, store
+        self._validation = validation
+        self._sender = sender
         self.cut_off: StoredRollouts | None = None
+        self.taken: dict[int, Sequence[PromptRecord]] = {}
         self._rounds: SamplingRounds | None = None
 
     def generate(self, step: int) -> SampleValue:
@@ -63,17 +81,43 @@ class RolloutWorker:
                 operators.metrics |= restored.metrics
                 batch = self._select_own(restored.batch)
             else:
-                self._executor.begin_samples(step, self._prompts)
-                batch = self._generate(self._prompts.take(operators.num_prompts), step)
+                batch = self._generate(self._take_prompts(step), step)
             operators.metrics["train/epoch"] = self._prompts.epoch
             self._executor.end_samples(step, batch)
         return self._store.give(batch)
+
+    def begin_responses(self, step: int) -> None:
+        self._operators.epochs[step] = self._prompts.epoch
+        with self._operators.measuring(step), self._stages.in_step(step):
+            prompts = self._take_prompts(step)
+            with self._stages("rollout"):
+                self._operators.begin_responses(prompts, step)
+
+    def finish_responses(self, step: int) -> SampleValue:
+        operators = self._operators
+        with operators.measuring(step), self._stages.in_step(step):
+            with self._stages("rollout"):
+                batch = operators.finish_responses(step)
+            operators.metrics["train/epoch"] = self._prompts.epoch
+            self._executor.end_samples(step, batch)
+        return self._store.give(batch)
+
+    def _take_prompts(self, step: int) -> Sequence[PromptRecord]:
+        self._executor.begin_samples(step, self._prompts)
+        prompts = self._prompts.take(self._operators.num_prompts)
+        if self._config.trainer.operators:
+            self.taken[step] = prompts
+        return prompts
 
     def _generate(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:
         with self._stages("rollout"):
             if self._operators.replayed is not None:
                 return self._operators.replay(prompts, step)
-            return self._operators.generate(prompts, step)
+            generates = step not in self._operators.waiting
+            batch = self._operators.generate(prompts, step)
+            if generates and self._sender is not None:
+                self._sender.end()
+            return batch
 
     def begin_rounds(self, step: int) -> int:
         self._operators.epochs[step] = self._prompts.epoch
@@ -106,6 +150,20 @@ class RolloutWorker:
     def generate_greedy(self, rollouts: SampleValue, step: int) -> SampleValue:
         with self._stages("greedy"):
             return self._store.give(self._operators.greedy(self._store.batch(rollouts), step))
+
+    def generate_held_out(self) -> SampleValue:
+        roles = self._executor.roles
+        with self._stages("validation"):
+            batch = held_out_responses(
+                self._config, roles.engines, self._validation.prompts, roles.player, self._executor.held_out_readers
+            )
+            with together():
+                roles.engines.engine.reset_prefix_cache()  # the next step must find nothing of this
+        return self._store.give(batch)
+
+    def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
+        found = measure_held_out(self._config, self._executor.roles.reward, self._store.batch(responses), scores)
+        return HeldOutResult(found.metrics, json.dumps(found.samples))
 
     @property
     def _running_rounds(self) -> SamplingRounds:
@@ -162,10 +220,29 @@ class RewardWorker(RoleWorker):
         if restored is not None:
             return restored
         self._operators.begin(step, self._operators.epochs.get(step))
+        self._operators.read_replayed(step)
         with self._operators.measuring(step), self._stages.in_step(step):
             with self._stages("reward"):
                 scores = self._operators.score(self._store.batch(rollouts))
             self._executor.end_scores(step, scores)
+        return scores
+
+    def score_arriving(self, step: int) -> None:
+        operators, fabric = self._operators, self._executor.fabric
+        if step in operators.waiting:  # responses of before an interruption, which no engine generates
+            return
+        operators.begin(step, operators.epochs.get(step))
+        engines = fabric.placement.ranks["rollout"][:: operators.config.rollout.tp]
+        with operators.measuring(step), self._stages.in_step(step):
+            for row, sample in receive_samples(fabric, engines, partial(self._stages, "wait")):
+                with self._stages("reward"):
+                    operators.score_some([row], sample)
+
+    def score_held_out(self, responses: SampleValue) -> Scores:
+        reward = self._executor.roles.reward
+        with self._stages("validation"):
+            scores = reward.score(self._store.batch(responses))
+        reward.forget_logged()
         return scores
 
     def score_greedy(self, greedy: SampleValue) -> Fields:
@@ -269,52 +346,78 @@ class StepValues(dict[str, Any]):
         return self.flow
 
 
+class IslandWorker:
+    """Adds up what islands of the actor send, on the coordinator's rank."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def join_updates(self, step: int) -> bool:
+        with self._executor.stages("islands"):
+            self._executor.join_islands(step)
+        return True
+
+
 class OperatorWorker:
     """Runs the operators of a flow.
 
-    Attributes:
-        cut_off: samples of the step in which the run left before.
+    Args:
+        executor: has this rank's roles, and what the running steps have measured.
+        prompts: the run's prompts, from where the run stands.
+        store: makes batches out of values.
+        rollout: this rank's engine; the prompts that it took are those of the flow.
+        rewards: this rank's rewards, with those in the checkpoint that the run goes on from.
     """
 
-    def __init__(self, executor: Executor, prompts: Prompts) -> None:
+    def __init__(
+        self, executor: Executor, prompts: Prompts, store: SampleStore, rollout: RolloutWorker, rewards: RewardWorker
+    ) -> None:
         self._operators, self._flow, self._stages = executor.step, executor.flow, executor.stages
-        self._prompts, flow = prompts, executor.flow
-        self._by_name = {operator.name: operator for operator in flow.plan.operators}
+        self._generates = executor.generates
+        self._prompts, self._store, self._rollout, self._rewards = prompts, store, rollout, rewards
+        self._by_name = {operator.name: operator for operator in executor.flow.plan.operators}
         self._shapes = ShapeChecker()
-        self.cut_off: StoredRollouts | None = None
 
-    def begin(self, step: int) -> StepValues:
-        """Take the step's prompts; with dynamic sampling also its rounds."""
+    def begin(self, step: int, made: list[str]) -> StepValues:
+        """Take the step's prompts, unless responses to them are there."""
         operators = self._operators
-        operators.begin(step, self._prompts.epoch)
         self._shapes = ShapeChecker()
-        restored, self.cut_off = self.cut_off, None
+        epoch = operators.epochs.get(step, self._prompts.epoch)
+        prompts = self._rollout.taken.pop(step, [])
+        has_rounds = operators.config.algorithm.dynamic_sampling.metric is not None
+        has_taken = "rollouts" in made and (self._generates or has_rounds)
+        if not has_taken:
+            prompts = self._prompts.take(operators.num_prompts)
+        if "rollouts" not in made:
+            operators.metrics["train/epoch"] = self._prompts.epoch
+        operators.begin(step, epoch)
+        given: dict[str, Any] = {"prompts": prompts, "step": step}
+        restored = self._rewards.restored.pop(step, None)
         if restored is not None:
-            operators.metrics |= restored.metrics
-            batch = restored.batch if operators.readers is None else operators.readers.of_whole(restored.batch)
-            made = restored.values | {"rollouts": batch}
-        else:
-            made = operators.gathered(self._prompts, step)
-        prompts = [] if made else self._prompts.take(operators.num_prompts)
-        operators.metrics["train/epoch"] = self._prompts.epoch
-        values = StepValues({"prompts": prompts, "step": step, **made})
+            given["scores"] = restored
+        there = {*made, *given}
+        plan = self._flow.plan
+        values = StepValues(given)
         values.flow = StepFlow(
             tuple(
-                OperatorFacts(operator.name, operator.takes, operator.gives)
-                for operator in self._flow.plan.operators
-                if not operator.gives or any(name not in made for name in operator.gives)
+                OperatorFacts(operator.name, operator.takes, operator.gives, plan.ranks[operator.name])
+                for operator in plan.operators
+                if not operator.gives or any(name not in there for name in operator.gives)
             ),
-            tuple(values),
+            tuple(given),
         )
         return values
 
     def call(self, name: str, inputs: list[Any]) -> StepValues:
         """Run an operator on its inputs, in the order of `Operator.takes`."""
         operator = self._by_name[name]
-        values = dict(zip(operator.takes, inputs, strict=True))
+        values = dict(zip(operator.takes, map(self._as_batch, inputs), strict=True))
         with self._stages(name):
             return StepValues(self._shapes.call(operator, values))
 
     def pick(self, values: StepValues, name: str) -> Any:
         """Return one of the values."""
         return values[name]
+
+    def _as_batch(self, value: Any) -> Any:
+        return self._store.batch(value) if isinstance(value, SampleRows) else value

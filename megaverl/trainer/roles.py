@@ -20,13 +20,12 @@ from megaverl.config.run import MixConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
-from megaverl.dataflow.carrier import place_rows
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
 from megaverl.rollout.engine import InFlight
 from megaverl.trainer.build import Builder
 from megaverl.workers import RemoteWorker, local
-from megaverl.workers.critic import ActorCritic, Critic
+from megaverl.workers.critic import Critic
 from megaverl.workers.micro_batches import Weighting, cross_entropy, micro_batches_for
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates, as_metrics
@@ -38,8 +37,6 @@ from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import SynchronisesWeights, WeightSync
 
 REWARD_MODEL = "reward_model"  # in a checkpoint, and to the coordinator
-# Samples -> what a model says of each: [B, R], or [B]
-ScoresSamples = Callable[[RolloutBatch], tuple[torch.Tensor, ...]]
 
 
 @dataclass
@@ -82,22 +79,6 @@ class Roles:
     def in_flight(self) -> InFlight | None:
         """The bounds on what this rank's engine writes at once."""
         return self.rollout.engine.in_flight if isinstance(self.rollout, Rollout | AgentRollouts) else None
-
-    def scoring(self, operator: str, log_probs: bool = True) -> ScoresSamples:
-        """How a step's operator scores samples, be they all or some.
-
-        Args:
-            log_probs: of an actor that is its own critic: they are wanted beside its values.
-        """
-        if operator == "values":
-            critic = local(self.critic)
-            assert critic is not None
-            return critic.values
-        policy = local(self.actor if operator == "old_log_probs" else self.reference)
-        assert policy is not None
-        if isinstance(policy, ActorCritic):
-            return policy.log_probs_and_values if log_probs else policy.values
-        return lambda samples: (policy.log_probs(samples),)
 
     def kl_state(self) -> dict[str, Any]:
         """Of the KL controllers, and of adaptive entropy bonuses, for a checkpoint."""
@@ -190,28 +171,6 @@ def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: boo
         implicit=implicit,
         learned=learned,
     )
-
-
-class ShareScores:
-    """What models have said of a step's shares, until an operator wants it of all samples."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, list[tuple[range, tuple[torch.Tensor, ...]]]] = {}
-
-    def add(self, operator: str, rows: range, found: tuple[torch.Tensor, ...]) -> None:
-        """Of the samples `rows`."""
-        self._found.setdefault(operator, []).append((rows, found))
-
-    def take(self, operator: str, batch: RolloutBatch, score: ScoresSamples) -> tuple[torch.Tensor, ...]:
-        """Of a whole batch: what was added of it, or else what `score` says."""
-        shares = self._found.pop(operator, None)
-        if shares is None:
-            return score(batch)
-        whole = [part.new_zeros(batch.response_shape[: part.dim()]) for part in shares[0][1]]
-        for rows, found in shares:
-            for all_samples, part in zip(whole, found, strict=True):
-                place_rows(all_samples, rows, part)
-        return tuple(whole)
 
 
 Metrics = dict[str, float]

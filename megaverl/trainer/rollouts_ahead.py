@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from megaverl.trainer.role_groups import EarlySamples, Run
 
-# Number of a step -> steps that must be behind all ranks when the engines begin it.
-BeginsAfter = Callable[[int], int]
+# Number of a step -> steps that must be behind all ranks when the engines begin it, or take weights in its middle.
+AfterSteps = Callable[[int], int]
 
 
 class RolloutsAhead:
@@ -23,6 +23,9 @@ class RolloutsAhead:
 
     Args:
         sample: generates the samples of a step, and scores them where whoever scores may be ahead too.
+        begins_after: tells when the engines begin a step.
+        new_weights_after: tells when they take new weights in the middle of its responses, and go on with these
+            (`rollout.in_flight_updates`); None: they never do.
         first_step, last_step: steps of the run; the last one excluded.
 
     Example:
@@ -38,14 +41,17 @@ class RolloutsAhead:
         self,
         run: Run,
         sample: Callable[[Run, int], Awaitable[EarlySamples]],
-        begins_after: BeginsAfter,
+        begins_after: AfterSteps,
         first_step: int,
         last_step: int,
+        new_weights_after: AfterSteps | None = None,
     ) -> None:
-        self._run, self._sample, self._begins_after = run, sample, begins_after
+        self._run, self._sample = run, sample
+        self._begins_after, self._new_weights_after = begins_after, new_weights_after
         self._first_step, self._last_step = first_step, last_step
         self._num_done = first_step  # steps behind all ranks
         self._num_begun = first_step  # steps whose generation has begun
+        self._num_resumed = first_step  # steps whose generation has gone on with new weights
         self._samples: dict[int, EarlySamples] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -62,8 +68,22 @@ class RolloutsAhead:
 
     async def until_begun(self, step: int) -> None:
         """Wait until the engines have begun everything that is generated with the weights before the step's update."""
-        due = [later for later in range(step, self._last_step) if self._begins_after(later) <= step]
-        await self._wait(lambda: self._num_begun > max(due))
+        last_begun = self._last_due(self._begins_after, step)
+        last_resumed = -1 if self._new_weights_after is None else self._last_due(self._new_weights_after, step)
+        await self._wait(lambda: self._num_begun > last_begun and self._num_resumed > last_resumed)
+
+    def _last_due(self, is_after: AfterSteps, step: int) -> int:
+        """Return the last step of which something happens before the update of `step`."""
+        return max(later for later in range(step, self._last_step) if is_after(later) <= step)
+
+    async def until_new_weights(self, step: int) -> None:
+        """Wait until the engines have the weights that come in the middle of a step's responses."""
+        assert self._new_weights_after is not None, "rollout.in_flight_updates is off"
+        earliest = self._new_weights_after(step)
+        await self._wait_until_done(earliest)
+        # Whoever waits for this goes on after the call that the caller makes next.
+        self._num_resumed = step + 1
+        asyncio.ensure_future(self._notify())
 
     def stop(self) -> None:
         """Begin nothing more."""

@@ -10,8 +10,7 @@ What is computed of samples (log-probs, values, advantages) is rows too, and mov
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -20,17 +19,16 @@ from torch import Tensor
 from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
-from megaverl.data.held_rows import HeldRows, Readers, as_held, as_ragged, receive_whole, send_whole
+from megaverl.data.held_rows import HeldRows, Readers, as_held, as_ragged
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.distributed.ragged import RaggedBatch, flattened, merge, num_bytes_on_device, put_together
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json
+from megaverl.dataflow.value_mover import ValueMover
+from megaverl.distributed.ragged import RaggedBatch, merge
+from megaverl.distributed.worlds import Fabric
 from megaverl.sharding.rows import Rows
 from megaverl.workers.reward import Scores
 
 # Fields of a batch by name, such as `old_log_probs` [B, R]; None where the step does without.
 Fields = dict[str, Tensor | None]
-_FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
-_KNOWN: dict[str, type] = {"Scores": Scores}
 KEPT_ASSIGNMENTS = 8  # batches whose assignment a rank remembers: as many as can be in use at once
 
 
@@ -98,11 +96,10 @@ class SampleRows:
         """Return these rows and further ones, which came as the value of this number."""
         return SampleRows([*self._parts, (rows, part)], value, num_bytes=self.num_bytes + num_bytes)
 
-    def pack(self, rows: Sequence[int], device: torch.device | None) -> tuple[bytes, Tensor, Tensor]:
-        """Return some of the rows as `RaggedBatch.pack` does."""
+    def places_of(self, rows: Sequence[int]) -> list[int]:
+        """Return where rows stand in `ragged`."""
         place = {row: number for number, row in enumerate(self.rows)}
-        ragged = self.ragged if device is not None else self.ragged.on_host()
-        return ragged.pack([place[row] for row in rows], device)
+        return [place[row] for row in rows]
 
 
 SampleValue = RolloutBatch | SampleRows
@@ -136,7 +133,8 @@ class SampleStore:
         if self._readers is None:
             return {rank: list(everything) for rank in fabric.world.ranks}
         held = self._readers.held(lengths, facts.group_ids)
-        rows: Rows = {rank: sorted(mine) or [0] for rank, mine in held.by_rank.items()}
+        # Islands of the actor are worlds of their own, which decide for their own ranks.
+        rows: Rows = {rank: sorted(held.by_rank.get(rank, ())) or [0] for rank in fabric.world.ranks}
         self._held[value] = HeldRows(fabric, lengths, facts.group_ids, rows, held.groups_by_rank)
         while len(self._held) > KEPT_ASSIGNMENTS:
             del self._held[next(iter(self._held))]
@@ -200,66 +198,31 @@ def _widen(name: str, tensor: Tensor, batch: RolloutBatch) -> Tensor:
     return tensor if not missing else torch.nn.functional.pad(tensor, (0, missing), value=FIELDS[name].fill)
 
 
-class RowMover:
-    """Transfers values between ranks: rows of samples, or whole values that are plain, tensors or scores.
-
-    Tensors that lie on devices go from device to device where the fabric reaches both; else everything goes from host
-    to host. A sender waits for nobody.
-    """
+class RowMover(ValueMover):
+    """Transfers rows of samples, or whole values that are plain, tensors or scores."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
-        self._sent = PendingSends()
+        super().__init__(fabric, (Scores,))
 
     async def send(self, move: RowTransfer, value: object) -> None:
         """Begin to send the move's rows of a value."""
-        fabric, name = self._fabric, _name_of(move)
-        self._sent.forget_done()
         if not isinstance(value, SampleRows):
-            tensors: dict[str, Tensor] = {}
-            head: Mapping[str, Any] = {"value": flattened(value, tensors, _KNOWN)}
-            self._sent.add(send_whole(fabric, name, [move.dest], head, tensors))
+            await super().send(move, value)
             return
-        device = fabric.device_between(move.source, move.dest)
         assert move.rows is not None, "rows of samples move by their numbers"
-        header, payload, on_device = value.pack(move.rows, device)
-        channel = Channel(fabric, name)
-        self._sent.add(channel.send_to([move.dest], header, payload))
-        if fabric.rows is not None:
-            self._sent.add(channel.send(fabric.rows, {move.dest: on_device}))
+        self._sent.forget_done()
+        self._send_rows(move, value.ragged, value.places_of(move.rows))
 
     async def receive(self, move: RowTransfer, present: object | None) -> object:
         """Return the value with the rows that the move brings."""
-        fabric, name = self._fabric, _name_of(move)
         if move.rows is None:
-            head = receive_json(fabric, name, move.source)
-            received = fabric.traffic.received
-            tensors = receive_whole(fabric, name, move.source, head)
-            fabric.traffic.received = received  # small values are not counted
-            return put_together(head["value"], tensors, _KNOWN)
-        channel = Channel(fabric, name)
-        header_bytes, payload = channel.receive_from(move.source)
-        header = header_bytes.numpy().tobytes()
-        num_bytes = payload.numel()
-        on_device: Tensor | None = None
-        size = num_bytes_on_device(header)
-        if size is not None and fabric.rows is not None:
-            on_device = torch.empty(size, dtype=torch.uint8, device=fabric.device_between(move.source, fabric.rank))
-            channel.receive(fabric.rows, {move.source: on_device})
-            num_bytes += size
-        part = RaggedBatch.unpack(header, payload, _FILLS, on_device)
+            traffic = self._fabric.traffic
+            received = traffic.received
+            value = await super().receive(move, present)
+            if isinstance(value, Scores):
+                traffic.received = received  # in which step they arrive depends on time where they are delivered early
+            return value
+        part, num_bytes = self._receive_rows(move)
         if isinstance(present, SampleRows):
             return present.with_part(move.rows, part, move.value, num_bytes)
         return SampleRows([(move.rows, part)], move.value, num_bytes=num_bytes)
-
-    def settle(self) -> None:
-        """Wait until everything that was sent has been taken.
-
-        Raises:
-            TrainingStopped: a rank did not take its part in time.
-        """
-        self._sent.wait()
-
-
-def _name_of(move: RowTransfer) -> str:
-    return f"value {move.value}"

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +23,7 @@ from megaverl.config import Config
 from megaverl.data import batch_io
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.worlds import Fabric, PendingSends, receive_json, send_json
+from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
 from megaverl.outside import read_json
 from megaverl.rollout.engine import drawing, sampling_options
@@ -242,11 +240,8 @@ class Schedule:
         return max(step - lag, self._last_barrier(step, lag))
 
     def in_flight_after(self, step: int, lag: int) -> int:
-        """How many steps are behind all when engines of this lag have taken the weights that come inside `step`.
-
-        Every other world begins its part of the step after these, or waits for them before it waits for samples.
-        """
-        return min(step, step - lag + 1)
+        """How many steps are behind all when engines of this lag take new weights in the middle of `step`."""
+        return max(self.begins_after(step, lag), min(step, step - lag + 1))
 
     def _last_barrier(self, step: int, lag: int) -> int:
         """The last number of steps before `step` that nobody may run ahead of."""
@@ -268,10 +263,7 @@ class WaitingSamples:
         placement = fabric.placement
         self.is_here = fabric.rank == placement.ranks["rollout"][0]
         self._is_async = config.rollout.async_rollout
-        self._source = placement.islands[0][0]
-        self._engines = [rank for rank in placement.ranks["rollout"] if rank not in placement.islands[0]]
-        self._sent, self._paused = PendingSends(), 0.0
-        self._announced = 0
+        self._paused = 0.0
         self._kept: dict[int, StoredRollouts] = {}
         self._samplers: dict[int, dict[str, Any]] = {}
 
@@ -296,28 +288,6 @@ class WaitingSamples:
     def add_pause(self, seconds: float) -> None:
         """Count time in which the engines waited for new weights."""
         self._paused += seconds
-
-    def announce(self, done: int) -> None:
-        """Tell the engines, once, that they get the weights of so many steps; the actor's first rank does."""
-        if self._fabric.rank != self._source or done <= self._announced:
-            return
-        self._announced = done
-        self._sent.forget_done()
-        for rank in self._engines:
-            self._sent.add(send_json(self._fabric, "weights", rank, done))
-
-    def wait_for_weights(self, done: int, span: Callable[[str], AbstractContextManager[Any]]) -> None:
-        """As far ahead as they may be, the engines pause until the actor is done with a step.
-
-        Args:
-            span: opened with "pause" around that.
-        """
-        self.announce(done)
-        if self._fabric.rank in self._engines:
-            start = time.perf_counter()
-            with span("pause"):
-                receive_json(self._fabric, "weights", self._source)
-            self._paused += time.perf_counter() - start
 
     def metrics(self, ahead: int, measured: Mapping[str, float]) -> dict[str, float]:
         """Of a step that was generated so many steps ahead of training, and of the pause before it.

@@ -15,20 +15,19 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import Readers, of_all, of_held
-from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
-from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import call_object
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
-from megaverl.trainer.dynamic_sampling import SampledRound, refill
+from megaverl.trainer.arriving_samples import TakesSamples
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
-from megaverl.trainer.roles import Mix, Roles, ShareScores
+from megaverl.trainer.roles import Mix, Roles
 from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
+from megaverl.workers import local
 from megaverl.workers.advantage_computer import AdvantageComputer, kept_by
-from megaverl.workers.critic import VALUES
+from megaverl.workers.critic import VALUES, ActorCritic
 from megaverl.workers.policy import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
@@ -55,10 +54,8 @@ class RLStep:
         waiting: by step, samples that were generated before an interruption.
         warn: tells the person who watches the run.
         span: opened around operators, with their names.
-        is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
         readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
         in_progress: groups that go on over an update (`rollout.partial`, `rollout.in_flight_updates`).
-        early: what was found of shares of the running step's samples.
         epochs: by step that a program has begun: passes over the data before it.
     """
 
@@ -68,15 +65,13 @@ class RLStep:
     metrics: dict[str, float] = field(default_factory=dict)
     stored: StoredRollouts | None = None
     newest_version: int = 0
-    outlet: StreamingCarrier | None = None
+    outlet: TakesSamples | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
     span: Callable[[str], AbstractContextManager[Any]] = field(default=lambda name: nullcontext())
-    is_given: bool = False
     readers: Readers | None = None
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)
-    early: ShareScores = field(init=False, default_factory=ShareScores)
     epochs: dict[int, float] = field(default_factory=dict)
     _measured: dict[int, dict[str, float]] = field(default_factory=dict)
     _has_compared: bool = False
@@ -129,8 +124,7 @@ class RLStep:
         # what comes out of rounds, or of a folder, is known to the ranks of both
         both = self.replayed is not None or self.config.algorithm.dynamic_sampling.metric is not None
         of_rollout, of_reward = (("reward", "rollout"), ("rollout", "reward")) if both else ("rollout", "reward")
-        generates = None if self.is_given else of_rollout
-        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=generates))
+        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout))
         flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward))
         of_critic = ("values", "last_values")
         scored = ("old_log_probs", *of_critic) if self.config.shares_backbone else ("old_log_probs",)
@@ -157,8 +151,9 @@ class RLStep:
         flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",), role="actor"))
         updated = ("experience", "step")
         updates = [Operator("actor_update", self.update_actor, updated, ("updated",), role="actor")]
-        if self.config.uses_critic:  # weights that go at once have all of its time
-            place = len(updates) if self.config.reshard.overlap else 0
+        if self.config.uses_critic:  # on the same ranks, weights that go at once have all of its time
+            is_apart = places is not None and tuple(places["critic"]) != tuple(places["actor"])
+            place = len(updates) if self.config.reshard.overlap and not is_apart else 0
             updates.insert(place, Operator("critic_update", self.update_critic, updated, (), role="critic"))
         for update in updates:
             flow.add_operator(update)
@@ -178,44 +173,6 @@ class RLStep:
             call_object(name, "trainer.operators", flow)
         return flow.compile(given=("prompts", "step"), places=places)
 
-    def gathered(
-        self,
-        stream: Prompts,
-        step: int,
-        places: Places | None = None,
-        **moving: Any,
-    ) -> dict[str, Any]:
-        """With dynamic sampling a step's `rollouts` and `scores`, from as many rounds as it takes; else nothing.
-
-        Args:
-            places: where roles are on ranks of their own: all of the engines' and the rewards' ranks take part, hear
-                of all samples and scores, and so come to the same decision.
-            moving: how `DataFlow.run` moves values between them.
-        """
-        if self.config.algorithm.dynamic_sampling.metric is None or self.replayed is not None:
-            return {}
-        if step in self.waiting:
-            stored = self.waiting.pop(step)
-            stream.take(int(stored.metrics["rollout/generated_groups"]))  # as its rounds have
-            self.metrics |= stored.metrics
-            return stored.values
-        rounds = DataFlow()
-        given = ("prompts", "step", "first_group")
-        rounds.add_operator(Operator("rollout", self.generate, given, ("rollouts",), role="rollout"))
-        rounds.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
-        if places is not None:
-            both = Operator("round", lambda **known: True, ("rollouts", "scores"), role=("rollout", "reward"))
-            rounds.add_operator(both)
-        rounds.compile(given, places=places)
-
-        def one_round(prompts: Sequence[PromptRecord], first_group: int) -> SampledRound:
-            values = rounds.run(self.span, prompts=prompts, step=step, first_group=first_group, **moving)
-            return SampledRound(values["rollouts"], values["scores"], dict(self.metrics))
-
-        batch, scores, metrics = refill(self.config, stream, one_round, step)
-        self.metrics |= metrics
-        return {"rollouts": batch, "scores": scores}
-
     def generate(self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0) -> RolloutBatch:
         """`group_size` responses to every prompt, or episodes from it.
 
@@ -228,9 +185,8 @@ class RLStep:
             self.metrics |= stored.metrics
             return stored.batch
         self.roles.engines.engine.saved_work = SavedWork()
-        if self.in_progress is not None:
-            if isinstance(self.in_progress, PartialRollouts):
-                self.newest_version = self.roles.engines.weight_version
+        if isinstance(self.in_progress, PartialRollouts):
+            self.newest_version = self.roles.engines.weight_version
             batch, metrics = self.in_progress.run(self.roles.engines, prompts, step)
             self.metrics |= metrics
             return batch if self.readers is None else self.readers.of_whole(batch)
@@ -241,11 +197,8 @@ class RLStep:
         def finished(number: int, sample: RolloutBatch) -> None:
             """It goes on its way while others are still being written."""
             assert self.outlet is not None
-            self.outlet.give([number], self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))))
+            self.outlet.give(number, self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))))
 
-        if self.outlet is not None and isinstance(engines, Rollout):
-            lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(draws.group_size)]
-            self.outlet.begin(engines.numbers(lengths, draws.group_size))
         hears = finished if self.outlet is not None else None
         function = config.rollout.function
         batch = responses(engines, prompts, sampling, draws, self.roles.player, function, hears, self.readers)
@@ -254,6 +207,24 @@ class RLStep:
         self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version, draws)
         self.metrics |= engines.engine_metrics()
         return self._dated(batch)
+
+    def begin_responses(self, prompts: Sequence[PromptRecord], step: int) -> None:
+        """Generate the first part of each response, after which the engines may take new weights."""
+        assert isinstance(self.in_progress, InFlightUpdates), "rollout.in_flight_updates is off"
+        if step not in self.waiting:
+            self.roles.engines.engine.saved_work = SavedWork()
+            self.in_progress.begin(self.roles.engines, prompts, step)
+
+    def finish_responses(self, step: int) -> RolloutBatch:
+        """Generate the rest of each response; return all of them, or those that an interrupted run had finished."""
+        assert isinstance(self.in_progress, InFlightUpdates), "rollout.in_flight_updates is off"
+        stored = self.waiting.pop(step, None)
+        if stored is not None:
+            self.metrics |= stored.metrics
+            return stored.batch
+        batch, metrics = self.in_progress.finish(self.roles.engines)
+        self.metrics |= metrics
+        return batch
 
     def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:
         """How the responses to prompts are drawn: all alike, or each its own way."""
@@ -275,6 +246,11 @@ class RLStep:
         self.stored = self.replayed.read(step)
         self.metrics |= self.stored.metrics
         return self.stored.batch if self.readers is None else self.readers.of_whole(self.stored.batch)
+
+    def read_replayed(self, step: int) -> None:
+        """Read the rewards of a replayed step where nobody has read its responses on this rank."""
+        if self.replayed is not None and (self.stored is None or self.stored.step != step):
+            self.stored = self.replayed.read(step)
 
     def begin(self, step: int, epoch: float | None) -> None:
         """Tell reward functions that a step begins. `epoch`: passes over the data; None: not known on this rank."""
@@ -298,14 +274,6 @@ class RLStep:
         self.roles.reward.score_some(part, rows, self.config.samples_per_step)
         self._early_seconds += time.perf_counter() - start
 
-    def score_share(self, operator: str, rows: range, share: RolloutBatch, step: int) -> None:
-        """What an operator is to find of all samples, of one share of them; every rank of its role takes part."""
-        log_probs = operator == "old_log_probs" and self.wants_log_probs(step)
-        if operator == "reward":
-            self.roles.reward.score_share(share, rows)
-        elif log_probs or operator != "old_log_probs" or self.config.shares_backbone:
-            self.early.add(operator, rows, self.roles.scoring(operator, log_probs)(share))
-
     def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
         """The actor's log-probs at the start of the update; None where its own forward pass gives the same.
 
@@ -314,15 +282,18 @@ class RLStep:
         """
         if not self.wants_log_probs(step):
             return None
-        [log_probs] = self.early.take("old_log_probs", rollouts, self.roles.scoring("old_log_probs"))
-        return self._compared(rollouts, log_probs, step)
+        return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
 
     def log_probs_and_values(self, rollouts: RolloutBatch, step: int) -> dict[str, torch.Tensor | None]:
         """`old_log_probs`, and both values of the same backbone, out of one forward pass."""
-        score = self.roles.scoring("old_log_probs", self.wants_log_probs(step))
-        *found, values, last_values = self.early.take("old_log_probs", rollouts, score)
-        log_probs = self._compared(rollouts, found[0], step) if found else None
-        return {"old_log_probs": log_probs, "values": values, "last_values": last_values}
+        actor = local(self.roles.actor)
+        assert isinstance(actor, ActorCritic), "critic.share_backbone is off"
+        if not self.wants_log_probs(step):
+            values, last_values = actor.values(rollouts)
+            return {"old_log_probs": None, "values": values, "last_values": last_values}
+        log_probs, values, last_values = actor.log_probs_and_values(rollouts)
+        compared = self._compared(rollouts, log_probs, step)
+        return {"old_log_probs": compared, "values": values, "last_values": last_values}
 
     def needs_log_probs(self, step: int) -> bool:
         """Whether the step trains on old log-probs: its own forward pass does not give the same."""
@@ -354,13 +325,15 @@ class RLStep:
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""
         assert (reference := self.roles.reference) is not None
-        found = self.early.take("ref_log_probs", rollouts, lambda samples: (reference.log_probs(samples),))
+        log_probs = reference.log_probs(rollouts)
         self._record("reference", reference.report())
-        return found[0]
+        return log_probs
 
     def values(self, rollouts: RolloutBatch) -> dict[str, torch.Tensor]:
         """The critic's values, before any update of this step; also those after responses that were cut off."""
-        values, last_values = self.early.take("values", rollouts, self.roles.scoring("values"))
+        critic = local(self.roles.critic)
+        assert critic is not None
+        values, last_values = critic.values(rollouts)
         return {"values": values, "last_values": last_values}
 
     def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:

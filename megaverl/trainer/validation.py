@@ -3,7 +3,7 @@ best so far. And rollouts of the weights in `model.path`, scored and stored for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,13 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import answer_rows
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.held_rows import Readers, of_all
-from megaverl.distributed.collectives import on_first_rank, together
+from megaverl.data.streaming import Prompts
+from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.build import Builder
+from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.saving import Records, sample_records
@@ -70,28 +72,12 @@ class Validation:
         trainer = self.config.trainer
         return self.happens and (done % trainer.validate_every == 0 or done == trainer.steps)
 
-    def evaluate(
-        self,
-        roles: Roles,
-        score: Callable[[RolloutBatch], Scores] | None = None,
-        readers: Readers | None = None,
-    ) -> Evaluation:
-        """Of the weights that the engines hold now; all of their ranks take part.
-
-        A resumed run has not validated here: nothing of this may be found again by the next step.
-
-        Args:
-            score: instead of `roles.reward`, where reward models are on other ranks.
-            readers: who scores, and writes down, which responses; None: every rank gets all of them.
-        """
+    @property
+    def prompts(self) -> list[PromptRecord]:
+        """Held-out prompts, at most `trainer.validation_prompts`."""
         assert self.data is not None
-        rollout = roles.engines
         most = self.config.trainer.validation_prompts
-        prompts = [self.data[i] for i in range(len(self.data) if most is None else min(len(self.data), most))]
-        found = evaluate(self.config, rollout, roles.reward, prompts, roles.player, score, readers)
-        with together():
-            rollout.engine.reset_prefix_cache()
-        return found
+        return [self.data[i] for i in range(len(self.data) if most is None else min(len(self.data), most))]
 
     def note(self, done: int, evaluation: Evaluation) -> None:
         """Remember the best; write and show what was found.
@@ -143,21 +129,35 @@ def evaluate(
     reward: RewardRole,
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
-    score: Callable[[RolloutBatch], Scores] | None = None,
-    readers: Readers | None = None,
 ) -> Evaluation:
-    """Generate `trainer.validation_samples` responses to (or episodes from) every prompt and score them.
+    """Generate responses to every prompt, or episodes from it, score them, and measure. Every rank takes part."""
+    batch = held_out_responses(config, rollout, prompts, player)
+    scores = reward.score(batch)
+    return measure_held_out(config, reward, batch, scores)
 
-    Every rank takes part. The draws are the same at every call, so that two validations differ by the weights alone.
+
+def held_out_responses(
+    config: Config,
+    rollout: Rollout | AgentRollouts,
+    prompts: Sequence[PromptRecord],
+    player: Player | None = None,
+    readers: Readers | None = None,
+) -> RolloutBatch:
+    """Generate `trainer.validation_samples` responses to every prompt. Every rank of the engines takes part.
+
+    The draws are the same at every call, so that two validations differ by the weights alone.
 
     Args:
-        score: instead of `reward`, where its models are on other ranks.
-        readers: see `Validation.evaluate`.
+        readers: who scores, and writes down, which responses; None: every rank gets all of them.
     """
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
-    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
-    given, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
+    return responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
+
+
+def measure_held_out(config: Config, reward: RewardRole, batch: RolloutBatch, given: Scores) -> Evaluation:
+    """Return what responses to held-out prompts and their scores say of the policy."""
+    group_ids = of_all(batch, batch.group_ids)
     reward.forget_logged()
     scores = once(batch, given)
     if scores is not given:
@@ -204,18 +204,34 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
     stream.seek(position)
     for step in range(first, config.trainer.steps):
         stages.step, operators.metrics = step + 1, {}
-        values = operators.gathered(stream, step)
-        if not values:
+        if config.algorithm.dynamic_sampling.metric is not None:
+            batch, scores = _sample_in_rounds(config, operators, stages, stream, step)
+        else:
             with stages("rollout"):
-                values["rollouts"] = operators.generate(stream.take(config.data.prompts_per_step), step)
+                batch = operators.generate(stream.take(config.data.prompts_per_step), step)
             with stages("reward"):
-                values["scores"] = operators.score(values["rollouts"])
-        batch, scores = values["rollouts"], values["scores"]
+                scores = operators.score(batch)
         stored = StoredRollouts(step, rollout.weight_version, batch, scores, operators.metrics)
         with stages("store"):
             on_first_rank(partial(folder.append, stored))
         console.step(step + 1, config.trainer.steps, stored.metrics)
     console.print(f"rollouts of {config.trainer.steps} steps are in {folder.folder}")
+
+
+def _sample_in_rounds(
+    config: Config, operators: RLStep, stages: Stages, stream: Prompts, step: int
+) -> tuple[RolloutBatch, Scores]:
+    """Generate and score in rounds until enough groups have responses whose rewards differ."""
+    rounds = SamplingRounds(config, step)
+    while not rounds.is_complete:
+        prompts = stream.take(rounds.num_prompts)
+        with stages("rollout"):
+            batch = operators.generate(prompts, step, rounds.num_generated)
+        with stages("reward"):
+            scores = operators.score(batch)
+        rounds.add(batch, scores, dict(operators.metrics))
+    operators.metrics |= rounds.metrics()
+    return rounds.rollouts, rounds.scores
 
 
 def _start(folder: RolloutFolder, config: Config) -> tuple[int, int]:

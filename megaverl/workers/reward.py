@@ -132,7 +132,6 @@ class RewardRole:
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
         self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
         self._logged: dict[int, dict[str, Any]] = {}  # what functions gave to `log_extra`, by number of the sample
-        self._of_shares: dict[str, dict[int, torch.Tensor]] = {}  # by model on a grid and first sample: of a share
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
@@ -163,20 +162,6 @@ class RewardRole:
         for each in self.learned:
             if isinstance(each.model, TransformersRewardModel):
                 self._kept(partial(each.model.score_some, part, {rows[place]: place for place in places}, mine))
-
-    def score_share(self, share: RolloutBatch, rows: range) -> None:
-        """What models on a grid say of a share of a batch that is not whole yet, ahead of `score`; all ranks take part.
-
-        Args:
-            rows: its samples' numbers; the shares are all of the batch.
-        """
-        for each in self._on_grid:
-            self._of_shares.setdefault(each.name, {})[rows.start] = each.model.scores(share)
-
-    @property
-    def _on_grid(self) -> list[LearnedReward]:
-        """Models whose forward pass is one of several ranks."""
-        return [each for each in self.learned if not isinstance(each.model, TransformersRewardModel)]
 
     def _score_places(self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]) -> None:
         numbers = [rows[place] for place in places]
@@ -237,9 +222,7 @@ class RewardRole:
         components = {each.name: table[:, 2 + i] for i, each in enumerate(self.reward.components)}
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
-            shares = self._of_shares.pop(each.name, None)
-            found = each.model.scores(batch) if shares is None else torch.cat([shares[row] for row in sorted(shares)])
-            components[each.name] = found  # of all samples
+            components[each.name] = each.model.scores(batch)  # of all samples
             total = total + each.weight * components[each.name]
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
@@ -300,23 +283,14 @@ class RewardRole:
         said = [service.last_failure for service in Service.known() if service.last_failure]
         return f"The last failure: {said[-1]}. " if said else ""
 
-    def rows(self, outline: SequenceLengths, in_shares: bool = False) -> list[Sequence[int]]:
-        """The samples that each rank of the role reads, those of its models among them.
-
-        Args:
-            in_shares: models on a grid have read them in shares.
-        """
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+        """Return the samples that each rank of the role reads, those of its models among them."""
         size = dist.get_world_size(self.world)
         found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
-        for each in self.learned if not in_shares else [model for model in self.learned if model not in self._on_grid]:
+        for each in self.learned:
             for mine, rows in zip(found, each.model.rows(outline), strict=True):
                 mine.update(rows)
         return [sorted(mine) for mine in found]
-
-    def share_rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """Those of a share that each rank reads for models on a grid."""
-        found = [each.model.rows(outline) for each in self._on_grid]
-        return [sorted(set[int]().union(*mine)) for mine in zip(*found, strict=True)]
 
     def weights(self, scores: Scores) -> dict[str, float]:
         """The weight of every component in the total."""

@@ -203,7 +203,6 @@ class WeightSync:
 
     Attributes:
         weight_version: how often the engines' weights have changed.
-        announce: called before `begin` sets weights going, on the ranks of an actor.
     """
 
     def __init__(
@@ -224,7 +223,6 @@ class WeightSync:
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
         self._final: FinalParts | None = None  # of weights that are on their way
-        self.announce: Callable[[], None] = lambda: None
         # with its own ranks alone it can bring the weights whenever they are missing
         self._refills = engine is not None and group is None and not self.config.overlap
         self._lost = self._source_changed = False
@@ -295,7 +293,6 @@ class WeightSync:
         which have their new values, and these go in the background. The engines must be done with the old ones."""
         if self._resharder.brings_all:  # a whole reshard comes when all have
             return
-        self.announce()
         self._final = FinalParts(self._resharder.num_parts, max(1, len(self._actor.in_order)))
         self.start()
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from megaverl.config import Config, InvalidConfig, load_config, smallest_world
 from megaverl.config.loader import Command
-from megaverl.trainer.executor import shares_of
 
 NEEDED = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
 
@@ -77,36 +74,3 @@ def test_other_commands_have_all_roles_everywhere() -> None:
     load(placed, "data.validation=absent.jsonl", command="eval", world=3)
     with pytest.raises(InvalidConfig, match="placement.*the quickstart has all roles on all ranks"):
         load(placed, command="quickstart", world=3)
-
-
-APART = "placement={rollout: 0, actor: rest}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([], "all roles take turns on the same ranks"),
-        (["placement={rollout: actor, actor: 0, coordinator: 1}"], "all models that score have the engines' ranks"),
-        ([APART, "data.prompts_per_step=3"], "a step has 3 groups"),
-        ([APART, "environment.name=guess"], "episodes end together"),
-        ([APART, "rollout.function=m:f"], "returns all responses at once"),
-        (["rollout.partial=true"], "the groups that are finished first"),
-        ([APART, "rollout={async_rollout: true, in_flight_updates: true}"], "are finished together"),
-        ([APART, "algorithm={group_size: 2, dynamic_sampling: {metric: accuracy}}"], "a round is scored before"),
-        ([APART, "trainer.replay_rollouts=folder"], "stored responses are all there"),
-    ],
-)
-def test_what_has_no_shares_to_score(overrides: list[str], said: str) -> None:
-    with pytest.raises(InvalidConfig) as raised:
-        load("trainer.score_shares=4", *overrides, world=2)
-    assert any(m.key == "trainer.score_shares" and said in m.message for m in raised.value.mistakes), raised.value
-
-
-def test_shares_beside_engines_of_their_own() -> None:
-    ahead = (APART, "rollout={async_rollout: true, max_staleness: 2}")
-    reference = ("placement={actor: 0, rollout: actor, reference: 1}", "algorithm.kl={in: loss, coef: 1}")
-    for taken in ((APART,), ahead, reference):
-        config = load("trainer.score_shares=4", *taken, world=2)
-        shares = shares_of(config)
-        assert shares is not None and [*itertools.chain(*shares.rows)] == [*range(config.samples_per_step)]
-        assert len(shares.rows) == 4 and {len(rows) % config.algorithm.group_size for rows in shares.rows} == {0}

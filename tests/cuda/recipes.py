@@ -23,13 +23,13 @@ from megaverl.checkpoint.parts import HeldTensors, HostBuffers
 from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
+from megaverl.controller.messages import RowTransfer
+from megaverl.controller.serving import run_blocking
 from megaverl.coordinator import Progress
 from megaverl.data import held_rows
 from megaverl.data.batch import RolloutBatch
-from megaverl.dataflow import carrier
-from megaverl.dataflow.carrier import Carrier
-from megaverl.dataflow.plan import Edge
-from megaverl.distributed.worlds import Fabric, PendingSends
+from megaverl.dataflow import value_mover
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.monitoring.timeline import Timeline
@@ -42,6 +42,7 @@ from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import Colocated
 from megaverl.trainer.job import Stages, alone
+from megaverl.trainer.sample_rows import Fields, RowMover, SampleRows, SampleStore
 from megaverl.trainer.saving import sample_records
 from megaverl.weights.transports import check_tensors
 from megaverl.workers.fsdp_model import FSDPModel
@@ -92,6 +93,31 @@ def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Se
             says = getattr(job, name)()
             taken(name, says)
     return found
+
+
+class Mail:
+    """Messages between hosts that come back to the rank which has sent them."""
+
+    def __init__(self) -> None:
+        self._heads: list[Any] = []
+        self._parts: list[list[torch.Tensor]] = []
+
+    def send_json(self, fabric: Fabric, name: str, rank: int, head: Any) -> PendingSends:
+        self._heads.append(head)
+        return PendingSends()
+
+    def receive_json(self, fabric: Fabric, name: str, rank: int) -> Any:
+        return self._heads.pop(0)
+
+    def send_to(self, dest: Sequence[int], *parts: torch.Tensor | bytes) -> PendingSends:
+        as_bytes = (
+            torch.frombuffer(bytearray(one), dtype=torch.uint8) if isinstance(one, bytes) else one for one in parts
+        )
+        self._parts.append(list(as_bytes))
+        return PendingSends()
+
+    def receive_from(self, source: int) -> list[torch.Tensor]:
+        return self._parts.pop(0)
 
 
 class RecipeRank:
@@ -150,7 +176,7 @@ class RecipeRank:
         assert isinstance(roles.actor, Actor) and roles.sync is not None
         self.actor = roles.actor
         self.executor.coordinate(Progress(), None)
-        self.executor.synchronise(0, starts=True)
+        self.executor.start(0)
         return self._built() | {"on_device": self._on_device()}
 
     def _on_device(self) -> dict[str, int]:
@@ -186,10 +212,16 @@ class RecipeRank:
         writers = {row: replica * engine.tp_size for replica, share in enumerate(shares) for row in share}
         OTHERS.begin([writers[row] for row in range(count)])
 
-        def after(name: str, values: Mapping[str, Any]) -> None:
-            self._taken(f"step: {name}")
-
-        self.executor.run(number, self.builder.prompts(), None, after)
+        executor, operators = self.executor, self.executor.step
+        executor.begin_step(number)
+        operators.begin(number, 0.0)
+        values: dict[str, Any] = {"prompts": self.builder.prompts().take(operators.num_prompts), "step": number}
+        for operator in executor.flow.plan.operators:
+            with executor.stages(operator.name):
+                values |= operator(values)
+            self._taken(f"step: {operator.name}")
+        executor.keep_samples(values["rollouts"], values["scores"])
+        executor.end_step(number)
         measured = self.executor.measured(number + 1)
         json.dumps(measured.metrics)
         if self.rank == 0:  # it keeps the run's records
@@ -210,34 +242,30 @@ class RecipeRank:
 
     def edge(self) -> dict[str, Any]:
         """Results of a step from this rank to another that is not there yet, and from there to this one, as between
-        roles on ranks of their own: a field of a batch, what is added to one, and a tensor of an operator's own."""
+        roles on ranks of their own: fields of a batch, and a tensor of an operator's own."""
         fabric, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
         batch = RolloutBatch.from_generations([[1, 2]] * 4, [response(number) for number in range(4)])
         values = torch.zeros(batch.response_shape, device="cuda")
-        more = batch.with_(advantages=values, returns=values + 1, rewards=torch.ones(4))
-        given: dict[str, Any] = {"rollouts": batch, "values": values, "experience": more, "sums": {"of": values.sum(1)}}
-        there, back = (
-            [Edge(name, "maker", ("taker",), (source,), (dest,), ("rollouts",)) for name in [*given][1:]]
-            for source, dest in ((self.rank, other), (other, self.rank))
-        )
-        way, heads = Carrier(fabric, in_order=[*there, *back]), dict[str, Any]()
-
-        def kept(fabric: Fabric, name: str, rank: int, head: Any) -> PendingSends:
-            heads[name] = head
-            return PendingSends()
-
+        store = SampleStore(fabric, None)
+        fields: dict[str, Fields] = {
+            "values": {"values": values},
+            "experience": {"advantages": values, "returns": values + 1, "rewards": torch.ones(4)},
+        }
+        given: list[object] = [store.give_fields(each, batch) for each in fields.values()]
+        given.append({"of": values.sum(1)})
+        mover, mail, found = RowMover(fabric), Mail(), dict[str, Any]()
         with (
-            patch.object(carrier, "send_json", kept),
-            patch.object(held_rows, "send_json", kept),
-            patch.object(carrier, "receive_json", lambda fabric, name, rank: heads[name]),
+            patch.object(value_mover, "send_json", mail.send_json),
+            patch.object(held_rows, "send_json", mail.send_json),
+            patch.object(value_mover, "receive_json", mail.receive_json),
+            patch.object(Channel, "send_to", mail.send_to),
+            patch.object(Channel, "receive_from", mail.receive_from),
         ):
-            way.step = 1
-            for edge in there:
-                way.send(edge, given)
-            assert not heads, "the other is at step 0"
-            way.reach(1)
-            field, added, own = (way.receive(edge, given) for edge in back)
-        found = {"values": field, **{name: added[name] for name in ("advantages", "returns", "rewards")}, **own}
+            for number, value in enumerate(given):
+                rows = tuple(range(4)) if isinstance(value, SampleRows) else None
+                run_blocking(mover.send(RowTransfer(number, self.rank, other, rows), value))
+                came = run_blocking(mover.receive(RowTransfer(number, other, self.rank, rows), None))
+                found |= came.ragged.tensors if isinstance(came, SampleRows) else came  # type: ignore[operator]
         return {
             "devices": {name: str(tensor.device) for name, tensor in found.items()},
             "tokens": int(batch.response_lengths.sum()),

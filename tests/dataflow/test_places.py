@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaverl.controller.simulation import SimulatedCluster
 from megaverl.dataflow import DataFlow, Operator
-from megaverl.dataflow.plan import Edge
+from megaverl.dataflow.on_ranks import FlowWorker, run_flow
+from megaverl.dataflow.runner import OperatorRunner, Result
 from megaverl.errors import ConfigError
-
-
-class Network:
-    """Ranks of one process: what one sends lies there until the other takes it."""
-
-    def __init__(self) -> None:
-        self.messages: dict[tuple[str, str, int], Any] = {}
-        self.sent: list[Edge] = []
-
-    def of(self, rank: int) -> Carrier:
-        return Carrier(self, rank)
-
-
-class Carrier:
-    def __init__(self, network: Network, rank: int) -> None:
-        self.network, self.rank = network, rank
-
-    def send(self, edge: Edge, values: Mapping[str, Any]) -> None:
-        assert self.rank in edge.source and self.rank not in edge.dest
-        self.network.sent.append(edge)
-        for rank in edge.dest:
-            self.network.messages[edge.value, edge.maker, rank] = values[edge.value]
-
-    def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
-        assert self.rank in edge.dest
-        return self.network.messages[edge.value, edge.maker, self.rank]
-
 
 PLACES = {"actor": (0, 1), "critic": (2,), "rollout": (3, 4), "reward": (3, 4)}
 
@@ -55,10 +30,16 @@ def step() -> DataFlow:
     return flow
 
 
-def run_all(flow: DataFlow, order: list[int], **given: Any) -> dict[int, dict[str, Any]]:
-    """Every rank in turn; a flow whose worlds need each other both ways cannot be run so."""
-    network = Network()
-    return {rank: flow.run(carrier=network.of(rank), **given) for rank in order}
+def run_all(flow: DataFlow, size: int, **given: Any) -> dict[int, Result]:
+    """Run a flow as a program on simulated ranks; return what each has."""
+    runners = {rank: OperatorRunner(flow.plan, given, {}, lambda name: nullcontext()) for rank in range(size)}
+    outcome = SimulatedCluster(size, seed=0).run(
+        lambda controller: run_flow(flow.plan, list(given), controller),
+        lambda cluster, rank: {"flow": FlowWorker(runners[rank])},
+    )
+    if outcome.error is not None:
+        raise outcome.error
+    return {rank: runner.result for rank, runner in runners.items()}
 
 
 def test_what_moves_and_what_runs_side_by_side() -> None:
@@ -76,17 +57,20 @@ def test_what_moves_and_what_runs_side_by_side() -> None:
         ("values", (2,), (0, 1), ("advantages",)),
         ("advantages", (0, 1), (2,), ("critic_update",)),
     ]
-    assert plan.edges[3].bases == ("rollouts",), "both sides have them from the rollout"
     assert plan.ranks["updated"] == (0, 1)
 
 
 def test_every_rank_runs_its_own_and_nothing_else() -> None:
     flow = step()
-    del flow._operators[-2]  # the critic's update, which takes what the actor makes of the critic's values
     flow.compile(["prompts"], places=PLACES)
-    found = run_all(flow, [3, 4, 2, 0, 1], prompts=[1, 2])
+    found = run_all(flow, 5, prompts=[1, 2])
     assert found[0] == found[1] == {**found[0], "updated": 6 - 2 - 2 + 1}
-    assert set(found[3]) == {"prompts", "rollouts", "scores"} and set(found[2]) == {"prompts", "rollouts", "values"}
+    assert set(found[3]) == {"prompts", "rollouts", "scores"} and set(found[2]) == {
+        "prompts",
+        "rollouts",
+        "values",
+        "advantages",
+    }
     assert [span.operator for span in found[0].timeline] == ["old", "advantages", "updated"]
     assert all(span.start <= span.end for span in found[0].timeline)
 
@@ -103,20 +87,10 @@ def test_the_result_does_not_depend_on_the_places(data: Any) -> None:
         operators.append(Operator(f"v{i}", lambda i=i, **given: sum(given.values()) + i, takes, role=f"role{home[-1]}"))
     alone = DataFlow(operators).compile(["start"]).run(start=1)
     places = {f"role{n}": world for n, world in enumerate(worlds)}
-    plan = DataFlow(operators).compile(["start"], places=places).plan
-    network, values = Network(), {rank: {"start": 1} for rank in range(4)}
-    for operator in plan.operators:  # all ranks at once, operator by operator
-        for rank in plan.ranks[operator.name] or ():
-            for edge in plan.edges:
-                if rank in edge.dest and operator.name in edge.takers and edge.value not in values[rank]:
-                    values[rank][edge.value] = network.of(rank).receive(edge, values[rank])
-            values[rank].update(operator(values[rank]))
-            for edge in plan.edges:
-                if edge.maker == operator.name and rank in edge.source:
-                    network.of(rank).send(edge, values[rank])
-    for found in values.values():
+    flow = DataFlow(operators).compile(["start"], places=places)
+    for found in run_all(flow, 4, start=1).values():
         assert all(alone[name] == value for name, value in found.items())
-    edges = [(edge.value, rank) for edge in plan.edges for rank in edge.dest]
+    edges = [(edge.value, rank) for edge in flow.plan.edges for rank in edge.dest]
     assert len(edges) == len(set(edges)), "nothing goes to a rank twice"
 
 
@@ -147,7 +121,7 @@ def test_a_change_moves_from_where_it_was_made() -> None:
         ("x", "x", (3, 4), (0, 1)),
         ("x", "more", (0, 1), (2,)),
     ]
-    assert run_all(flow, [3, 4, 0, 1, 2])[2]["y"] == 2
+    assert run_all(flow, 5)[2]["y"] == 2
 
 
 def test_every_change_starts_from_the_one_before() -> None:

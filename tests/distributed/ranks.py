@@ -18,10 +18,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megaverl.controller.messages import RowTransfer
+from megaverl.controller.serving import run_blocking
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import Moving, _send_from_host, as_ragged, move_batch, move_tensors
-from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.carrier import Reads, TensorChannel
+from megaverl.data.held_rows import Moving, _send_from_host, as_ragged, move_batch
+from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed import worlds
 from megaverl.distributed.collectives import barrier, gather_json
 from megaverl.distributed.placement import parse_wanted
@@ -139,21 +140,10 @@ def batches_move(seeds: list[int], through: str) -> dict[str, Any]:
         wanted = dest.get(fabric.rank)
         if wanted is not None and (got is None or not same(got, full.select(wanted))):
             wrong.append(seed)
-        results = {"values": mine.rollout_log_probs * 2} if mine is not None else None
-        values = move_tensors(fabric, moving, results, mine)
-        if wanted and (values is None or not _same_values(values["values"], full.select(wanted))):
-            wrong.append(seed)
     reached = gather_json(fabric.rank, fabric.group)
     env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
     said = {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": fabric.roles}
     return said | {"bytes": {"hosts": sent["hosts"], "devices": sent["devices"]}}
-
-
-def _same_values(values: torch.Tensor, batch: RolloutBatch) -> bool:
-    wanted = batch.rollout_log_probs * 2
-    width = min(values.shape[1], wanted.shape[1])
-    cut = torch.equal(values[:, :width], wanted[:, :width])
-    return cut and not values[:, width:].any() and not wanted[:, width:].any()
 
 
 def sender_dies(how: str, after: str) -> str:
@@ -221,49 +211,30 @@ class Marks:
 
 
 def values_travel(through: str) -> dict[str, Any]:
-    """Rollouts on 2-3, an actor on 0-1: a batch whole and in parts, what is added to it, a field, anything else."""
+    """Rollouts on 2-3, an actor on 0-1: a batch, a tensor, a dataclass, nothing; and what cannot travel."""
     fabric, sent = by_way_of(start({"rollout": "2-3", "actor": "0-1"}), through)
-    courier, full = TensorChannel(fabric, known=[Marks]), full_batch(random.Random(5), 7)
-    to, back = ((2, 3), (0, 1)), ((0, 1), (2, 3))
+    mover, full = ValueMover(fabric, known=[Marks]), full_batch(random.Random(5), 7)
     marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
+    values: list[Any] = [full, full.rollout_log_probs * 2, marks, None]
     found: dict[str, Any] = {}
-
-    def parts(outline: SequenceLengths) -> Rows:
-        assert outline == sequence_lengths(full)
-        return {0: [0, 2, 5], 1: [1]}
-
-    reads = Reads(parts, frozenset({"rollout_log_probs", "group_ids", "values"}))
+    source = fabric.rank if fabric.rank >= 2 else fabric.rank + 2
+    moves = [RowTransfer(number, source, source - 2) for number in range(len(values))]
     if fabric.rank >= 2:
-        courier.send("rollouts", full, *to)
-        courier.send("parts", full, *to, scattered=True)
-        courier.send("values", full.rollout_log_probs * 2, *to, base=full)
-        courier.send("scores", marks, *to)
-        courier.send("nothing", None, *to)
-        more = courier.receive("experience", *back, base=full)
-        found["added"] = torch.equal(more.advantages, full.rollout_log_probs * 3) and more.input_ids is full.input_ids
-        found["changed"] = torch.equal(more.rewards, full.rewards * 2) and more.group_ids is full.group_ids
+        for move, value in zip(moves, values, strict=True):
+            run_blocking(mover.send(move, value))
     else:
-        whole = courier.receive("rollouts", *to)
-        found["whole"] = same(whole, full)
-        part = courier.receive("parts", *to, reads=reads)
-        mine = list(parts(sequence_lengths(part))[fabric.rank])
-        others = [row for row in range(7) if row not in mine]
-        known = RolloutBatch({name: part[name] for name in full}, part.columns)
-        found["part"] = same(known.select(mine), full.select(mine)) and not part.select(others).generated_ids.any()
-        found["of all"] = torch.equal(part.rollout_log_probs, full.trim().rollout_log_probs)
-        found["nothing else"] = not part.select(others).rewards.any() and not part.select(others).response_mask.any()
-        found["column"] = [entry is None for entry in part.columns["answer"]] == [row in others for row in range(7)]
-        found["field"] = torch.equal(courier.receive("values", *to, base=whole), full.rollout_log_probs * 2)
-        scores = courier.receive("scores", *to)
+        batch, tensor, scores, nothing = (run_blocking(mover.receive(move, None)) for move in moves)
+        assert isinstance(batch, RolloutBatch) and isinstance(scores, Marks)
+        found["batch"] = same(batch, full)
+        found["tensor"] = torch.equal(tensor, full.rollout_log_probs * 2)  # type: ignore[arg-type]
         found["scores"] = torch.equal(scores.total, marks.total) and scores.by_name["a"] == [1, None, "x"]
         found["tuple"] = scores.by_name["b"][0] is True and int(scores.by_name["b"][1]) == 2
-        found["nothing"] = courier.receive("nothing", *to) is None
-        more = whole.with_(advantages=whole.rollout_log_probs * 3, rewards=whole.rewards * 2)
-        courier.send("experience", more, *back, base=whole)
-    courier.settle()
+        found["nothing"] = nothing is None
+    mover.settle()
     try:
-        courier.send("object", object(), *(to if fabric.rank >= 2 else back))
+        run_blocking(mover.send(RowTransfer(9, fabric.rank, (fabric.rank + 2) % 4), object()))
     except DataError as error:
         found["refused"] = "a object cannot go to other ranks" in str(error)
-    found["through"] = (sent["devices"] > 0) == (through == "devices")
+    if fabric.rank >= 2:
+        found["through"] = (sent["devices"] > 0) == (through == "devices")
     return found

@@ -141,17 +141,16 @@ def test_grids_of_their_own(launch: Launcher, inputs: Path, tmp_path: Path) -> N
 
 
 def test_ranks_get_their_own_samples(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
-    """Two data-parallel ranks of each role: the numbers of one; and fewer bytes come than where an operator reads all.
+    """Four data-parallel ranks of a role: the numbers of one; and fewer bytes come than where an operator reads all.
 
     The actor's first rank reads those that are written down as well: none here.
     """
-    placed = ["placement={rollout: 0, actor: 1-2, critic: 3-4, reference: critic}", "trainer.save_samples=0"]
+    placed = ["placement={rollout: 0, actor: 1-4}", "trainer.save_samples=0"]
     reads_all = tmp_path / "reads_all.py"
     reads_all.write_text(
         "from megaverl.dataflow import Operator\n"
         "def add(flow):\n"
-        "    for role in ('actor', 'critic'):\n"
-        "        flow.add_operator(Operator(role + '_looks', lambda rollouts: {}, ('rollouts',), (), role=role))\n"
+        "    flow.add_operator(Operator('looks', lambda rollouts: {}, ('rollouts',), (), role='actor'))\n"
     )
     own = run(launch, inputs, tmp_path / "own", 5, *placed)
     every = run(launch, inputs, tmp_path / "every", 5, *placed, f"trainer.operators=['{reads_all}:add']")
@@ -159,9 +158,8 @@ def test_ranks_get_their_own_samples(launch: Launcher, inputs: Path, shared: Pat
     for before, after in zip(measured(shared), measured(tmp_path / "own"), strict=True):
         assert after == pytest.approx(before, abs=1e-5, rel=1e-5)
     few, many = (metrics(tmp_path / name / "run")[2] for name in ("own", "every"))
-    for role in ("actor", "critic"):
-        key = f"dataflow/{role}_bytes_received"
-        assert 0 < few[key] < many[key]
+    key = "dataflow/actor_bytes_received"
+    assert 0 < few[key] < many[key]
 
 
 def test_rollouts_ahead(launch: Launcher, inputs: Path, five: Path, ahead: Path, tmp_path: Path) -> None:
@@ -179,7 +177,7 @@ def test_rollouts_ahead(launch: Launcher, inputs: Path, five: Path, ahead: Path,
     events = json.loads((ahead / "run" / "timeline.json").read_text())["traceEvents"]
     scored = [event for event in events if event["name"] == "reward" and event["args"]["step"] == 1]
     assert len(scored) == 8 + 1  # sample by sample, and what makes one of them
-    assert {"pause", "rollout"} <= {event["name"] for event in events if event["pid"] == 0}
+    assert {"wait", "rollout"} <= {event["name"] for event in events if event["pid"] == 0}
     late = remains(ahead / "run")
     assert late["weights"] != expected["weights"]
     # the coordinator, which knows the limit as well, found nothing too old: every update was applied
@@ -195,48 +193,6 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(launch: Launcher, inputs: Path
     assert "rank 3 (actor+reference, " in ended.text and "it was in step 4: actor_update" in ended.text
     assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
-
-
-SHARES = [
-    "placement={rollout: 0-1, reference: 2-3, critic: reference, actor: 4, coordinator: 0}",
-    "trainer.score_shares=4",
-]
-HELD = str(ROOT / "tests" / "faults" / "held_rollouts.py")
-
-
-@pytest.fixture(scope="module")
-def in_shares(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """... and of one that scores in shares: each step's last responses wait until the first ones are scored."""
-    runs = tmp_path_factory.mktemp("in_shares")
-    arguments = [HELD, "train", *command_arguments(inputs, runs), *data(inputs), *PPO, *SHARES]
-    ended = launch.command(arguments, logs=runs / "output", ranks=5)
-    assert ended.codes == [0] * 5, ended.text
-    return runs
-
-
-def test_scored_in_shares(shared: Path, in_shares: Path) -> None:
-    """The numbers of a whole batch, to rounding; and the timeline shows who scores while the engines are at work."""
-    for before, after in zip(measured(shared), measured(in_shares), strict=True):
-        assert after.keys() == before.keys()
-        assert after == pytest.approx(before, abs=1e-6, rel=1e-6)
-    spans = json.loads((in_shares / "run" / "timeline.json").read_text())["traceEvents"]
-    for step in range(STEPS):
-        own = [span for span in spans if span.get("args", {}).get("step") == step]
-        written = min(span["ts"] + span["dur"] for span in own if span["name"] == "rollout")
-        early = [span["ts"] < written for span in own if span["name"] == "ref_log_probs"]
-        assert any(early) and len(early) == 4 + 1, "a span for each share, and the operator's own"
-
-
-def test_the_bits_of_shares_do_not_depend_on_time(
-    launch: Launcher, inputs: Path, in_shares: Path, tmp_path: Path
-) -> None:
-    """Nobody waits for anybody, a rank is killed, and the run goes on: as if nothing had been."""
-    ended = run(launch, inputs, tmp_path, 5, *SHARES, fault=Fault("kill", 2, "ref_log_probs", 4))
-    assert ended.codes == [1, 1, -9, 1, 1], ended.text
-    assert "rank 2 (critic+reference, " in ended.text and "it was in step 4: ref_log_probs" in ended.text
-    ended = run(launch, inputs, tmp_path, 5, *SHARES)
-    assert ended.codes == [0] * 5, ended.text
-    assert differences(remains(tmp_path / "run"), remains(in_shares / "run")) == []
 
 
 ISLANDS = "placement={rollout: 0, actor: 1-2, coordinator: 3, actor_islands: 2}"

@@ -19,7 +19,6 @@ from megaverl.outside import read_json
 from megaverl.rewards import Component, Reward, RewardFunction, RewardSample
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import Generation
-from megaverl.trainer.loop import PROGRAM_VARIABLE
 from megaverl.trainer.schedule import StoredRollouts
 from megaverl.workers.reward import Scores
 from tests.launcher import Launcher
@@ -177,9 +176,8 @@ APART = [*SHARED, "run.nproc=3", "placement={rollout: 0, reward: 1, actor: 2}"]
 ROUNDS = ["algorithm.dynamic_sampling={metric: reward, max_rounds: 2, prompts_per_round: 2, if_short: fill}"]
 
 
-@pytest.mark.parametrize("switch", ["0", "1"], ids=["flow", "program"])
 @pytest.mark.parametrize("more", [SHARED, APART, [*APART, *ROUNDS]], ids=["shared", "apart", "rounds"])
-def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: str, more: list[str]) -> None:
+def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, more: list[str]) -> None:
     """Its columns stand in the samples, of training and of validation; its metric in the metrics."""
     inputs = make_inputs(tmp_path / "inputs")
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
@@ -204,7 +202,6 @@ def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, switch: 
             *more,
         ],
         logs=tmp_path / "logs",
-        environment={PROGRAM_VARIABLE: switch},
         ranks=3 if "run.nproc=3" in more else 2,
     )
     assert set(ended.codes) == {0}, ended.text

@@ -14,7 +14,7 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import TrainingStopped
 from megaverl.rollout.engine import Generation
-from megaverl.trainer.dynamic_sampling import refill
+from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.workers.reward import Scores
 from tests.faults.injector import Fault
 from tests.faults.points import finish, hit
@@ -52,7 +52,10 @@ class Numbers:
         return batch, scores, {"rollout/seconds": 2.0, "reward/latency_ms": 5.0, "rollout/weight_version": 4.0}
 
     def refill(self, **dynamic: Any) -> tuple[RolloutBatch, Scores, dict[str, float]]:
-        return refill(configured(**dynamic), self, self.one_round, 0)  # type: ignore[arg-type]
+        rounds = SamplingRounds(configured(**dynamic), 0)
+        while not rounds.is_complete:
+            rounds.add(*self.one_round(self.take(rounds.num_prompts), rounds.num_generated))
+        return rounds.rollouts, rounds.scores, rounds.metrics()
 
 
 def kept(batch: RolloutBatch) -> list[int]:

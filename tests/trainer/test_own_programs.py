@@ -107,7 +107,6 @@ def test_a_program_that_is_cancelled_is_cancelled(tmp_path: Path) -> None:
     [
         ("trainer.operators=['own.py:add']", "trainer.operators"),
         ("trainer.rollout_only=true", "trainer.rollout_only"),
-        ("trainer.score_shares=2", "trainer.score_shares"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, inputs: Path, other: str, key: str) -> None:

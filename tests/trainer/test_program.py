@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import signal
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,9 @@ from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.placement import Node
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.trainer import role_groups, role_workers
-from megaverl.trainer.loop import PROGRAM_VARIABLE, RecorderWorker, SessionWorker
 from megaverl.trainer.program import policy_step, train
 from megaverl.trainer.role_groups import make_run
-from tests.launcher import Launcher
-from tests.trainer.conftest import command_arguments
-from tests.trainer.test_end_to_end import metrics_of
-from tools.same_numbers import is_cost
+from megaverl.trainer.served_run import RecorderWorker, SessionWorker
 
 WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.SessionGroup: SessionWorker,
@@ -105,7 +99,8 @@ def simulate(settings: dict[str, Any], first_step: int = 0, **answers: Callable[
     return calls
 
 
-NOTHING = ("begin_step", "report_step", "validate", "validate_if_due", "leave", "take", "update_mix", "sync")
+NOTHING = ("begin_step", "report_step", "record_validation", "leave", "take", "update_mix", "sync")
+RESULT = {"metrics": {}, "samples": "[]"}
 
 
 def make_sync(calls: list[str]) -> object:
@@ -122,12 +117,13 @@ def step_of(calls: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("group", WORKERS, ids=lambda group: group.__name__)
 def test_a_group_and_its_worker_have_the_same_methods(group: type[WorkerGroup]) -> None:
-    ends_elsewhere = {"sync_weights"}  # the ranks of two roles serve it
+    ends_elsewhere = {"sync_weights", "call"}  # the ranks of two roles serve one; the other chooses ranks by itself
     of_group = {name: list(inspect.signature(method).parameters) for name, method in public_methods(group).items()}
     of_worker = {
         name: list(inspect.signature(method).parameters) for name, method in public_methods(WORKERS[group]).items()
     }
-    assert {name: of for name, of in of_group.items() if name not in ends_elsewhere} == of_worker
+    assert of_group.keys() - {"sync_weights"} == of_worker.keys()
+    assert all(of_group[name] == of for name, of in of_worker.items() if name not in ends_elsewhere)
 
 
 def test_a_step_of_ppo_in_its_order() -> None:
@@ -199,17 +195,24 @@ def test_a_run_validates_first_goes_through_the_steps_that_are_left_and_saves_af
     validated: list[int] = []
     settings = {
         "algorithm": {"name": "grpo", "group_size": 4},
-        "trainer": {"steps": 4, "validate_at_start": True},
+        "trainer": {"steps": 5, "validate_at_start": True, "validate_every": 2},
+        "data": {"validation": ["held_out.jsonl"]},
     }
-    calls = simulate(settings, begin_step=begun.append, validate_if_due=validated.append)
-    assert calls[0] == "session.validate"
-    assert begun == [0, 1, 2, 3]
-    assert calls.count("session.save_if_due") == 4
-    assert validated == [1, 2, 3, 4]
+
+    def note(done: int, result: object) -> None:
+        validated.append(done)
+
+    answers = {"begin_step": begun.append, "record_validation": note, "measure_held_out": lambda *_: RESULT}
+    calls = simulate(settings, **answers)
+    assert calls[:3] == ["rollout.generate_held_out", "reward.score_held_out", "rollout.measure_held_out"]
+    assert begun == [0, 1, 2, 3, 4]
+    assert calls.count("session.save_if_due") == 5
+    assert validated == [0, 2, 4, 5]
     begun.clear()
-    calls = simulate(settings, 2, begin_step=begun.append)
-    assert begun == [2, 3]
-    assert "session.validate" not in calls, "a run that goes on has validated before"
+    validated.clear()
+    simulate(settings, 2, **answers)
+    assert begun == [2, 3, 4]
+    assert validated == [4, 5], "a run that goes on has validated before"
 
 
 @pytest.mark.parametrize("after", ["generate", "score", "save_if_due"])
@@ -238,61 +241,3 @@ def test_a_run_that_goes_on_on_another_layout_takes_no_further_step() -> None:
     calls = simulate(settings, save_if_due=lambda done: done == 2)
     assert calls.count("session.begin_step") == 2
     assert calls[-1] == "session.save_if_due"
-
-
-# --- with real ranks --------------------------------------------------------------------------------------------------
-
-OPERATORS = """
-from megaverl.dataflow import Operator
-
-def add_operators(flow):
-    def halve(scores):
-        scores.total.mul_(0.5)
-        return scores
-    flow.add_operator(Operator("halve", halve, ("scores",), ("scores",), role="actor"), after="reward")
-"""
-APART = ["actor.tp=1", "run.nproc=4", "placement={rollout: 0, actor: 1, critic: 2, reference: 3}"]
-RUNS = {
-    "dynamic_sampling": ["algorithm={name: grpo, group_size: 2, dynamic_sampling: {metric: reward, max_rounds: 4}}"],
-    "split": ["algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}", *APART],
-    "asynchronous": [
-        "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}",
-        *APART,
-        "rollout={async_rollout: true, max_staleness: 2, sampling: {max_tokens: 6}}",
-        "trainer={steps: 5, validate_every: 4}",
-    ],
-    "operators": ["algorithm={name: grpo, group_size: 4}", "trainer.operators=['{folder}/operators.py:add_operators']"],
-}
-
-
-def is_uncertain(metric: str) -> bool:
-    """Return whether a metric depends on time, or on the way on which samples move."""
-    return is_cost(metric) or metric.startswith("dataflow/")
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_the_program_computes_what_the_flow_of_operators_does(
-    launch: Launcher, inputs: Path, tmp_path: Path, name: str
-) -> None:
-    """Every number but those of time and memory, to the bit."""
-    (tmp_path / "operators.py").write_text(OPERATORS)
-    settings = [each.replace("{folder}", str(tmp_path)) for each in RUNS[name]]
-    found = {}
-    for switch in ("0", "1"):
-        arguments = [
-            *command_arguments(inputs, tmp_path / switch),
-            "trainer={steps: 2, validate_every: 2}",
-            *settings,
-            f"data.validation={inputs / 'held_out.jsonl'}",
-        ]
-        variables = {PROGRAM_VARIABLE: switch}
-        ranks = 4 if APART[0] in settings else 2
-        logs = tmp_path / f"logs{switch}"
-        ended = launch.command(["train", *arguments], logs=logs, ranks=ranks, environment=variables)
-        assert ended.codes == [0] * ranks, ended.text
-        found[switch] = {
-            step: {metric: json.dumps(value) for metric, value in metrics.items() if not is_uncertain(metric)}
-            for step, metrics in metrics_of(tmp_path / switch / "run").items()
-        }
-    assert len(found["0"]) >= 3
-    assert found["0"] == found["1"]

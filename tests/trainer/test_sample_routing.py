@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megaverl.algorithms import Advantages
@@ -14,12 +13,6 @@ from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.trainer.executor import SampleRouting
 
 OUTLINE = SequenceLengths([2, 2, 2], [1, 1, 1], [0, 1, 2])
-
-
-def by_temperature(rewards: Tensor, response_mask: Tensor, temperatures: Tensor | None = None) -> Advantages:
-    """Reads of every sample how it was drawn, where that is known."""
-    scale = torch.ones_like(rewards) if temperatures is None else temperatures
-    return Advantages((rewards / scale).unsqueeze(1) * response_mask)
 
 
 def by_first_token(rewards: Tensor, response_mask: Tensor, generated_ids: Tensor | None = None) -> Advantages:
@@ -36,16 +29,6 @@ def readers(estimator: str) -> SampleRouting:
     return SampleRouting(steps, fabric, reporter=1)
 
 
-def test_what_it_may_leave_out_comes_of_all_samples() -> None:
-    assert "temperatures" in readers("by_temperature").of_operators()["advantages"].of_all
-
-
-def test_who_scores_or_credits_an_episode_knows_all_of_its_conversations() -> None:
-    reads = readers("by_temperature").of_operators()
-    for operator in ("reward", "advantages"):
-        assert {"episode_ids", "agent_ids"} <= reads[operator].of_all, operator
-
-
 def test_who_looks_at_tokens_gets_those_of_all_samples() -> None:
-    reads = readers("by_first_token").of_operators()["advantages"]
-    assert {rank: list(rows) for rank, rows in reads.rows(OUTLINE).items()} == {1: [0, 1, 2], 2: [0, 1, 2]}
+    rows_read = readers("by_first_token").rows_read()["advantages"]
+    assert {rank: list(rows) for rank, rows in rows_read(OUTLINE).items()} == {1: [0, 1, 2], 2: [0, 1, 2]}

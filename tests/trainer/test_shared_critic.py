@@ -45,7 +45,6 @@ def test_a_run_on_shared_and_on_split_ranks(launch: Launcher, inputs: Path, tmp_
     again = launch.command(split, logs=tmp_path / "again", ranks=3)
     assert again.codes == [0] * 3 and "2 of 3 steps are done" in again.text, again.text
     context = ["train", *command_arguments(inputs, tmp_path / "context"), *PPO, *APART, "actor.tp=1", "actor.cp=2"]
-    context.append("trainer.score_shares=2")
     ended = launch.command(context, logs=tmp_path / "logs of context", ranks=3)
     assert ended.codes == [0] * 3, ended.text
     expected, *found = (metrics(tmp_path / name / "run") for name in ("alone", "split", "context"))

@@ -162,7 +162,7 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     both = f"{{name: learned, path: '{folder}'}}, {{name: half, weight: 0.5, path: '{folder}', engine: transformers}}"
     both += f", {{name: chat, weight: 2.0, path: '{chat}', engine: transformers}}"
     apart = ["run.nproc=4", "placement={rollout: 0, reward: 1-2, actor: 3}", "critic.pp=1", "trainer.save_samples=16"]
-    apart += ["trainer={validate_every: 1, score_shares: 2}", f"data.validation={inputs / 'held_out.jsonl'}"]
+    apart += ["trainer={validate_every: 1}", f"data.validation={inputs / 'held_out.jsonl'}"]
     command = rewarded(inputs, tmp_path / "rl", *SHORT, *apart, f"reward=[{both}, {{name: exact_match}}]")
     ended = launch.command(command, logs=tmp_path / "logs", ranks=4)
     assert ended.codes == [0] * 4, ended.text
@@ -241,7 +241,6 @@ def test_a_teacher_with_another_tokenizer_is_learned_from(launch: Launcher, inpu
     expected = exported(tmp_path / "whole")
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(tmp_path / "hit").items())
     apart = ["reference.tp=1", f"run.nproc={RANKS + 1}", "placement={reference: 0, actor: rest}", "trainer.steps=2"]
-    apart += ["trainer.score_shares=2"]
     ended = launch.command(
         arguments(inputs, tmp_path / "apart", *SHORT, *taught, *apart), logs=tmp_path / "logs", ranks=RANKS + 1
     )

@@ -15,7 +15,7 @@ from megaverl.child_checks import refuse_in_a_check
 from megaverl.config import Config, smallest_world
 from megaverl.config.absolute import with_absolute_paths
 from megaverl.config.errors import InvalidConfig
-from megaverl.config.grids import resolve_placement, role_grids, used_roles
+from megaverl.config.grids import is_placed, resolve_placement, role_grids, used_roles
 from megaverl.config.yaml_source import Override
 from megaverl.errors import INTERRUPTED, SAVED_AND_LEFT, ConfigError, TrainingStopped
 from megaverl.processes import free_port
@@ -99,7 +99,7 @@ def init_distributed(config: Description) -> Job:
         os.environ |= JOB_OF_ONE
     prepare_environment(resolved, "train")  # of what is not imported yet; CUDA and NCCL may not have started
     from megaverl.checkpoint.training_state import seed_generators
-    from megaverl.dataflow.carrier import use_fabric
+    from megaverl.dataflow.job import use_fabric
     from megaverl.monitoring.console import Console
     from megaverl.planner.placed_run import check_memory
     from megaverl.platform import platform
@@ -228,8 +228,6 @@ class RLTrainer:
         self.config: Config = resolve({} if config is None else config, [*more, *overrides])
         self._loop: Trainer | None = None
 
-    _is_given = False  # a program gives the loop each step's responses
-
     def train(self) -> dict[str, float]:
         """Train to the last step, or go on where an earlier run of this folder stopped.
 
@@ -273,7 +271,7 @@ class RLTrainer:
             console.warn(warning)
         for choice in self.config.choices:
             console.print(choice)
-        return Trainer(self.config, console, job=job, is_given=self._is_given)
+        return Trainer(self.config, console, job=job)
 
 
 class PPOTrainer(RLTrainer):
@@ -290,10 +288,20 @@ class PPOTrainer(RLTrainer):
     algorithm; its own default is PPO.
     """
 
-    _is_given = True
     _measured: Mapping[str, float] = {}
     _records: ExitStack | None = None
     _has_begun = False
+
+    def _make_loop(self) -> Trainer:
+        config = self.config
+        if config.trainer.program is not None:
+            raise ConfigError("trainer.program: a loop of one's own takes the step itself. Leave it out.")
+        if config.rollout.async_rollout and is_placed(config, "train"):
+            raise ConfigError(
+                "rollout.async_rollout: a loop of one's own generates and trains in turn. Leave it out, or use "
+                "RLTrainer(...).train()."
+            )
+        return super()._make_loop()
 
     @property
     def num_steps(self) -> int:

@@ -11,11 +11,11 @@ from megaverl.controller.failures import CallFailed, ControllerLost
 from megaverl.controller.serving import Served, StatusBoard, run_blocking, serve
 from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
+from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.collectives import broadcast_json
 from megaverl.distributed.store import own_address
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
-from megaverl.trainer.sample_rows import RowMover
 
 
 def run_program(
@@ -23,7 +23,7 @@ def run_program(
     program: Callable[[Controller], Coroutine[Any, Any, None]],
     workers: Mapping[str, object],
     *,
-    mover: RowMover,
+    mover: ValueMover,
     board: StatusBoard,
     timeouts: CallTimeouts,
     signal: Callable[[], int],

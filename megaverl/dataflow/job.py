@@ -1,0 +1,81 @@
+"""Ranks on which flows run: those of the job that the process has joined, or torchrun's, which meet here."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megaverl.dataflow.plan import Places
+from megaverl.distributed.collectives import barrier
+from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
+from megaverl.distributed.rendezvous import NodeInfo, introduce
+from megaverl.distributed.store import job_store
+from megaverl.distributed.worlds import Fabric, join
+from megaverl.errors import ConfigError
+from megaverl.platform import platform
+
+TIMEOUT = timedelta(minutes=10)  # for ranks to come, and for every message between them
+
+
+class _Here:
+    """The fabric of this process."""
+
+    fabric: Fabric | None = None
+
+
+def use_fabric(fabric: Fabric) -> None:
+    """Flows that are run from here on go over this one, the job's."""
+    _Here.fabric = fabric
+
+
+def fabric_for(places: Places) -> Fabric | None:
+    """Return what connects the ranks of the job, which meet here if they have not yet; None: this process is alone.
+
+    Raises:
+        ConfigError: a role has a rank that there is not.
+        TrainingStopped: ranks that do not come.
+    """
+    fabric, size = _Here.fabric, int(os.environ.get("WORLD_SIZE", "1"))
+    if fabric is not None:
+        size = fabric.placement.size
+    elif size == 1:
+        return None
+    outside = [
+        f"places: {role} is on rank {max(ranks)}; the job has {size} ranks, 0 to {size - 1}"
+        for role, ranks in places.items()
+        if ranks and max(ranks) >= size
+    ]
+    if outside:
+        raise ConfigError("\n".join(outside))
+    if fabric is None:
+        fabric = _Here.fabric = _join(places)
+    return fabric
+
+
+def _join(places: Places) -> Fabric:
+    """One world of all ranks, in which every role has those that the flow gives it."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialised already. Leave that to the flow, or call megaverl's init_distributed."
+        )
+    platform.start()
+    store, rank, size = job_store(TIMEOUT)
+    nodes = introduce(store, rank, size, NodeInfo(), TIMEOUT)
+    every = tuple(range(size))
+    roles = {role: tuple(ranks) for role, ranks in places.items()}
+    node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))
+    world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
+    fabric = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)
+    atexit.register(_leave)
+    return fabric
+
+
+def _leave() -> None:
+    """At the program's end: with the others, unless an error ends it, which torchrun tells them."""
+    if getattr(sys, "last_value", None) is None and dist.is_initialized():
+        barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,119 @@
+"""A flow on the ranks of its roles, as a program: a loop over its operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from types import NoneType
+from typing import Any
+
+from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.references import PendingCall, Ref
+from megaverl.controller.serving import StatusBoard
+from megaverl.dataflow.job import TIMEOUT, fabric_for
+from megaverl.dataflow.plan import CompiledFlow, Places
+from megaverl.dataflow.program_runner import run_program
+from megaverl.dataflow.runner import OperatorRunner
+from megaverl.dataflow.value_mover import ValueMover
+
+
+class FlowGroup(WorkerGroup):
+    """Ranks that run operators of a flow."""
+
+    def given(self, name: str) -> PendingCall[Ref[Any]]:
+        """Return a value that the flow was given, on every rank."""
+        return self.keep("given", name)
+
+    def run(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
+        """Run an operator; return its outputs as one value."""
+        return self.keep("run", operator, inputs)
+
+    def finish(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[None]:
+        """Run an operator that has no outputs."""
+        return self.report("finish", NoneType, operator, inputs)
+
+    def pick(self, outputs: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
+        """Return one of the outputs."""
+        return self.keep("pick", outputs, name)
+
+
+class FlowWorker:
+    """Runs operators on one rank (`FlowGroup`).
+
+    Args:
+        runner: keeps the values of this rank.
+    """
+
+    def __init__(self, runner: OperatorRunner) -> None:
+        self._runner = runner
+        self._by_name = {operator.name: operator for operator in runner.plan.operators}
+
+    def given(self, name: str) -> Any:
+        return self._runner.given[name]
+
+    def run(self, operator: str, inputs: list[Any]) -> dict[str, Any]:
+        chosen = self._by_name[operator]
+        self._runner.result.update(zip(chosen.takes, inputs, strict=True))
+        return self._runner.run(chosen)
+
+    def finish(self, operator: str, inputs: list[Any]) -> None:
+        self.run(operator, inputs)
+
+    def pick(self, outputs: dict[str, Any], name: str) -> Any:
+        return outputs[name]
+
+
+async def run_flow(plan: CompiledFlow, given: Sequence[str], controller: Controller) -> None:
+    """Run the operators of a flow in their order, each on its ranks.
+
+    An operator without outputs is not waited for, so what comes after it on other ranks runs beside it.
+
+    Args:
+        given: names of values that every rank has from the start.
+    """
+    everyone = range(controller.num_ranks)
+    values = {name: await FlowGroup("flow", everyone, controller).given(name) for name in given}
+    for operator in plan.operators:
+        ranks = plan.ranks[operator.name]
+        group = FlowGroup("flow", everyone if ranks is None else ranks, controller)
+        inputs = [values[name] for name in operator.takes]
+        if not operator.gives:
+            group.finish(operator.name, inputs)
+            continue
+        outputs = await group.run(operator.name, inputs)
+        for name in operator.gives:
+            values[name] = await group.pick(outputs, name)
+
+
+def run_on_ranks(
+    plan: CompiledFlow,
+    places: Places,
+    runner: OperatorRunner,
+    span: Callable[[str], AbstractContextManager[Any]],
+) -> bool:
+    """Run a flow on the ranks of the job; return False where this process is alone.
+
+    Raises:
+        ConfigError: a role has a rank that there is not.
+        TrainingStopped: ranks that do not come, or one that failed.
+    """
+    fabric = fabric_for(places)
+    if fabric is None:
+        return False
+    mover = ValueMover(fabric)
+    run_program(
+        fabric,
+        lambda controller: run_flow(plan, list(runner.given), controller),
+        {"flow": FlowWorker(runner)},
+        mover=mover,
+        board=StatusBoard(),
+        timeouts=CallTimeouts(call=TIMEOUT.total_seconds()),
+        signal=lambda: 0,
+        waiting=partial(span, "wait"),
+        explain=lambda text: text,
+        log=print,
+    )
+    mover.settle()
+    return True

@@ -1,0 +1,101 @@
+"""Moves of whole values between ranks: batches, tensors, plain values, and lists and mappings of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaverl.controller.messages import RowTransfer
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import FIELDS
+from megaverl.data.held_rows import as_ragged, receive_whole, send_whole
+from megaverl.distributed.ragged import RaggedBatch, flattened, num_bytes_on_device, put_together
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
+
+_FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
+_IS_BATCH = {"is": "batch"}  # sent ahead of a batch
+
+
+class ValueMover:
+    """Transfers whole values.
+
+    Tensors that lie on devices go from device to device where the fabric reaches both; else everything goes from host
+    to host. A sender waits for nobody. Nothing is pickled.
+
+    Args:
+        known: dataclasses that may travel.
+    """
+
+    def __init__(self, fabric: Fabric, known: Sequence[type] = ()) -> None:
+        self._fabric = fabric
+        self._known = {one.__name__: one for one in known}
+        self._sent = PendingSends()
+
+    async def send(self, move: RowTransfer, value: object) -> None:
+        """Begin to send a value.
+
+        Raises:
+            DataError: it is nothing that can travel.
+        """
+        fabric, name = self._fabric, name_of(move)
+        self._sent.forget_done()
+        if isinstance(value, RolloutBatch):
+            self._sent.add(send_json(fabric, name, move.dest, _IS_BATCH))
+            self._send_rows(move, as_ragged(value.tensors, value, value.columns), range(len(value)))
+            return
+        tensors: dict[str, Tensor] = {}
+        head: Mapping[str, Any] = {"value": flattened(value, tensors, self._known)}
+        self._sent.add(send_whole(fabric, name, [move.dest], head, tensors))
+
+    async def receive(self, move: RowTransfer, present: object | None) -> object:
+        """Return the value that the move brings."""
+        fabric, name = self._fabric, name_of(move)
+        head = receive_json(fabric, name, move.source)
+        if head == _IS_BATCH:
+            part, num_bytes = self._receive_rows(move)
+            fabric.traffic.received += num_bytes
+            return RolloutBatch(part.tensors, part.columns)
+        tensors = receive_whole(fabric, name, move.source, head)
+        return put_together(head["value"], tensors, self._known)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has been taken.
+
+        Raises:
+            TrainingStopped: a rank did not take its part in time.
+        """
+        self._sent.wait()
+
+    def _send_rows(self, move: RowTransfer, ragged: RaggedBatch, places: Sequence[int]) -> None:
+        fabric = self._fabric
+        device = fabric.device_between(move.source, move.dest)
+        if device is None:
+            ragged = ragged.on_host()
+        header, payload, on_device = ragged.pack(places, device)
+        channel = Channel(fabric, name_of(move))
+        self._sent.add(channel.send_to([move.dest], header, payload))
+        if fabric.rows is not None:
+            self._sent.add(channel.send(fabric.rows, {move.dest: on_device}))
+
+    def _receive_rows(self, move: RowTransfer) -> tuple[RaggedBatch, int]:
+        """Return rows, and the number of their bytes."""
+        fabric = self._fabric
+        channel = Channel(fabric, name_of(move))
+        header_bytes, payload = channel.receive_from(move.source)
+        header = header_bytes.numpy().tobytes()
+        num_bytes = payload.numel()
+        on_device: Tensor | None = None
+        size = num_bytes_on_device(header)
+        if size is not None and fabric.rows is not None:
+            on_device = torch.empty(size, dtype=torch.uint8, device=fabric.device_between(move.source, fabric.rank))
+            channel.receive(fabric.rows, {move.source: on_device})
+            num_bytes += size
+        return RaggedBatch.unpack(header, payload, _FILLS, on_device), num_bytes
+
+
+def name_of(move: RowTransfer) -> str:
+    """Return the name that the messages of a move have on their way."""
+    return f"value {move.value}"

@@ -1,0 +1,275 @@
+"""One rank's part in the programs of a run: its workers, and serving their calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from functools import partial
+from signal import Signals
+from typing import TYPE_CHECKING, Any
+
+from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.serving import StatusBoard
+from megaverl.data.batch import RolloutBatch
+from megaverl.dataflow.program_runner import run_program
+from megaverl.errors import ConfigError
+from megaverl.trainer.arriving_samples import SampleSender, can_arrive
+from megaverl.trainer.executor import Executor
+from megaverl.trainer.job import Leaving
+from megaverl.trainer.own_program import load_step
+from megaverl.trainer.program import asynchronous_step, flow_step, given_step, policy_step, sample_ahead
+from megaverl.trainer.role_groups import HeldOutResult, Run, StepProgram, make_run
+from megaverl.trainer.role_workers import (
+    ActorWorker,
+    CriticWorker,
+    IslandWorker,
+    OperatorWorker,
+    ReferenceWorker,
+    RewardWorker,
+    RolloutWorker,
+    WeightsWorker,
+    WorldWorker,
+)
+from megaverl.trainer.rollouts_ahead import RolloutsAhead
+from megaverl.trainer.sample_rows import RowMover, SampleStore, SampleValue
+from megaverl.trainer.schedule import Schedule, StoredRollouts
+from megaverl.trainer.validation import Evaluation
+from megaverl.workers.reward import Scores
+
+if TYPE_CHECKING:
+    from megaverl.trainer.loop import Trainer
+
+
+class ServedRun:
+    """Serves programs of a run on this rank, one after the other, from where the run stands when it is made.
+
+    Args:
+        trainer: of this rank; it has taken up its checkpoint.
+        is_given: a Python program gives the responses of each step (`PPOTrainer`).
+
+    Attributes:
+        session: worker for what surrounds the steps.
+
+    Raises:
+        ConfigError: an operator is to change prompts that responses are generated to ahead of its step.
+    """
+
+    def __init__(self, trainer: Trainer, *, is_given: bool = False) -> None:
+        self._is_given = is_given
+        self._trainer, self._executor = trainer, trainer.executor
+        self._config = trainer.config
+        executor, operators = trainer.executor, trainer.step
+        self._fabric, self._placement = executor.fabric, executor.fabric.placement
+        executor.start(trainer.next_step)
+        trainer.profiler.end(trainer.next_step)
+        store = SampleStore()
+        if not self._placement.is_colocated:
+            store = SampleStore(self._fabric, executor.routing.readers(executor.flow))
+        restored = dict(operators.waiting) if self._config.algorithm.dynamic_sampling.metric is not None else {}
+        if trainer.cut_off is not None:
+            restored[trainer.cut_off.step] = trainer.cut_off
+        restored_scores = {step: stored.scores for step, stored in restored.items() if stored.scores is not None}
+        self._restored_steps = frozenset(restored)
+        sender = self._make_sender()
+        operators.outlet = sender
+        self._rollout = RolloutWorker(executor, trainer.prompts, store, trainer.validation, sender)
+        self._rollout.cut_off, trainer.cut_off = trainer.cut_off, None
+        self._reward = RewardWorker(executor, store, restored_scores)
+        self.session = SessionWorker(trainer, store)
+        self._workers: dict[str, object] = {
+            "session": self.session,
+            "recorder": RecorderWorker(executor, store),
+            "world": WorldWorker(store),
+            "rollout": self._rollout,
+            "reward": self._reward,
+            "reference": ReferenceWorker(executor, store),
+            "critic": CriticWorker(executor, store),
+            "actor": ActorWorker(executor, store),
+            "weights": WeightsWorker(executor, store),
+            "islands": IslandWorker(executor),
+            "operators": OperatorWorker(executor, trainer.prompts, store, self._rollout, self._reward),
+        }
+        self._step = self._choose_step()
+        self._changes_prompts = executor.flow.plan.operators[0].name != "rollout"
+        if self._is_ahead and self._changes_prompts:
+            raise ConfigError(
+                "trainer.operators: an operator that runs before the rollout cannot change the prompts of a later "
+                "step. Set rollout.async_rollout=false, or let it change the rollouts."
+            )
+
+    def give(self, given: StoredRollouts) -> None:
+        """Have the next step train on these responses, and on their scores if they have any. Every rank gives them."""
+        self.session.next_given = given
+        if given.scores is not None:
+            self._reward.restored[given.step] = given.scores
+
+    def take_shared(self) -> RolloutBatch:
+        """Return the responses that the last program has brought to every rank."""
+        shared, self.session.shared = self.session.shared, None
+        assert shared is not None, "the program shares responses before it ends"
+        return shared
+
+    def serve(self, program: Callable[[Run], Coroutine[Any, Any, None]]) -> None:
+        """Serve a program until it has ended. Every rank of the job takes part.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved.
+            TrainingStopped: another rank failed, or is gone; the message names it.
+        """
+        trainer, stages = self._trainer, self._trainer.stages
+        stages.board = StatusBoard()
+        mover = RowMover(self._fabric)
+        run_program(
+            self._fabric,
+            lambda controller: program(self._make_run(controller)),
+            self._workers,
+            mover=mover,
+            board=stages.board,
+            timeouts=CallTimeouts(call=self._config.run.timeout_minutes * 60),
+            signal=lambda: trainer.leave.number,
+            # Where roles share all ranks, these wait for the program alone.
+            waiting=nullcontext if self._placement.is_colocated else partial(stages, "wait"),
+            explain=trainer.explain,
+            log=trainer.console.print,
+        )
+        stages.board = None
+        mover.settle()
+        if self.session.leaving is not None:
+            raise self.session.leaving
+
+    def _make_sender(self) -> SampleSender | None:
+        """Return what sends samples to be scored as they are finished, on the first rank of an engine."""
+        engines = self._placement.ranks["rollout"][:: self._config.rollout.tp]
+        if not self._scores_arriving or self._fabric.rank not in engines:
+            return None
+        return SampleSender(self._fabric, self._config.samples_per_step)
+
+    @property
+    def _scores_arriving(self) -> bool:
+        """Return whether samples are scored while the engines generate others."""
+        if self._placement.is_colocated or self._config.trainer.program is not None or self._is_given:
+            return False
+        rewards = self._placement.ranks["reward"][0]
+        is_free = not self._is_ahead or Schedule.of(self._config, self._placement).lag(rewards) > 0
+        return is_free and can_arrive(self._config, self._placement)
+
+    def _choose_step(self) -> StepProgram:
+        """Return the program of one step."""
+        if self._config.trainer.program is not None:
+            return load_step(self._config.trainer.program)
+        if self._config.trainer.operators or self._config.environment.agents == "own":
+            return flow_step
+        if self._is_given:
+            return given_step
+        return asynchronous_step if self._is_ahead else policy_step
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Return whether the engines generate ahead of training."""
+        return self._config.rollout.async_rollout and not self._placement.is_colocated
+
+    def _make_run(self, controller: Controller) -> Run:
+        run = make_run(
+            self._config,
+            controller,
+            self._placement,
+            step=self._step,
+            has_engines=self._trainer.step.replayed is None,
+            restored_steps=self._restored_steps,
+        )
+        run.operators.change_prompts = self._changes_prompts
+        run.is_given = self._is_given
+        run.scores_arriving = self._scores_arriving
+        if self._is_ahead:
+            run.ahead = self._samples_ahead(run)
+        return run
+
+    def _samples_ahead(self, run: Run) -> RolloutsAhead:
+        """Return what generates samples ahead of training, as far as the configuration allows."""
+        schedule = Schedule.of(self._config, self._placement)
+        lag = schedule.lag(self._placement.ranks["rollout"][0])
+        are_scores_early = schedule.lag(self._placement.ranks["reward"][0]) > 0
+        run.scores_ahead = are_scores_early and not self._config.trainer.operators
+        is_in_flight = self._config.rollout.in_flight_updates
+        return RolloutsAhead(
+            run,
+            sample_ahead,
+            lambda step: schedule.begins_after(step, lag),
+            self._trainer.next_step,
+            self._config.trainer.steps,
+            (lambda step: schedule.in_flight_after(step, lag)) if is_in_flight else None,
+        )
+
+
+class SessionWorker:
+    """Does what surrounds the steps of a run, on one rank (`role_groups.SessionGroup`).
+
+    Attributes:
+        leaving: set where the run has been left before its end; every rank raises it once the program has ended.
+        next_given: responses that a Python program gives for the next step.
+        shared: responses that the program has brought to every rank.
+    """
+
+    def __init__(self, trainer: Trainer, store: SampleStore) -> None:
+        self._trainer, self._store = trainer, store
+        self.shared: RolloutBatch | None = None
+        self.leaving: Leaving | None = None
+        self.next_given: StoredRollouts | None = None
+
+    def begin_step(self, step: int) -> None:
+        self._trainer.begin_step(step)
+        self._trainer.executor.begin_step(step)
+
+    def report_step(self, done: int) -> None:
+        trainer = self._trainer
+        trainer.executor.end_step(done - 1)
+        trainer.next_step = done
+        trainer.profiler.end(done)
+        trainer.measured = trainer.report(done)
+
+    def record_validation(self, done: int, result: HeldOutResult) -> None:
+        evaluation = Evaluation(result.metrics, json.loads(result.samples))
+        self._trainer.validation.note(done, evaluation)
+        self._trainer.measured = dict(result.metrics)
+
+    def save_if_due(self, done: int) -> bool:
+        trainer = self._trainer
+        try:
+            trainer.save_if_due(done)
+        except Leaving as leaving:
+            self.leaving = leaving
+        trainer.saving.look()
+        return self.leaving is not None
+
+    def leave(self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None) -> None:
+        values = {"rollouts": rollouts, "scores": scores}
+        try:
+            self._trainer.leave_run(
+                Signals(signal).name, {name: value for name, value in values.items() if value is not None}
+            )
+        except Leaving as leaving:
+            self.leaving = leaving
+
+    def share(self, rollouts: SampleValue) -> None:
+        self.shared = self._store.batch(rollouts)
+
+    def given(self, step: int) -> SampleValue:
+        given, self.next_given = self.next_given, None
+        assert given is not None, "every rank gives the responses before the program runs"
+        operators = self._trainer.step
+        with operators.measuring(step):
+            operators.metrics |= given.metrics
+        readers = operators.readers  # where roles share all ranks; else every rank works on all that it was given
+        batch = given.batch if readers is None else readers.of_whole(given.batch)
+        return self._store.give(batch)
+
+
+class RecorderWorker:
+    """Keeps what the records need of a step's samples (`role_groups.RecorderGroup`)."""
+
+    def __init__(self, executor: Executor, store: SampleStore) -> None:
+        self._executor, self._store = executor, store
+
+    def take(self, rollouts: SampleValue, scores: Scores) -> None:
+        self._executor.keep_samples(self._store.batch(rollouts), scores)
