@@ -94,7 +94,8 @@ def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str
             if part == "optimizer" and command not in REINFORCING:
                 continue  # other commands have optimizers of their own sections
             fields = TARGETS[part].fields() or {}
-            usual = {("optimizer", "adam")} if part == "optimizer" else set()
+            # A list, since values such as those of recompute_modules cannot be hashed.
+            usual = [("optimizer", "adam")] if part == "optimizer" else []
             names = [
                 name
                 for name, value in mapping.items()

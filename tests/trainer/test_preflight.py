@@ -155,6 +155,15 @@ def test_an_end_of_the_trial_is_no_judgement(inputs: Path, tmp_path: Path, monke
     assert trial_build.unusual_fields(plain, "train") == {}
 
 
+def test_fields_may_have_lists_and_mappings_as_values(inputs: Path, tmp_path: Path) -> None:
+    import megaverl.trainer.trial_build as trial_build
+
+    fields = ["actor.megatron.recompute_modules=[core_attn]", "rollout.vllm.compilation_config={mode: 0}"]
+    config = load_config(None, _command(inputs, tmp_path, *fields)[1:])
+    assert trial_build.unusual_fields(config, "train")["actor"] == {"megatron": ["recompute_modules"]}
+    assert trial_build.unusual_engine_fields(config) == ["compilation_config"]
+
+
 def test_vllm_itself_judges_its_fields(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
