@@ -9,12 +9,12 @@ from megaverl.config.algorithm import AlgorithmConfig, CorrectionPart
 from megaverl.config.errors import (
     ConfigIssue,
     divisors,
-    found,
     listed,
     named_function,
     option_mistakes,
     out_of_order,
     out_of_range,
+    yaml_text,
 )
 from megaverl.config.rollout_checks import dynamic_sampling_mistakes
 from megaverl.config.schema import Config
@@ -128,15 +128,15 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     elif len(gradients) > 1:
         yield ConfigIssue(f"algorithm.kl.{[*gradients][1]}", f"is set, and so is {[*gradients][0]}. Use one of them.")
     elif kl.score_function and kl.kind_name != "k1":
-        text = f"found {found(kl.kind)}; score_function leaves out the gradient of the estimate itself, which is 0 "
+        text = f"found {yaml_text(kl.kind)}; score_function leaves out the gradient of the estimate itself, which is 0 "
         yield ConfigIssue("algorithm.kl.kind", f"{text}on average for k1 alone. Leave it out.")
     # Only registered kinds are known to be biased. A user's own estimator is the user's decision.
     biased = kl.kind_name != "k1" and kl.kind_name in registered("kl_estimators")
     if kl.place == "reward" and biased and not kl.allow_biased:
         yield ConfigIssue(
             "algorithm.kl.kind",
-            f"found {found(kl.kind_name)}; in the reward only k1 has the gradient of the KL on average: that of others "
-            "is far too small near the reference, or points elsewhere. Leave it out, use in: loss, or "
+            f"found {yaml_text(kl.kind_name)}; in the reward only k1 has the gradient of the KL on average: that of "
+            "others is far too small near the reference, or points elsewhere. Leave it out, use in: loss, or "
             "algorithm.kl.allow_biased: true.",
         )
     if kl.allow_biased and kl.place != "reward":
@@ -158,14 +158,14 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
     if unknown:
         yield ConfigIssue(
             key,
-            f"found {found(name)}, which reads {listed(unknown)}; a training step has none. It has: "
+            f"found {yaml_text(name)}, which reads {listed(unknown)}; a training step has none. It has: "
             f"{listed(ESTIMATOR_INPUTS)}.",
             involves=("algorithm.name",),
         )
     if "turn_ids" in inputs and config.environment.name is None:
         yield ConfigIssue(
             key,
-            f"found {found(name)}, which reads turn_ids; without environment.name a response has no turns. Name an "
+            f"found {yaml_text(name)}, which reads turn_ids; without environment.name a response has no turns. Name an "
             "environment, or use another estimator.",
             involves=("algorithm.name", "environment.name"),
         )
@@ -194,8 +194,8 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
     if "greedy_rewards" in inputs and config.trainer.replay_rollouts is not None:
         yield ConfigIssue(
             key,
-            f"found {found(name)}, whose baseline is a greedy rollout; trainer.replay_rollouts has no engine to make "
-            "one. Use another estimator, or generate.",
+            f"found {yaml_text(name)}, whose baseline is a greedy rollout; trainer.replay_rollouts has no engine to "
+            "make one. Use another estimator, or generate.",
             involves=("algorithm.name", "trainer.replay_rollouts"),
         )
     if algorithm.kl.place == "reward" and not {"token_rewards", "rewards"} & set(inputs):
@@ -210,11 +210,14 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
 def _learns_otherwise(config: Config) -> bool:
     """Return whether the actor has a loss besides that of the advantages."""
     algorithm = config.algorithm
-    elsewhere = config.reference.path not in (None, config.model.path)  # the KL to where it starts has no gradient
-    held = algorithm.kl.place == "loss" and elsewhere
-    entropy = algorithm.entropy_coef > 0 or algorithm.entropy_target is not None
-    other = algorithm.divergence_name is not None or held or entropy
-    return other or algorithm.positive_coef > 0 or any(entry.update != "reward_model" for entry in config.mix)
+    # While the actor equals its reference, the KL between them has no gradient.
+    differs_from_start = config.reference.path not in (None, config.model.path)
+    kl_has_gradient = algorithm.kl.place == "loss" and differs_from_start
+    has_entropy_loss = algorithm.entropy_coef > 0 or algorithm.entropy_target is not None
+    has_further_loss = algorithm.divergence_name is not None or kl_has_gradient or has_entropy_loss
+    return (
+        has_further_loss or algorithm.positive_coef > 0 or any(entry.update != "reward_model" for entry in config.mix)
+    )
 
 
 def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
@@ -223,8 +226,8 @@ def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     for key, value in algorithm.changed(*keys).items():
         yield ConfigIssue(
             f"algorithm.{key}",
-            f"found {found(value)}, but {algorithm.advantage_name} has no critic, and so no value loss. Leave it out, "
-            "or use an estimator with one: advantage: gae.",
+            f"found {yaml_text(value)}, but {algorithm.advantage_name} has no critic, and so no value loss. Leave it "
+            "out, or use an estimator with one: advantage: gae.",
             involves=BY_NAME,
         )
 
@@ -236,7 +239,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
     if unknown:
         yield ConfigIssue(
             "algorithm.policy_loss",
-            f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}; and, as "
+            f"found {yaml_text(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}; and, as "
             f"parameters with the default None: {listed(OPTIONAL_LOSS_INPUTS)}.",
         )
     selector: Registered | None = Registered()
@@ -246,23 +249,23 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
     elif algorithm.token_selector is not None:
         yield ConfigIssue(
             "algorithm.token_selector",
-            f"found {found(algorithm.token_selector)}, but {name} does not read selected. Leave it out.",
+            f"found {yaml_text(algorithm.token_selector)}, but {name} does not read selected. Leave it out.",
             involves=BY_LOSS,
         )
-    own = loss.options if selector is None else loss.options | selector.options
+    options = loss.options if selector is None else loss.options | selector.options
     for key, option in (("clip_range", "clip_low"), ("clip_range_high", "clip_high")):
         value = getattr(algorithm, key)
         if value is None:
             continue
-        if option not in own:
+        if option not in options:
             text = f"found {value}, but {name} has no {option}. Leave it out; {name} has: "
-            yield ConfigIssue(f"algorithm.{key}", f"{text}{listed(sorted(own)) or 'no options'}.", involves=BY_LOSS)
+            yield ConfigIssue(f"algorithm.{key}", f"{text}{listed(sorted(options)) or 'no options'}.", involves=BY_LOSS)
         elif option in algorithm.policy_loss_options:
             yield _set_twice(f"policy_loss_options.{option}", key)
-        if option in own and (expected := out_of_range(option, value)):
+        if option in options and (expected := out_of_range(option, value)):
             yield ConfigIssue(f"algorithm.{key}", f"found {value}; as {option} of {name} expected {expected}.")
     if selector is not None:
-        both = replace(loss, options=own, required=(*loss.required, *selector.required))
+        both = replace(loss, options=options, required=(*loss.required, *selector.required))
         yield from option_mistakes("algorithm.policy_loss_options", name, algorithm.policy_loss_options, both)
 
 
@@ -270,46 +273,49 @@ def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list
     """Return the token selector's signature (None if unknown) and its mistakes."""
     name = algorithm.token_selector_name
     if algorithm.token_selector is None and name not in registered("token_selectors"):
-        key, text = "algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector of its "
+        key, text = (
+            "algorithm.policy_loss",
+            f"found {yaml_text(name)}, which reads selected, and has no selector of its ",
+        )
         return None, [ConfigIssue(key, f"{text}own. Name one: algorithm.token_selector.")]
     return named_function("algorithm.token_selector", "token_selectors", name, SELECTOR_INPUTS)
 
 
 def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """Yield mistakes in the value loss, for an estimator with a critic."""
-    name, given = algorithm.value_loss, algorithm.value_loss_options
+    name, options = algorithm.value_loss, algorithm.value_loss_options
     loss, mistakes = named_function("algorithm.value_loss", "value_losses", name, VALUE_LOSS_INPUTS)
     yield from mistakes
     if loss is None:
         return
-    yield from option_mistakes("algorithm.value_loss_options", name, given, loss)
+    yield from option_mistakes("algorithm.value_loss_options", name, options, loss)
     if not algorithm.changed("value_clip_range"):
         return
-    if "clip_range" in given:
+    if "clip_range" in options:
         yield _set_twice("value_loss_options.clip_range", "value_clip_range")
     elif "clip_range" not in loss.options:
         yield ConfigIssue(
             "algorithm.value_clip_range",
-            f"found {found(algorithm.value_clip_range)}, but {name} has no clip_range. Leave it out.",
+            f"found {yaml_text(algorithm.value_clip_range)}, but {name} has no clip_range. Leave it out.",
             involves=("algorithm.value_loss",),
         )
 
 
 def _corrections(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
     """Yield mistakes in `algorithm.correction`."""
-    correction, at = algorithm.correction, "algorithm.correction"
-    yield from _correction(correction, at)
+    correction, key = algorithm.correction, "algorithm.correction"
+    yield from _correction(correction, key)
     for index, part in enumerate(correction.also):
-        yield from _correction(part, f"{at}.also.{index}")
+        yield from _correction(part, f"{key}.also.{index}")
         if part.kind == "none":
-            yield ConfigIssue(f"{at}.also.{index}.kind", "is none. Name one, or leave the entry out.")
+            yield ConfigIssue(f"{key}.also.{index}.kind", "is none. Name one, or leave the entry out.")
     if correction.also and correction.kind == "none":
-        yield ConfigIssue(f"{at}.kind", f"is none, and {at}.also is set. Name the first one here.")
-    kinds = {each.kind for each in (correction, *correction.also)} - {"none"}
+        yield ConfigIssue(f"{key}.kind", f"is none, and {key}.also is set. Name the first one here.")
+    kinds = {part.kind for part in (correction, *correction.also)} - {"none"}
     if loss is not None and "rollout_log_probs" in loss.inputs and kinds - {"off_policy_mask", "reject"}:
         yield ConfigIssue(
-            f"{at}.kind",
-            f"found {found(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
+            f"{key}.kind",
+            f"found {yaml_text(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
             "already. Use none.",
             involves=("algorithm.policy_loss", "algorithm.name"),
         )
@@ -338,18 +344,22 @@ def _correction(correction: CorrectionPart, at: str) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"{at}.{key}", f"is not set, and {correction.kind} needs it.")
         if key in correction.options:
             yield ConfigIssue(f"{at}.options.{key}", f"is a key of its own: {at}.{key}.")
-    others = {name: option for name, option in signature.options.items() if name not in limits}
+    other_options = {name: option for name, option in signature.options.items() if name not in limits}
     required = tuple(name for name in signature.required if name not in limits)
-    given = {name: value for name, value in correction.options.items() if name not in limits}
+    other_values = {name: value for name, value in correction.options.items() if name not in limits}
     yield from option_mistakes(
-        f"{at}.options", correction.kind, given, replace(signature, options=others, required=required), f"{at}.kind"
+        f"{at}.options",
+        correction.kind,
+        other_values,
+        replace(signature, options=other_options, required=required),
+        f"{at}.kind",
     )
 
 
 def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
     """Yield settings that cannot be combined with the advantage estimator."""
     yield from _unread_by_estimator(config.algorithm, estimator)
-    algorithm, name, given = config.algorithm, config.algorithm.advantage_name, config.algorithm.advantage_options
+    algorithm, name, options = config.algorithm, config.algorithm.advantage_name, config.algorithm.advantage_options
     if name == "distillation" and config.reference.path in (None, config.model.path):
         yield ConfigIssue(
             "reference.path",
@@ -364,7 +374,7 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
             "be updated. Use fewer.",
             involves=("trainer.steps",),
         )
-    thresholds = name == "pass_at_k" or given.get("right_from") is not None
+    thresholds = name == "pass_at_k" or options.get("right_from") is not None
     if "right_from" in estimator.options and thresholds and algorithm.kl.place == "reward":
         yield ConfigIssue(
             "algorithm.kl.in",
@@ -372,7 +382,7 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
             "response counts as wrong. Use in: loss.",
             involves=BY_NAME,
         )
-    if name == "raft" and given.get("keep") == algorithm.group_size and given.get("right_from") is None:
+    if name == "raft" and options.get("keep") == algorithm.group_size and options.get("right_from") is None:
         yield ConfigIssue(
             "algorithm.advantage_options.keep",
             f"found {algorithm.group_size}, all of the group: nothing is rejected, and the policy learns to stay as "
@@ -398,7 +408,7 @@ def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> I
         if not readers[key]:
             yield ConfigIssue(
                 f"algorithm.{key}",
-                f"found {found(value)}, which {name} does not read. Leave it out, or use another estimator.",
+                f"found {yaml_text(value)}, which {name} does not read. Leave it out, or use another estimator.",
                 involves=BY_NAME,
             )
         elif option in algorithm.advantage_options:
@@ -409,10 +419,10 @@ def loss_conflicts(
     algorithm: AlgorithmConfig, loss: Registered, aggregation: Registered | None
 ) -> Iterator[ConfigIssue]:
     """Yield settings that cannot be combined with the policy loss or the aggregation."""
-    name, given = algorithm.policy_loss_name, algorithm.policy_loss_options
+    name, options = algorithm.policy_loss_name, algorithm.policy_loss_options
     if "clip_dual" in loss.options:
-        high = given.get("clip_high", algorithm.clip_range_high or algorithm.clip_range or 0.2)
-        dual = given.get("clip_dual", 3.0)
+        high = options.get("clip_high", algorithm.clip_range_high or algorithm.clip_range or 0.2)
+        dual = options.get("clip_dual", 3.0)
         if isinstance(dual, int | float) and isinstance(high, int | float) and dual <= 1.0 + high:
             yield ConfigIssue(
                 "algorithm.policy_loss_options.clip_dual",

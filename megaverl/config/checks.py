@@ -12,7 +12,7 @@ from typing import Any
 
 from megaverl.child_checks import probe_modules
 from megaverl.config.algorithm_checks import algorithm_mistakes
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, listed, yaml_text
 from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
 from megaverl.config.rollout_checks import (
     environment_mistakes,
@@ -88,8 +88,8 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += [*_validation(config), *_rewards(config, check_paths)]
     if command in ("sft", "quickstart"):
         mistakes += warmup_mistakes("sft", config.sft)
-    here = (_files(config, command), _run_folder(config), package_mistakes(config, command))
-    return [*mistakes, *(mistake for found in here if check_paths for mistake in found)]
+    on_this_machine = (_files(config, command), _run_folder(config), package_mistakes(config, command))
+    return [*mistakes, *(mistake for checked in on_this_machine if check_paths for mistake in checked)]
 
 
 def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigIssue]]:
@@ -100,10 +100,11 @@ def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigI
     if not config.model.path:
         return None, []
     if is_hub_name(config.model.path):
-        return None, []  # checked when it has come
+        # A name on the hub is checked after its files have been downloaded.
+        return None, []
     if not Path(config.model.path).is_dir():
         kind = "a file" if Path(config.model.path).exists() else "neither a folder nor a model on a hub (org/name)"
-        return None, [ConfigIssue("model.path", f"found {found(config.model.path)}, which is {kind}.")]
+        return None, [ConfigIssue("model.path", f"found {yaml_text(config.model.path)}, which is {kind}.")]
     roles = [role for role in used_roles(config, command) if getattr(config, role, None)] or ["actor"]
     on_megatron = [role for role in roles if getattr(config, role).engine == "megatron"]
     try:
@@ -216,9 +217,9 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
         earlier = [label for label, other in zip(labels[:index], config.reward, strict=False) if other.path is None]
         if entry.only_if is not None and entry.path is None and entry.only_if not in earlier:
             there = f"before it stand {listed(earlier)}" if earlier else "no rule or function stands before it"
-            yield ConfigIssue(f"{key}.only_if", f"found {found(entry.only_if)}; {there}.")
+            yield ConfigIssue(f"{key}.only_if", f"found {yaml_text(entry.only_if)}; {there}.")
         if entry.clip is not None and not (len(entry.clip) == 2 and entry.clip[0] < entry.clip[1]):
-            yield ConfigIssue(f"{key}.clip", f"found {found(entry.clip)}; expected the least and the most: [0, 1].")
+            yield ConfigIssue(f"{key}.clip", f"found {yaml_text(entry.clip)}; expected the least and the most: [0, 1].")
         if entry.path is not None:
             for other in entry.changed("function", "batched", "accuracy", "options", "only_if", "shape", "clip"):
                 yield ConfigIssue(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
@@ -232,7 +233,7 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
         elif entry.function is not None and not all(entry.function.rpartition(":")[::2]):
             yield ConfigIssue(
                 f"{key}.function",
-                f"found {found(entry.function)}; expected module:function or path/to/file.py:function.",
+                f"found {yaml_text(entry.function)}; expected module:function or path/to/file.py:function.",
             )
 
 
@@ -241,8 +242,8 @@ def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[ConfigIssue
     names = reward_names()
     if name not in names:
         hint = did_you_mean(name, names)
-        own = "" if hint else " One of your own is registered (@register_reward) by a module in reward_modules."
-        yield ConfigIssue(f"{key}.name", f"found {found(name)}; there are {listed(names)}.{hint}{own}")
+        own_hint = "" if hint else " One of your own is registered (@register_reward) by a module in reward_modules."
+        yield ConfigIssue(f"{key}.name", f"found {yaml_text(name)}; there are {listed(names)}.{hint}{own_hint}")
         return
     try:
         find_reward(name).check_options(options)
@@ -262,33 +263,33 @@ def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
     for key, paths in wanted.items():
         for index, source in enumerate(paths):
             if problem := _source_problem(source.path):
-                yield ConfigIssue(f"{key}.{index}", f"found {found(source.path)}, {problem}")
+                yield ConfigIssue(f"{key}.{index}", f"found {yaml_text(source.path)}, {problem}")
     models = {role: getattr(config, role).path for role in ("critic", "reference", "reward_model")}
     models |= {f"reward.{index}": entry.path for index, entry in enumerate(config.reward)}
     for key, folder in models.items():
         if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
-            text = f"found {found(folder)}, which is not a Hugging Face folder with config.json."
+            text = f"found {yaml_text(folder)}, which is not a Hugging Face folder with config.json."
             yield ConfigIssue(f"{key}.path", text)
     for role in ("actor", "critic"):
         lora = getattr(config, role).lora
         if lora is not None and lora.path is not None and not (Path(lora.path) / "adapter_config.json").is_file():
             yield ConfigIssue(
-                f"{role}.lora.path", f"found {found(lora.path)}, which has no adapter_config.json of peft."
+                f"{role}.lora.path", f"found {yaml_text(lora.path)}, which has no adapter_config.json of peft."
             )
     for key, tokenizer in (("model", config.model.tokenizer), ("reference", config.reference.tokenizer)):
         if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
-            yield ConfigIssue(f"{key}.tokenizer", f"found {found(tokenizer)}, which does not exist.")
+            yield ConfigIssue(f"{key}.tokenizer", f"found {yaml_text(tokenizer)}, which does not exist.")
     resume = config.checkpoint.resume
     if resume not in RESUME_WORDS and not Path(resume).is_dir():
         kind = ", which is a file" if Path(resume).exists() else ""
         yield ConfigIssue(
             "checkpoint.resume",
-            f"found {found(resume)}{kind}; allowed: {listed(RESUME_WORDS)}, or the folder of a checkpoint.",
+            f"found {yaml_text(resume)}{kind}; allowed: {listed(RESUME_WORDS)}, or the folder of a checkpoint.",
         )
     replay = config.trainer.replay_rollouts
     if replay is not None and not Path(replay).is_dir():
         yield ConfigIssue(
-            "trainer.replay_rollouts", f"found {found(replay)}, which is not a folder of stored rollouts."
+            "trainer.replay_rollouts", f"found {yaml_text(replay)}, which is not a folder of stored rollouts."
         )
 
 
@@ -296,7 +297,7 @@ def _run_folder(config: Config) -> Iterator[ConfigIssue]:
     """Yield a mistake if the run folder cannot be created, judged by its nearest existing parent."""
     there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     if not there.is_dir():
-        yield ConfigIssue("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
+        yield ConfigIssue("run.dir", f"found {yaml_text(config.run.dir)}, but {there} is a file. Name another folder.")
         return
     # Create something for real: os.access returns true for root everywhere, /proc included.
     try:
@@ -304,7 +305,7 @@ def _run_folder(config: Config) -> Iterator[ConfigIssue]:
             pass
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        text = f"found {found(config.run.dir)}, but nothing can be made in {there} ({reason}). Name another folder."
+        text = f"found {yaml_text(config.run.dir)}, but nothing can be made in {there} ({reason}). Name another folder."
         yield ConfigIssue("run.dir", text)
 
 
@@ -342,7 +343,8 @@ def _source_problem(path: str) -> str:
 
 def _file_problem(path: Path) -> str:
     """Return what is wrong with a data file or a pattern of files, or ""."""
-    if glob.has_magic(str(path)):  # a pattern, as `megaverl.data` takes it
+    # `megaverl.data` accepts patterns, too.
+    if glob.has_magic(str(path)):
         return "" if glob.glob(str(path)) else "a pattern that no file matches."
     if path.suffix not in DATA_SUFFIXES:
         return f"whose suffix is not one of {listed(DATA_SUFFIXES)}."

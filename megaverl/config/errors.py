@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megaverl.config.section import BOUNDS, Fraction, NonNegativeFloat, PositiveFloat
-from megaverl.config.signatures import Registered, of_the_users_own, registered
+from megaverl.config.signatures import Registered, registered, user_function_signature
 from megaverl.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ class InvalidConfig(ConfigError):
         super().__init__("\n".join(lines))
 
 
-def found(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """Return `value` as YAML would write it, cut to 80 characters, for a message."""
     text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else repr(value)
     assert text is not None
@@ -160,7 +160,12 @@ def out_of_range(name: str, value: Any) -> str | None:
         TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError:
         limits = kind.__metadata__[0].metadata
-        ends = [f"{BOUNDS[at]} {getattr(each, at):g}" for each in limits for at in BOUNDS if hasattr(each, at)]
+        ends = [
+            f"{BOUNDS[bound]} {getattr(limit, bound):g}"
+            for limit in limits
+            for bound in BOUNDS
+            if hasattr(limit, bound)
+        ]
         return " and ".join(ends) or "a finite number"
     return None
 
@@ -175,64 +180,68 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def named_function(
-    key: str, registry: str, name: str, given: Sequence[str] | None = None, settable: Sequence[str] | None = None
+    key: str, registry: str, name: str, available: Sequence[str] | None = None, settable: Sequence[str] | None = None
 ) -> tuple[Registered | None, list[ConfigIssue]]:
     """Look up a function that the configuration names, and check what it reads.
 
     Args:
         key: the key that names it, for messages.
         registry: registry to search, unless `name` is written module:function.
-        given: inputs that the caller can supply. None: any.
+        available: inputs that the caller can supply. None: any.
         settable: options that a key can set. A function must not require others. None: any.
 
     Returns:
         The function's signature, or None if it is unknown; and the mistakes.
     """
     try:
-        function = of_the_users_own(name) if ":" in name else registered(registry)[name]
+        function = user_function_signature(name) if ":" in name else registered(registry)[name]
     except KeyError:
         known = registered(registry)
-        text = f"found {found(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
+        text = f"found {yaml_text(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
         return None, [ConfigIssue(key, f"{text}module:function.{did_you_mean(name, known)}")]
     except LookupError as error:
-        return None, [ConfigIssue(key, f"found {found(name)}: {error}.")]
+        return None, [ConfigIssue(key, f"found {yaml_text(name)}: {error}.")]
     mistakes = []
     inputs, required = (function.inputs, function.required) if function else ((), ())
-    if given is not None and (unknown := [each for each in inputs if each not in given]):
-        text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}."
+    if available is not None and (unknown := [parameter for parameter in inputs if parameter not in available]):
+        text = f"found {yaml_text(name)}, which reads {listed(unknown)}; it is given: {listed(available)}."
         mistakes.append(ConfigIssue(key, text))
-    if settable is not None and (missing := [each for each in required if each not in settable]):
+    if settable is not None and (missing := [parameter for parameter in required if parameter not in settable]):
         only = f"only {listed(settable)}" if settable else "none"
-        text = f"found {found(name)}, which needs the option {listed(missing)}, and {only} can be set. Give a default."
+        text = (
+            f"found {yaml_text(name)}, which needs the option {listed(missing)}, and {only} can be set. Give a default."
+        )
         mistakes.append(ConfigIssue(key, text))
     return function, mistakes
 
 
 def option_mistakes(
-    key: str, name: str, given: Mapping[str, Any], function: Registered, involves: str = "algorithm.name"
+    key: str, name: str, values: Mapping[str, Any], function: Registered, involves: str = "algorithm.name"
 ) -> Iterator[ConfigIssue]:
     """Yield mistakes in a function's options: unknown, missing, of a wrong type, or out of range.
 
     Args:
         key: key of the mapping that holds the options.
         name: the function, for messages.
-        given: the options as configured.
+        values: the options as configured.
         involves: key that chose the function.
     """
     options = function.options
-    for option, value in given.items():
+    for option, value in values.items():
         if option not in options:
             known = f" It has: {listed(sorted(options))}." if options else " It has none."
             yield ConfigIssue(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
         elif not options[option].accepts(value):
-            yield ConfigIssue(f"{key}.{option}", f"found {found(value)}; expected {options[option].type_text}.")
+            yield ConfigIssue(f"{key}.{option}", f"found {yaml_text(value)}; expected {options[option].type_text}.")
         elif expected := out_of_range(option, value):
-            yield ConfigIssue(f"{key}.{option}", f"found {found(value)}; expected {expected}.")
-    if wrong := out_of_order(given):
+            yield ConfigIssue(f"{key}.{option}", f"found {yaml_text(value)}; expected {expected}.")
+    if wrong := out_of_order(values):
         low, high = wrong
-        yield ConfigIssue(f"{key}.{low}", f"found {found(given[low])}; expected below {high}, {found(given[high])}.")
+        yield ConfigIssue(
+            f"{key}.{low}", f"found {yaml_text(values[low])}; expected below {high}, {yaml_text(values[high])}."
+        )
     for option in function.required:
-        if option not in given:
+        if option not in values:
             yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=(involves,))
 
 
@@ -252,15 +261,17 @@ def loss_mistakes(
     if signature is None:
         return
     yield from option_mistakes(f"{section}.options", name, options, signature, key)
-    of_policy = SINGLE_INPUTS if "desirable" in signature.inputs else PAIR_INPUTS
-    given: tuple[str, ...] = REWARD_INPUTS if registry == "reward_model_losses" else of_policy
-    given += ("margins",) if has_margins else ()
-    unknown = [each for each in signature.inputs if each not in given]
+    policy_inputs = SINGLE_INPUTS if "desirable" in signature.inputs else PAIR_INPUTS
+    available: tuple[str, ...] = REWARD_INPUTS if registry == "reward_model_losses" else policy_inputs
+    available += ("margins",) if has_margins else ()
+    unknown = [parameter for parameter in signature.inputs if parameter not in available]
     if "margins" in unknown and registry == "reward_model_losses":
         yield ConfigIssue(
             "preference.margin_key", f"is not set, and {name} reads margins. Name the column that holds them."
         )
     elif unknown:
-        yield ConfigIssue(key, f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}.")
+        yield ConfigIssue(
+            key, f"found {yaml_text(name)}, which reads {listed(unknown)}; it is given: {listed(available)}."
+        )
     if has_margins and "margins" not in signature.reads:
         yield ConfigIssue("preference.margin_key", f"is set, and {name} reads no margins. Leave it out.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.errors import ConfigIssue, yaml_text
 from megaverl.gpus import has_usable_gpu
 
 ENGINE = "transformer_engine"
@@ -139,7 +139,7 @@ def need_mistakes(role: str, parts: Mapping[str, Mapping[str, Any]], machine: Fi
     for part in NEEDS:
         for name, value in parts.get(part, {}).items():
             if why := why_not_there(part, name, value, machine, role):
-                yield ConfigIssue(f"{role}.{part}.{name}", f"found {found(value)}, which {why}")
+                yield ConfigIssue(f"{role}.{part}.{name}", f"found {yaml_text(value)}, which {why}")
 
 
 def fields_of(section: Any) -> dict[str, Mapping[str, Any]]:
@@ -155,8 +155,8 @@ def without_repeats(sections: Mapping[str, Any]) -> dict[str, dict[str, Mapping[
     actor = fields_of(sections["actor"]) if "actor" in sections else {}
     roles = {}
     for role, section in sections.items():
-        own = fields_of(section)
+        mappings = fields_of(section)
         if role != "actor":
-            own = {part: mapping for part, mapping in own.items() if mapping != actor.get(part)}
-        roles[role] = own
-    return {role: own for role, own in roles.items() if own}
+            mappings = {part: mapping for part, mapping in mappings.items() if mapping != actor.get(part)}
+        roles[role] = mappings
+    return {role: mappings for role, mappings in roles.items() if mappings}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, divisors, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, divisors, listed, yaml_text
 from megaverl.config.section import NonNegativeFloat, Positive, Section
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ def from_fsdp_config(value: Any) -> dict[str, Any]:
         ValueError: names the unusable entry and what is allowed.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"found {found(value)}; expected a mapping such as {{sharding_strategy: FULL_SHARD}}.")
+        raise ValueError(f"found {yaml_text(value)}; expected a mapping such as {{sharding_strategy: FULL_SHARD}}.")
     known = ["mixed_precision", *FsdpConfig.model_fields]
     if unknown := [str(key) for key in value if key not in known]:
         hint = did_you_mean(unknown[0], known) or f" Known here: {listed(known)}."
         raise ValueError(f"unknown key {unknown[0]}.{hint}")
-    section = {key: each for key, each in value.items() if key != "mixed_precision"}
+    section = {key: setting for key, setting in value.items() if key != "mixed_precision"}
     if isinstance(strategy := value.get("sharding_strategy"), str):
         name = strategy.rpartition(".")[2].upper()
         if name not in STRATEGIES:
             raise ValueError(
-                f"sharding_strategy: found {found(strategy)}; allowed: {listed(STRATEGIES)}."
+                f"sharding_strategy: found {yaml_text(strategy)}; allowed: {listed(STRATEGIES)}."
                 f"{did_you_mean(name, STRATEGIES)}"
             )
         section["sharding_strategy"] = STRATEGIES[name]
@@ -101,17 +101,17 @@ def _precision(value: Any) -> dict[str, str]:
         return {"param_dtype": _dtype("mixed_precision", value), "reduce_dtype": "float32"}
     if not isinstance(value, Mapping) or (set(value) - set(_PRECISION)):
         raise ValueError(
-            f"mixed_precision: found {found(value)}; expected true, false, a dtype, or a mapping of param_dtype and "
-            "reduce_dtype."
+            f"mixed_precision: found {yaml_text(value)}; expected true, false, a dtype, or a mapping of param_dtype "
+            "and reduce_dtype."
         )
-    return {key: _dtype(f"mixed_precision.{key}", each) for key, each in value.items()}
+    return {key: _dtype(f"mixed_precision.{key}", dtype) for key, dtype in value.items()}
 
 
 def _dtype(key: str, value: Any) -> str:
     """Return the canonical name of a dtype such as "bf16" or "torch.bfloat16"."""
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ValueError(f"{key}: found {found(value)}; allowed: {listed(_DTYPES)}.")
+        raise ValueError(f"{key}: found {yaml_text(value)}; allowed: {listed(_DTYPES)}.")
     return _DTYPES[name]
 
 
@@ -157,7 +157,9 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
             reads = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
             yield _unread(f"{role}.optimizer.{name}", "is set", reads, role)
     if (kind := optimizer.get("optimizer", "adam")) != "adam":
-        yield _unread(f"{role}.optimizer.optimizer", f"found {found(kind)}", "steps with torch's AdamW: use adam", role)
+        yield _unread(
+            f"{role}.optimizer.optimizer", f"found {yaml_text(kind)}", "steps with torch's AdamW: use adam", role
+        )
     # Adapters and torch.compile are built for whole weights; tensor parallelism splits them.
     if section.tp > 1:
         taken = {"lora": getattr(section, "lora", None) is not None, "fsdp.compile": section.fsdp.compile}

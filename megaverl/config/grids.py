@@ -38,7 +38,8 @@ _UNEVEN = (
 )
 
 
-CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`
+# Environment variable with the roles that this node takes (`--role`).
+CLAIMS = "MEGAVERL_ROLE"
 
 
 def used_roles(config: Config, command: str) -> list[str]:
@@ -106,7 +107,8 @@ def grid_mistakes(
         is_trained = role != "reward_model" or command == "reward" or config.trains_reward_model
         yield from _engine_mistakes(config, role, None if placed else world_size, is_trained=is_trained)
         if grid.engine == "fsdp" or (role != "actor" and _sizes(grid) == actor_sizes):
-            continue  # the same grid: what is wrong with it is reported for the actor
+            # The role has the actor's grid, whose mistakes are reported for the actor.
+            continue
         if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
             yield ConfigIssue(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
         if spec:
@@ -214,11 +216,11 @@ def _engine_mistakes(config: Config, role: str, num_ranks: int | None, *, is_tra
     A mistake in an inherited value is reported for the actor alone.
     """
     grid: GridConfig = getattr(config, role)
-    own = grid.fsdp.param_dtype
+    param_dtype = grid.fsdp.param_dtype
     trains = is_trained and isinstance(grid, TrainedConfig)
-    if grid.engine == "fsdp" and trains and (own or config.model.dtype) == "float16":
-        key = f"{role}.fsdp.param_dtype" if own else "model.dtype"
-        if role == "actor" or (own and grid.fsdp != config.actor.fsdp):
+    if grid.engine == "fsdp" and trains and (param_dtype or config.model.dtype) == "float16":
+        key = f"{role}.fsdp.param_dtype" if param_dtype else "model.dtype"
+        if role == "actor" or (param_dtype and grid.fsdp != config.actor.fsdp):
             text = "found 'float16'; under engine: fsdp losses are not scaled, as float16 needs. Use bfloat16."
             yield ConfigIssue(key, text, involves=(f"{role}.engine",))
     for issue in engine_mistakes(role, grid, num_ranks):
@@ -235,8 +237,8 @@ def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
 
 def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
     """Yield sizes of a role's grid that do not divide the model's dimensions."""
-    found = misfits(spec, tp=grid.tp, etp=grid.etp or grid.tp, ep=grid.ep)
-    for misfit in found:
+    misfitting = misfits(spec, tp=grid.tp, etp=grid.etp or grid.tp, ep=grid.ep)
+    for misfit in misfitting:
         yield ConfigIssue(
             f"{role}.{misfit.axis}", f"found {misfit.size}, which {misfit.reason}", involves=("model.path",)
         )

@@ -77,7 +77,14 @@ def _inside(kind: Any, part: str) -> Any:
 
 def section_of(kind: Any) -> type[BaseModel] | None:
     """Return the Section class among the alternatives of the annotation `kind`, or None."""
-    return next((each for each in _options(kind) if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    return next(
+        (
+            alternative
+            for alternative in _options(kind)
+            if isinstance(alternative, type) and issubclass(alternative, BaseModel)
+        ),
+        None,
+    )
 
 
 def list_entry(kind: Any) -> Any:

@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails
 
 from megaverl.config.algorithm_checks import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
-from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, listed, yaml_text
 from megaverl.config.fsdp import TRAINERS, from_fsdp_config
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.key_types import FLAT_NAMES
@@ -177,7 +177,8 @@ def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -
     config, mistakes = validate(source)
     world_size = world_size or _world_size(config)
     if mistakes or source.mistakes:
-        return {}, ""  # these are told, and the rest is judged without
+        # These mistakes are reported, and the rest of the configuration is checked without a choice.
+        return {}, ""
     if choose is None:
         source.add(keys[0], "is auto, which `megaverl train` and `megaverl plan --auto` decide on. Give a value here.")
     elif world_size is None:
@@ -197,13 +198,18 @@ def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -
 def _read(
     path: str | Path | Mapping[str, Any] | None, overrides: Sequence[Override], command: Command
 ) -> tuple[YamlSource, str]:
-    """Everything that was written, and the lengths that were not where the model needs others than the defaults."""
-    # of keys that depend on no other: the critic's and the reference's may be the actor's
+    """Read the file and the overrides, and fill in lengths that fit the model's context.
+
+    Returns:
+        The source, and a sentence about the chosen lengths, empty if none were chosen.
+    """
+    # Inherited sections have no defaults of their own: their values may be the actor's.
     defaults = {section: value for section, value in Config().to_dict().items() if section not in INHERITED}
     source = read_source(path, overrides, defaults)
     translate(source)
     lengths, choice = fitted_lengths(source.values, command)
-    if lengths:  # once more, since `${...}` may name one of them
+    # Read again with the chosen lengths as defaults, since a `${...}` elsewhere may refer to one of them.
+    if lengths:
         for key, length in lengths.items():
             put(defaults, key.split("."), length)
         source = read_source(path, overrides, defaults)
@@ -216,7 +222,8 @@ def _read(
 
 def _world_size(config: Config) -> int | None:
     """Return the number of ranks, or None if it is unknown until all nodes have met."""
-    if os.environ.get(CLAIMS):  # the roles' ranks are known when all nodes have met
+    # Roles are claimed node by node, so the number of ranks is known only after all nodes have connected.
+    if os.environ.get(CLAIMS):
         return None
     if os.environ.get("WORLD_SIZE", "").isdigit():
         return int(os.environ["WORLD_SIZE"])
@@ -234,14 +241,17 @@ def _first_of_each_key(mistakes: list[ConfigIssue]) -> list[ConfigIssue]:
     return list(kept.values())
 
 
-def _not_moot(found: list[ConfigIssue], earlier: list[ConfigIssue], source: YamlSource) -> list[ConfigIssue]:
+def _not_moot(
+    mistakes: list[ConfigIssue], earlier_mistakes: list[ConfigIssue], source: YamlSource
+) -> list[ConfigIssue]:
     """Return the mistakes that do not depend on a key which is itself wrong, with the places of their keys."""
-    wrong = [mistake.key for mistake in earlier]
-    if any(key.startswith("--") or key == BASE for key in wrong):  # a file could not be read
+    wrong = [mistake.key for mistake in earlier_mistakes]
+    # A file could not be read, so every later mistake may be a consequence.
+    if any(key.startswith("--") or key == BASE for key in wrong):
         return []
     return [
         ConfigIssue(mistake.key, mistake.message, source.place(mistake.key), mistake.involves)
-        for mistake in found
+        for mistake in mistakes
         if not any(_overlap(key, bad) for key in (mistake.key, *mistake.involves) for bad in wrong)
     ]
 
@@ -351,7 +361,7 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         return "is missing, and has no default. Give it a value."
     if kind == "invalid_key":
         return "a key must be text."
-    shown = f"found {found(detail['input'])}"
+    shown = f"found {yaml_text(detail['input'])}"
     if kind == "literal_error":
         allowed = str(context["expected"])
         names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
@@ -362,8 +372,8 @@ def _message(detail: ErrorDetails, path: Key) -> str:
     if kind == "folder_name":
         return f"{shown}, which {detail['msg']}."
     if kind == "string_pattern_mismatch":
-        own = "[A-Za-z_]" in str(context.get("pattern"))
-        return f"{shown}; expected {'module:function or file.py:function' if own else _NAME_LETTERS}."
+        is_function = "[A-Za-z_]" in str(context.get("pattern"))
+        return f"{shown}; expected {'module:function or file.py:function' if is_function else _NAME_LETTERS}."
     if kind in _EXPECTED:
         hint = f" auto is for {', '.join(AUTO_KEYS)}." if detail["input"] == AUTO else ""
         return f"{shown}; expected {_EXPECTED[kind]}.{hint}"
@@ -407,9 +417,11 @@ def _without(values: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, An
         elif isinstance(around, list) and isinstance(part, int) and part < len(around):
             around = around[part]
         elif isinstance(around, dict) and loc[0] in INHERITED and len(loc) > 1:
-            return values  # the actor's value, which goes where the actor's own is taken away
+            # The role inherited this value: it goes away when the actor's own is removed.
+            return values
         else:
-            break  # below here pydantic names what it made of the value, not what was written
+            # From here on pydantic's path names what it converted the value to, not what the user wrote.
+            break
     if removable is not None:
         del removable[0][removable[1]]
     return values
@@ -442,7 +454,7 @@ def _engine(value: Any) -> Any:
         return value
     if value not in ENGINES:
         raise ValueError(
-            f"found {found(value)}; allowed: {listed(ENGINES)} (who generates); {listed(TRAINERS)} (who trains)."
+            f"found {yaml_text(value)}; allowed: {listed(ENGINES)} (who generates); {listed(TRAINERS)} (who trains)."
         )
     return ENGINES[value]
 
@@ -454,7 +466,7 @@ def _trainer(value: Any) -> Any:
         ValueError: an unknown engine.
     """
     if value not in TRAINERS:
-        raise ValueError(f"found {found(value)}; allowed: {listed(TRAINERS)}.")
+        raise ValueError(f"found {yaml_text(value)}; allowed: {listed(TRAINERS)}.")
     return value
 
 
@@ -497,7 +509,8 @@ def translate(source: YamlSource) -> None:
         if isinstance(value, dict) and isinstance(existing, dict):
             value = {**existing, **value} if over > 0 else {**value, **existing}
         elif over < 0:
-            continue  # laid over this one
+            # A value that was written under the new name has priority.
+            continue
         if not put(source.values, key.split("."), value):
             source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")
         else:
@@ -511,7 +524,7 @@ def translate(source: YamlSource) -> None:
 def _check_engine(source: YamlSource, engine: Any) -> None:
     """Report unknown keys in `engine`. The section exists in the flat form only, so no schema would refuse them."""
     if "engine" in source.values and not isinstance(engine, dict):
-        source.add("engine", f"found {found(engine)}; expected a mapping (key: value).")
+        source.add("engine", f"found {yaml_text(engine)}; expected a mapping (key: value).")
         source.values.pop("engine")
         return
     known = [name.partition(".")[2] for name in FLAT if name.startswith("engine.")]
@@ -528,7 +541,7 @@ def _per_gpu(value: Any, num_gpus: Any) -> int:
         ValueError: the value is no positive integer, or the number of GPUs is missing.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"found {found(value)}; expected an integer of at least 1.")
+        raise ValueError(f"found {yaml_text(value)}; expected an integer of at least 1.")
     if not isinstance(num_gpus, int) or isinstance(num_gpus, bool) or num_gpus < 1:
         raise ValueError(
             f"is per GPU, and {NUM_GPUS} does not say how many there are. Set it, or data.prompts_per_step instead."
@@ -538,7 +551,8 @@ def _per_gpu(value: Any, num_gpus: Any) -> int:
 
 def _move_places(source: YamlSource, old: Key, new: Key, is_over: bool) -> None:
     """Move the recorded places of a key, or of a whole section, to its new name."""
-    if len(old) == 1 and isinstance(value_at(source.values, new), dict):  # a whole section under another name
+    # A whole section was moved, so all places below it move as well.
+    if len(old) == 1 and isinstance(value_at(source.values, new), dict):
         for path in [path for path in source.places if path[:1] == old]:
             place = source.places.pop(path)
             if is_over or (*new, *path[1:]) not in source.places:

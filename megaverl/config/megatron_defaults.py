@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def ddp_defaults(given: Mapping[str, Any], *, replicas: int, on_gpus: bool) -> dict[str, Any]:
-    """Return the DistributedDataParallelConfig fields of a run: megaverl's defaults, overridden by `given`.
+def ddp_defaults(overrides: Mapping[str, Any], *, replicas: int, on_gpus: bool) -> dict[str, Any]:
+    """Return the DistributedDataParallelConfig fields of a run: megaverl's defaults, overridden by `overrides`.
 
     - The optimizer is sharded over the data-parallel ranks.
     - Gradients accumulate and are reduced in float32. megatron-core would use the model's dtype, and in bfloat16 a sum
@@ -16,7 +16,7 @@ def ddp_defaults(given: Mapping[str, Any], *, replicas: int, on_gpus: bool) -> d
       compete with the backward pass for cores.
 
     Args:
-        given: the mapping `{role}.ddp` of the configuration.
+        overrides: the mapping `{role}.ddp` of the configuration.
         replicas: data-parallel ranks times context-parallel ranks of the role's grid.
         on_gpus: whether the role's ranks compute on GPUs.
     """
@@ -25,4 +25,4 @@ def ddp_defaults(given: Mapping[str, Any], *, replicas: int, on_gpus: bool) -> d
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": on_gpus and replicas > 1,
     }
-    return defaults | dict(given)
+    return defaults | dict(overrides)

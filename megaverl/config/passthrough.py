@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed, nearest
+from megaverl.config.errors import ConfigIssue, did_you_mean, listed, nearest, yaml_text
 from megaverl.config.field_ranges import field_out_of_range
 from megaverl.config.signatures import DTYPES, External, class_fields, installed_version
 from megaverl.plugins import load_object
@@ -20,49 +20,150 @@ from megaverl.plugins import load_object
 _FROM_MODEL = "It comes from the model's config.json."
 _DTYPE = "Use model.dtype."
 _GLOBAL_GROUPS = "megatron-core reads its global process groups for it, which are not made here."
-_HOOK = "The training step installs its own."
+_STEP_INSTALLS_IT = "The training step installs its own."
 _NO_TEXT = "megaverl hands vLLM token ids and takes token ids back."
 
-_HALF = (
+_PARAMETERS_KEEP_DTYPE = (
     "Parameters stay in model.dtype, which layouts, checkpoints and the engines know; {role}.megatron.fp8 computes in "
     "8 bits with them."
 )
-_CUT = (
+_LAYOUT_IS_FIXED = (
     "Layouts, checkpoints and the engines know weights as {role}.tp, ep and etp cut them, each tensor for itself, gate "
     "and up one after the other."
 )
 
 # Fields that define the model. Another value would train another model than the folder holds and the engine runs.
-_SHAPES_THE_MODEL = """
-    activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
-    apply_residual_connection_post_layernorm attention_output_gate dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
-    dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved
-    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk
-    dsa_indexer_topk_freq dsa_indexer_use_sparse_loss experimental_attention_variant ffn_hidden_size
-    gated_linear_unit glu_linear_offset heterogeneous_block_specs hidden_size is_hybrid_model kv_channels
-    layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-    linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_head_dim mamba_num_groups
-    mamba_num_heads mamba_state_dim moe_apply_probs_on_input moe_ffn_hidden_size moe_latent_size moe_layer_freq
-    moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
-    moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
-    moe_shared_expert_intermediate_size mrope_section multi_latent_attention no_rope_freq normalization
-    num_attention_heads num_layers num_moe_experts num_query_groups qk_l2_norm qk_layernorm rotary_interleaved
-    softmax_scale softmax_type window_attn_skip_freq window_size
-"""
+_SHAPES_THE_MODEL = (
+    "activation_func",
+    "activation_func_clamp_value",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_k_norm_epsilon",
+    "dsa_indexer_k_norm_fp32",
+    "dsa_indexer_loss_coeff",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_rope_interleaved",
+    "dsa_indexer_rotate_activation",
+    "dsa_indexer_scoring_relu",
+    "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_topk",
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_use_sparse_loss",
+    "experimental_attention_variant",
+    "ffn_hidden_size",
+    "gated_linear_unit",
+    "glu_linear_offset",
+    "heterogeneous_block_specs",
+    "hidden_size",
+    "is_hybrid_model",
+    "kv_channels",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "mamba_state_dim",
+    "moe_apply_probs_on_input",
+    "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_layer_freq",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_limited_devices",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
+    "mrope_section",
+    "multi_latent_attention",
+    "no_rope_freq",
+    "normalization",
+    "num_attention_heads",
+    "num_layers",
+    "num_moe_experts",
+    "num_query_groups",
+    "qk_l2_norm",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "softmax_scale",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "window_size",
+)
 _CHOOSES_EXPERTS = (
     "Tokens would go to other experts than in the engine: what is sampled would not be the trained policy."
 )
-_FURTHER_TOKENS = """
-    mtp_num_layers mtp_loss_scaling_factor mtp_standalone mtp_detach_heads mtp_use_repeated_layer
-    mtp_hybrid_override_pattern
-"""
+_FURTHER_TOKENS = (
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "mtp_standalone",
+    "mtp_detach_heads",
+    "mtp_use_repeated_layer",
+    "mtp_hybrid_override_pattern",
+)
 _NO_CLIP = "Megatron-LM's training loop clips what attention asks for after each step; steps are taken here without it."
 
 
-def _all_of(names: str, why: str) -> dict[str, str]:
-    """Return a table that gives every name the same reason."""
-    return dict.fromkeys(names.split(), why)
+# Fields that would split or lay out weights differently.
+_WEIGHT_SPLITS = (
+    "tensor_parallel_num_weight_shards",
+    "gtp_weight_remat_size",
+    "expert_tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "moe_single_grouped_weight",
+    "moe_single_grouped_bias",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+)
 
+# Fields of maximal update parametrization (muP).
+_MUP = (
+    "use_mup",
+    "mup_width_mult",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
+)
+
+# Fields that hold functions of Megatron-LM's training loop.
+_HOOKS = (
+    "timers",
+    "grad_scale_func",
+    "moe_grad_scale_func",
+    "mtp_grad_scale_func",
+    "experimental_attention_variant_loss_scale_func",
+    "finalize_model_grads_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+)
+
+# Options of the Muon optimizer.
+_MUON = (
+    "muon_momentum",
+    "muon_split_qkv",
+    "muon_use_nesterov",
+    "muon_scale_mode",
+    "muon_fp32_matmul_prec",
+    "muon_num_ns_steps",
+    "muon_tp_mode",
+    "muon_extra_scale_factor",
+)
 
 MEGATRON: dict[str, str] = {
     "tensor_model_parallel_size": "Use {role}.tp.",
@@ -75,60 +176,33 @@ MEGATRON: dict[str, str] = {
     ),
     "expert_model_parallel_size": "Use {role}.ep.",
     "expert_tensor_parallel_size": "Use {role}.etp.",
-    **_all_of(_SHAPES_THE_MODEL, _FROM_MODEL),
+    **dict.fromkeys(_SHAPES_THE_MODEL, _FROM_MODEL),
     **dict.fromkeys(("moe_router_force_load_balancing", "moe_router_force_biased"), _CHOOSES_EXPERTS),
-    **_all_of(_FURTHER_TOKENS, "Heads that predict tokens further on are not trained here."),
+    **dict.fromkeys(_FURTHER_TOKENS, "Heads that predict tokens further on are not trained here."),
     **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"), _NO_CLIP),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
-    "fp8_param": _HALF,
-    **_all_of(
-        """
-            tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards
-            expert_gtp_weight_remat_size moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size
-            moe_single_grouped_weight moe_single_grouped_bias use_grouped_gemm_for_dense_mlp
-            use_grouped_gemm_for_shared_expert
-        """,
-        _CUT,
-    ),
-    **_all_of(
-        """
-            use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
-            mup_attn_scale_power
-        """,
-        "The engines compute no such scales: what is sampled would not be the trained policy.",
-    ),
+    "fp8_param": _PARAMETERS_KEEP_DTYPE,
+    **dict.fromkeys(_WEIGHT_SPLITS, _LAYOUT_IS_FIXED),
+    **dict.fromkeys(_MUP, "The engines compute no such scales: what is sampled would not be the trained policy."),
     "moe_expert_rank_capacity_factor": "Dropped tokens would make the trained policy another one than the sampled.",
     **dict.fromkeys(("config_logger_dir", "test_mode"), _GLOBAL_GROUPS),
     "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
     "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
     "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
-    **_all_of(
-        """
-            timers grad_scale_func moe_grad_scale_func mtp_grad_scale_func
-            experimental_attention_variant_loss_scale_func finalize_model_grads_func no_sync_func
-            grad_sync_func param_sync_func
-        """,
-        _HOOK,
-    ),
+    **dict.fromkeys(_HOOKS, _STEP_INSTALLS_IT),
 }
 
 OPTIMIZER: dict[str, str] = {
     **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
-    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
-    "timers": _HOOK,
+    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _PARAMETERS_KEEP_DTYPE),
+    "timers": _STEP_INSTALLS_IT,
     "config_logger_dir": _GLOBAL_GROUPS,
     "overlap_param_gather_with_optimizer_step": "Steps are whole. Use {role}.ddp.overlap_param_gather.",
     "grad_norm_skip_threshold": "Use coordinator.skip_above.",
     "use_layer_wise_distributed_optimizer": "Use {role}.ddp.use_distributed_optimizer.",
     "log_num_zeros_in_grad": "Zeros of gradients are not reported.",
     "optimizer_cuda_graph": "Megatron-LM's training loop captures its graph; steps are taken here without it.",
-    **_all_of(
-        """
-            muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
-            muon_tp_mode muon_extra_scale_factor
-        """,
-        "Muon is not built here: optimizers are adam and sgd.",
-    ),
+    **dict.fromkeys(_MUON, "Muon is not built here: optimizers are adam and sgd."),
 }
 
 SCHEDULER: dict[str, str] = {
@@ -139,8 +213,31 @@ SCHEDULER: dict[str, str] = {
     "override_opt_param_scheduler": "See checkpoint.resume.",
 }
 
+# Fields that only Megatron's FSDP reads.
+_MEGATRON_FSDP = (
+    "data_parallel_sharding_strategy",
+    "outer_dp_sharding_strategy",
+    "suggested_communication_unit_size",
+    "preserve_fp32_weights",
+    "keep_fp8_transpose_cache",
+    "gradient_reduce_div_fusion",
+    "fsdp_double_buffer",
+    "fsdp_manual_registration",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fsdp_all_gather_in_start_param_sync",
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+    "megatron_fsdp_use_decoupled_grad",
+    "megatron_fsdp_cuda_graph_mode",
+    "megatron_fsdp_enable_fine_grained_param_gather",
+    "megatron_fsdp_max_pool_double_buffer",
+)
+
 DDP: dict[str, str] = {
-    **dict.fromkeys(("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
+    **dict.fromkeys(
+        ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _PARAMETERS_KEEP_DTYPE
+    ),
     "num_buckets": "Megatron-LM's training loop alone reads it. Use {role}.ddp.bucket_size.",
     "num_distributed_optimizer_instances": "One optimizer is sharded over all data-parallel ranks.",
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
@@ -148,15 +245,8 @@ DDP: dict[str, str] = {
         ("use_megatron_fsdp", "use_custom_fsdp"),
         "megaverl reshards from Megatron's own layout, not from Megatron-FSDP's. Use {role}.engine: fsdp.",
     ),
-    **_all_of(
-        """
-            data_parallel_sharding_strategy outer_dp_sharding_strategy suggested_communication_unit_size
-            preserve_fp32_weights keep_fp8_transpose_cache gradient_reduce_div_fusion fsdp_double_buffer
-            fsdp_manual_registration fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync
-            megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype
-            megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode
-            megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
-        """,
+    **dict.fromkeys(
+        _MEGATRON_FSDP,
         "Only Megatron's FSDP reads it, and that is not used. {role}.ddp.use_distributed_optimizer, which is on unless "
         "it is set to false, shards the optimizer over the data-parallel ranks; {role}.engine: fsdp shards gradients "
         "and weights as well ({role}.fsdp.sharding_strategy).",
@@ -176,6 +266,25 @@ SAMPLING: dict[str, str] = {
     ),
     **dict.fromkeys(("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval"), _NO_TEXT),
 }
+
+# Fields of parallelism that vLLM would set up itself.
+_VLLM_PARALLELISM = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "data_parallel_rank",
+    "data_parallel_start_rank",
+    "data_parallel_size_local",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_backend",
+    "data_parallel_hybrid_lb",
+    "data_parallel_external_lb",
+    "data_parallel_multi_port_external_lb",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+)
 
 _ONE_ENGINE = "Replicas come from the world's size and rollout.tp."
 _IN_PLACE = "Weights are updated in place, adapters merged into them."
@@ -199,15 +308,7 @@ VLLM: dict[str, str] = {
     ),
     **dict.fromkeys(("generation_config", "override_generation_config"), "Use rollout.sampling."),
     "quantization_config": "Use rollout.vllm.quantization: fp8_per_block or fp8_per_tensor.",
-    **_all_of(
-        """
-            pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank
-            data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend
-            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb nnodes
-            node_rank master_addr master_port
-        """,
-        _ONE_ENGINE,
-    ),
+    **dict.fromkeys(_VLLM_PARALLELISM, _ONE_ENGINE),
 }
 
 
@@ -364,7 +465,7 @@ def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) ->
 
 
 def _check(
-    at: str,
+    prefix: str,
     mapping: dict[Any, Any],
     target: PassthroughClass,
     fields: dict[str, External] | None,
@@ -373,26 +474,30 @@ def _check(
     """Yield mistakes in one mapping: owned or unknown fields, wrong types, numbers out of range, unsupported values.
 
     Args:
-        at: key of the mapping.
+        prefix: key of the mapping.
         fields: fields of the installed class, or None if the package is not installed.
     """
-    role = at.split(".")[0]
+    role = prefix.split(".")[0]
     for name, value in mapping.items():
-        key = f"{at}.{name}"
+        key = f"{prefix}.{name}"
         if name in target.owned and (name, value) != _NOTHING_SHARDED:
             yield ConfigIssue(key, f"is set by megaverl. {target.owned[name].format(role=role)}", place(key))
         elif fields is not None and (name not in fields or str(name).startswith("_")):
-            yield ConfigIssue(key, f"{target.owner} has no such field.{_suggest(at, str(name), target)}", place(key))
+            yield ConfigIssue(
+                key, f"{target.owner} has no such field.{_suggest(prefix, str(name), target)}", place(key)
+            )
         elif fields is not None and not fields[name].accepts(value):
-            yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
+            yield ConfigIssue(key, f"found {yaml_text(value)}; {_allowed(value, fields[name], target)}", place(key))
         elif expected := field_out_of_range(target.name, str(name), value):
-            yield ConfigIssue(key, f"found {found(value)}; expected {expected}.", place(key))
+            yield ConfigIssue(key, f"found {yaml_text(value)}; expected {expected}.", place(key))
         elif (built := target.values.get(name)) is not None:
-            given = value if isinstance(value, list) else [value]
+            choices = value if isinstance(value, list) else [value]
             # A dtype may be written as torch.float32, too.
-            if wrong := [each for each in given if each is not None and str(each).removeprefix("torch.") not in built]:
+            if wrong := [
+                choice for choice in choices if choice is not None and str(choice).removeprefix("torch.") not in built
+            ]:
                 hint = did_you_mean(str(wrong[0]), built)
-                message = f"found {found(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
+                message = f"found {yaml_text(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
                 yield ConfigIssue(key, message, place(key))
 
 
@@ -462,7 +567,8 @@ def _hints(cls: type) -> dict[str, Any]:
     """Return the class's annotations, unresolved if they exist for type checkers only."""
     try:
         return get_type_hints(cls)
-    except (NameError, TypeError):  # annotations that exist for type checkers only
+    # Some annotations exist only for type checkers.
+    except (NameError, TypeError):
         return dict(getattr(cls, "__annotations__", {}))
 
 

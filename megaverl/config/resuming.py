@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.errors import ConfigIssue, yaml_text
 from megaverl.config.schema import Config
 from megaverl.config.section import section_at
 
@@ -198,7 +198,7 @@ class Change:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: {found(self.before)} -> {found(self.now)}"
+        return f"{self.key}: {yaml_text(self.before)} -> {yaml_text(self.now)}"
 
     @property
     def shapes_responses(self) -> bool:
@@ -236,7 +236,8 @@ def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
     fix = "Set it back, or start a new run from the saved weights: another run.name, or checkpoint.resume=never."
     return [
         ConfigIssue(
-            change.key, f"was {found(change.before)} in {checkpoint}, is {found(change.now)}. {change.why} {fix}"
+            change.key,
+            f"was {yaml_text(change.before)} in {checkpoint}, is {yaml_text(change.now)}. {change.why} {fix}",
         )
         for change in differences
         if change.outcome == "refused"

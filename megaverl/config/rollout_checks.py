@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, is_number, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, is_number, listed, yaml_text
 from megaverl.config.grids import used_roles
 from megaverl.config.roles import SAMPLING, RolloutConfig
 from megaverl.config.run import DataConfig
@@ -165,7 +165,7 @@ def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if not (is_number(temperature) and temperature > 0):
         yield ConfigIssue(
             "rollout.sampling.temperature",
-            f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
+            f"found {yaml_text(temperature)}; expected above 0, since the loss divides logits by it. "
             "For greedy validation use trainer.validation_sampling.temperature=0.",
         )
 
@@ -177,10 +177,10 @@ def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
         return
     if not isinstance(method, str) or method not in QUANTIZATIONS:
         hint = did_you_mean(method, QUANTIZATIONS) if isinstance(method, str) else ""
-        text = f"found {found(method)}; weights that come from an actor can be {listed(QUANTIZATIONS)}.{hint}"
+        text = f"found {yaml_text(method)}; weights that come from an actor can be {listed(QUANTIZATIONS)}.{hint}"
         yield ConfigIssue(key, text)
     if config.model.dtype == "float32":
-        text = f"found {found(method)}, and vLLM quantises engines of 16 bits only. Set model.dtype=bfloat16."
+        text = f"found {yaml_text(method)}, and vLLM quantises engines of 16 bits only. Set model.dtype=bfloat16."
         yield ConfigIssue(key, text, involves=("model.dtype",))
 
 
@@ -205,7 +205,7 @@ def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if trainer.rollout_only and resume not in ("auto", "unfinished", "never"):
         yield ConfigIssue(
             "checkpoint.resume",
-            f"found {found(resume)}; trainer.rollout_only generates with the weights of model.path. "
+            f"found {yaml_text(resume)}; trainer.rollout_only generates with the weights of model.path. "
             "Name a checkpoint's Hugging Face folder there.",
         )
 
@@ -220,7 +220,7 @@ def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
     names = ["accuracy", "reward", *(entry.label for entry in config.reward)]
     if dynamic.metric not in names:
         hint = did_you_mean(dynamic.metric, names)
-        yield ConfigIssue(f"{key}.metric", f"found {found(dynamic.metric)}; there are: {listed(names)}.{hint}")
+        yield ConfigIssue(f"{key}.metric", f"found {yaml_text(dynamic.metric)}; there are: {listed(names)}.{hint}")
     if config.algorithm.group_size < 2:
         yield ConfigIssue(
             "algorithm.group_size",
@@ -239,7 +239,8 @@ def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if config.trainer.replay_rollouts is not None:
         yield ConfigIssue(
             f"{key}.metric",
-            f"found {found(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave it out.",
+            f"found {yaml_text(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. "
+            "Leave it out.",
             involves=("trainer.replay_rollouts",),
         )
 
@@ -257,11 +258,11 @@ def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int]
         The chosen lengths by key, and a sentence for the user; both empty if the defaults fit.
     """
     prompt, response = _at(values, PROMPT), _at(values, RESPONSE)
-    own = _at(values, OWN_RESPONSE.get(command, RESPONSE))
-    limit = response if own is None or own is MISSING else own
-    given = [length for length in (prompt, response, limit) if length is not MISSING]
+    command_limit = _at(values, OWN_RESPONSE.get(command, RESPONSE))
+    limit = response if command_limit is None or command_limit is MISSING else command_limit
+    known_lengths = [length for length in (prompt, response, limit) if length is not MISSING]
     context = _context(_at(values, "model.path"))
-    if context is None or not all(isinstance(length, int) and length > 0 for length in given):
+    if context is None or not all(isinstance(length, int) and length > 0 for length in known_lengths):
         return {}, ""
     fitted = {}
     if prompt is MISSING:
@@ -281,13 +282,13 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
     """Yield a mistake if the longest sample exceeds the model's context or a role's micro-batch."""
     max_tokens = config.rollout.sampling["max_tokens"]
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        yield ConfigIssue(RESPONSE, f"found {found(max_tokens)}; expected an integer of at least 1.")
+        yield ConfigIssue(RESPONSE, f"found {yaml_text(max_tokens)}; expected an integer of at least 1.")
         return
     response, length = RESPONSE, max_tokens
     if command in OWN_RESPONSE:
         section, _, name = OWN_RESPONSE[command].partition(".")
-        if (own := getattr(getattr(config, section), name)) is not None:
-            response, length = OWN_RESPONSE[command], own
+        if (command_limit := getattr(getattr(config, section), name)) is not None:
+            response, length = OWN_RESPONSE[command], command_limit
     longest = config.data.max_prompt_tokens + length
     both = f"{PROMPT}={config.data.max_prompt_tokens} + {response}={length} = {longest}"
     if spec and longest > spec.max_positions:
@@ -375,18 +376,19 @@ def environment_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if config.estimator_reads("greedy_rewards"):
         yield ConfigIssue(
             "environment.name",
-            f"found {found(environment.name)}, but {config.algorithm.advantage_name} takes a greedy response for its "
-            "baseline, and there is none of an episode. Use another estimator, such as turn_grpo or grpo.",
+            f"found {yaml_text(environment.name)}, but {config.algorithm.advantage_name} takes a greedy response for "
+            "its baseline, and there is none of an episode. Use another estimator, such as turn_grpo or grpo.",
             involves=("algorithm.name", "algorithm.advantage"),
         )
-    if ":" in environment.name:  # not imported by a check: a user's module may need what a rank has
+    # A user's environment is not imported here: its module may need things that only a started rank has.
+    if ":" in environment.name:
         return
     names = environment_names()
     if environment.name not in names:
         hint = did_you_mean(environment.name, names)
         yield ConfigIssue(
             "environment.name",
-            f"found {found(environment.name)}; there are: {listed(names)}, or a class of your own as "
+            f"found {yaml_text(environment.name)}; there are: {listed(names)}, or a class of your own as "
             f"module:object.{hint}",
         )
         return
@@ -454,10 +456,10 @@ def _server_sampling(config: Config) -> Iterator[ConfigIssue]:
             involves=("rollout.servers.kind",),
         )
     known = {*_ALL_SERVERS_KNOW, *SGLANG_SAMPLING}
-    for key, given in (
+    for key, sampling in (
         ("rollout.sampling", config.rollout.sampling),
         ("trainer.validation_sampling", config.trainer.validation_sampling),
     ):
-        for name in given.keys() - known:
+        for name in sampling.keys() - known:
             text = f"is not among what SGLang's server is asked for: {listed(sorted(known))}. Leave it out."
             yield ConfigIssue(f"{key}.{name}", text, involves=("rollout.servers.kind",))

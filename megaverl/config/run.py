@@ -39,7 +39,8 @@ def _names_a_folder(name: str) -> str:
     return name
 
 
-MOST_NAME_BYTES = 200  # a file system takes 255, and files beside the folder add an ending
+# File systems allow 255 bytes. Files beside the folder add an ending to its name.
+MOST_NAME_BYTES = 200
 RunName = Annotated[str, Field(min_length=1, pattern=r"^[\w.+=,@-]+$"), AfterValidator(_names_a_folder)]
 
 
@@ -248,8 +249,12 @@ def _with_name(entry: Any) -> Any:
     if not isinstance(entry, dict) or entry.keys() & {"name", "function", "path", "options"}:
         return entry
     if "url" in entry:
-        own = {key: value for key, value in entry.items() if key in RewardConfig.model_fields}
-        return {**own, "name": "served", "options": {key: value for key, value in entry.items() if key not in own}}
+        reward_keys = {key: value for key, value in entry.items() if key in RewardConfig.model_fields}
+        return {
+            **reward_keys,
+            "name": "served",
+            "options": {key: value for key, value in entry.items() if key not in reward_keys},
+        }
     named = [key for key, value in entry.items() if key not in RewardConfig.model_fields and isinstance(value, dict)]
     if len(named) != 1:
         return entry
@@ -320,7 +325,8 @@ class SFTConfig(Section):
     """Longest answer; a longer one is an error. null: rollout.sampling.max_tokens."""
 
 
-RESUME_WORDS = ("auto", "latest", "unfinished", "never")  # what `checkpoint.resume` may be besides a folder
+# Values of `checkpoint.resume` that are not a folder.
+RESUME_WORDS = ("auto", "latest", "unfinished", "never")
 
 
 class CheckpointConfig(Section):

@@ -135,12 +135,15 @@ class Config(Section):
             return raw
         raw = dict(raw)
         for role, shared in INHERITED.items():
-            actor, own = _mapping(raw.get("actor")), raw.get(role, {})
-            if isinstance(own, dict):
-                theirs = actor.get("engine", "megatron")
+            actor, section = _mapping(raw.get("actor")), raw.get(role, {})
+            if isinstance(section, dict):
+                actor_engine = actor.get("engine", "megatron")
                 # Settings of one engine make no sense for a role that runs on another.
-                left = () if own.get("engine", theirs) == theirs else OF_ONE_ENGINE
-                raw[role] = {**{key: actor[key] for key in shared if key in actor and key not in left}, **own}
+                not_inherited = () if section.get("engine", actor_engine) == actor_engine else OF_ONE_ENGINE
+                raw[role] = {
+                    **{key: actor[key] for key in shared if key in actor and key not in not_inherited},
+                    **section,
+                }
         if not _mapping(raw.get("data")).get("validation") and isinstance(raw.get("trainer", {}), dict):
             raw["trainer"] = {"validate_every": 0, **raw.get("trainer", {})}
         return raw
@@ -238,7 +241,7 @@ class Config(Section):
     @property
     def mixes_reward_model(self) -> bool:
         """Return whether an entry of `mix` trains a reward model of `reward`."""
-        return any(each.update == "reward_model" for each in self.mix)
+        return any(entry.update == "reward_model" for entry in self.mix)
 
     @property
     def scores_by_megatron(self) -> bool:
@@ -252,7 +255,8 @@ class Config(Section):
         That needs the same base model, in the same layout, on the same ranks.
         """
         actor, reference, place = self.actor, self.reference, self.placement
-        if self.algorithm.divergence_name is not None:  # of a teacher hidden states are read, of an actor logits
+        # A teacher is asked for hidden states, an actor for logits. One pass cannot give both.
+        if self.algorithm.divergence_name is not None:
             return False
         alike = all(getattr(actor, name) == getattr(reference, name) for name in LAID_OUT_BY)
         here = place.reference in (None, "actor", place.actor)

@@ -76,18 +76,18 @@ def over(defaults: dict[str, Any]) -> BeforeValidator:
     return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
 
 
-def known_or_own(names: Sequence[str], own: str) -> AfterValidator:
+def known_or_own(names: Sequence[str], plugin_form: str) -> AfterValidator:
     """Return a validator that accepts one of `names`, or a user's plug-in with a colon in it.
 
     Anything else fails with pydantic's error type for a Literal, so messages read alike.
 
     Args:
-        own: how a plug-in is written, such as "module:function", for the message.
+        plugin_form: how a plug-in is written, such as "module:function", for the message.
     """
 
     def check(value: str) -> str:
         if value not in names and not all(value.rpartition(":")[::2]):
-            raise PydanticCustomError("literal_error", "unknown name", {"expected": ", ".join([*names, own])})
+            raise PydanticCustomError("literal_error", "unknown name", {"expected": ", ".join([*names, plugin_form])})
         return value
 
     return AfterValidator(check)

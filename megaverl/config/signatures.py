@@ -87,15 +87,16 @@ class SourceModule:
                     dotted = "." * imported.level + (imported.module or "")
                     try:
                         module = source_module(importlib.util.resolve_name(dotted, package))
-                    except ImportError:  # relative, in a file that is in no package
+                    # A relative import in a file that belongs to no package.
+                    except ImportError:
                         return None
                     return module.resolve(alias.name, depth - 1) if module else None
         return None
 
     def class_named(self, name: str) -> tuple[ast.ClassDef, SourceModule] | None:
         """Return the class `name` and the module that defines it, or None."""
-        found = self.resolve(name)
-        return (found[0], found[1]) if found and isinstance(found[0], ast.ClassDef) else None
+        resolved = self.resolve(name)
+        return (resolved[0], resolved[1]) if resolved and isinstance(resolved[0], ast.ClassDef) else None
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef]:
@@ -192,10 +193,14 @@ def _named(name: str, module: SourceModule) -> Any:
 
 def _members(node: ast.ClassDef) -> list[str]:
     """Return the names of an Enum's members; empty for any other class."""
-    if not any("Enum" in ast.unparse(base) for base in [*node.bases, *(each.value for each in node.keywords)]):
+    if not any(
+        "Enum" in ast.unparse(base) for base in [*node.bases, *(statement.value for statement in node.keywords)]
+    ):
         return []
-    targets = [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
-    return [each.id for each in targets if isinstance(each, ast.Name) and not each.id.startswith("_")]
+    targets = [target for statement in node.body if isinstance(statement, ast.Assign) for target in statement.targets]
+    return [
+        statement.id for statement in targets if isinstance(statement, ast.Name) and not statement.id.startswith("_")
+    ]
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -212,7 +217,8 @@ def source_file(module: str) -> tuple[Path, bool] | None:
 
     Parent packages are located without executing them, unlike with `find_spec` of a dotted name.
     """
-    if module.endswith(".py"):  # a file of the user's own
+    # A file of the user, not a module on the path.
+    if module.endswith(".py"):
         return (Path(module), False) if Path(module).is_file() else None
     top, *rest = module.split(".")
     search_working_folder()
@@ -256,21 +262,30 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
             fields |= class_fields(inherited[1].name, inherited[0].name) or {}
     body = node.body
     # A field's documentation is the string statement right after it.
-    for each, following in zip(body, [*body[1:], None], strict=True):
-        match each:
-            case ast.AnnAssign(target=ast.Name(id=key)) if "ClassVar" not in ast.unparse(each.annotation):
-                fields[key] = External(key, each.annotation, _default(each.value), _docline(following), source)
-    made = (each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-    return fields or {key: argument for each in made for key, argument in _arguments(each, source).items()}
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=key)) if "ClassVar" not in ast.unparse(statement.annotation):
+                fields[key] = External(
+                    key, statement.annotation, _default(statement.value), _docline(following), source
+                )
+    constructors = (
+        statement for statement in body if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
+    )
+    return fields or {
+        key: argument for statement in constructors for key, argument in _arguments(statement, source).items()
+    }
 
 
 def _arguments(function: ast.FunctionDef, module: SourceModule) -> dict[str, External]:
     """Return the arguments of a method by name, without `self`."""
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults + given.kw_defaults
-    pairs = zip([*positional, *given.kwonlyargs], defaults, strict=True)
-    return {each.arg: External(each.arg, each.annotation, default, "", module) for each, default in [*pairs][1:]}
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
+    pairs = zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
+    return {
+        argument.arg: External(argument.arg, argument.annotation, default, "", module)
+        for argument, default in [*pairs][1:]
+    }
 
 
 def installed_version(*distributions: str) -> str:
@@ -339,7 +354,7 @@ def registered(registry: str) -> dict[str, Registered]:
     }
 
 
-def of_the_users_own(path: str) -> Registered | None:
+def user_function_signature(path: str) -> Registered | None:
     """Return the signature of a user's function written module:function, or None if only an import could show it.
 
     Raises:
@@ -370,10 +385,10 @@ def signature_of(registry: str, name: str) -> Registered:
     Unknown functions have an empty one.
     """
     try:
-        found = of_the_users_own(name) if ":" in name else registered(registry).get(name)
+        signature = user_function_signature(name) if ":" in name else registered(registry).get(name)
     except LookupError:
-        found = None
-    return found or Registered()
+        signature = None
+    return signature or Registered()
 
 
 def place_of(name: str) -> str:

@@ -9,12 +9,12 @@ from megaverl.config.algorithm import FILTERS
 from megaverl.config.errors import (
     ConfigIssue,
     did_you_mean,
-    found,
     is_number,
     listed,
     loss_mistakes,
     named_function,
     option_mistakes,
+    yaml_text,
 )
 from megaverl.config.grids import is_placed, used_roles
 from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
@@ -47,7 +47,7 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
         style = scheduler.get(key)
         if style is not None and style not in allowed:
             hint = did_you_mean(style, allowed) if isinstance(style, str) else ""
-            yield ConfigIssue(f"{at}.{key}", f"found {found(style)}; allowed: {listed(allowed)}.{hint}")
+            yield ConfigIssue(f"{at}.{key}", f"found {yaml_text(style)}; allowed: {listed(allowed)}.{hint}")
     counts = [scheduler.get(key, 0) for key in ("lr_warmup_steps", "lr_decay_steps")]
     if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
         yield ConfigIssue(at, "lr_warmup_steps and lr_decay_steps must be integers of at least 0.")
@@ -90,10 +90,10 @@ def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[C
         ),
     ):
         if wrong:
-            yield ConfigIssue(key, f"found {found(mode)}, and {why}. Leave it out.", involves=(involved,))
+            yield ConfigIssue(key, f"found {yaml_text(mode)}, and {why}. Leave it out.", involves=(involved,))
             return
     if spec is not None and spec.is_tabled and spec.moe is None:
-        yield ConfigIssue(key, f"found {found(mode)}, and the model has no routed experts. Leave it out.")
+        yield ConfigIssue(key, f"found {yaml_text(mode)}, and the model has no routed experts. Leave it out.")
     one_update = config.algorithm.num_epochs == config.algorithm.num_mini_batches == 1
     if mode == "old_log_probs" and one_update and config.algorithm.kl.place != "reward":
         text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
@@ -107,7 +107,7 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
         section = getattr(config, role)
         lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
         if lr is None or not (is_number(lr) and lr > 0):
-            yield ConfigIssue(f"{role}.optimizer.lr", f"found {found(lr)}; expected a number above 0.")
+            yield ConfigIssue(f"{role}.optimizer.lr", f"found {yaml_text(lr)}; expected a number above 0.")
         elif min_lr is not None and is_number(min_lr) and not 0 <= min_lr <= lr:
             yield ConfigIssue(
                 f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}."
@@ -118,7 +118,7 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
             if len(values) == 2 and values[0] != values[1]:
                 yield ConfigIssue(
                     f"{role}.ddp.{name}",
-                    f"found {found(values[1])}, but {role}.optimizer.{name} is {found(values[0])}.",
+                    f"found {yaml_text(values[1])}, but {role}.optimizer.{name} is {yaml_text(values[0])}.",
                     involves=(f"{role}.optimizer.{name}",),
                 )
         is_sharded = section.ddp.get("use_distributed_optimizer", True)
@@ -138,9 +138,11 @@ def fp8_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
         megatron = getattr(config, role).megatron
         # A mistake in inherited fields is reported for the actor alone.
         if megatron.get("fp8") is None or (role != "actor" and megatron == config.actor.megatron):
-            continue  # an inherited mistake is the actor's
+            continue
         if config.model.dtype in ("float32", "float16"):
-            text = f"found {found(megatron['fp8'])}; weights that are quantised for products are bfloat16. Set that."
+            text = (
+                f"found {yaml_text(megatron['fp8'])}; weights that are quantised for products are bfloat16. Set that."
+            )
             yield ConfigIssue(f"{role}.megatron.fp8", text, involves=("model.dtype",))
         if megatron.get("fp8_recipe") == "delayed":
             yield ConfigIssue(
@@ -180,7 +182,7 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
         for key, paths in (("train", preference.train), ("validation", preference.validation)):
             for index, name in enumerate(paths):
                 if not any(mark in name for mark in "*?[") and not Path(name).exists():
-                    yield ConfigIssue(f"preference.{key}.{index}", f"found {found(name)}, which does not exist.")
+                    yield ConfigIssue(f"preference.{key}.{index}", f"found {yaml_text(name)}, which does not exist.")
 
 
 def reward_model_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
@@ -208,7 +210,7 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
             )
         elif entry.judge not in names:
             hint = did_you_mean(entry.judge, names)
-            yield ConfigIssue(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")
+            yield ConfigIssue(f"{key}.judge", f"found {yaml_text(entry.judge)}; there are: {listed(names)}.{hint}")
         if entry.update not in (None, "sft") and config.algorithm.group_size < 2:
             yield ConfigIssue(
                 "algorithm.group_size",
@@ -221,9 +223,9 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
                 "preference", "preference_losses", config.preference.loss, config.preference.options
             )
             if "desirable" in signature_of("preference_losses", config.preference.loss).reads:
-                text = f"found {found(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
+                text = f"found {yaml_text(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
                 yield ConfigIssue("preference.loss", text)
-        learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
+        learned = [reward for reward in config.reward if reward.path is not None and reward.engine == "megatron"]
         if entry.update == "reward_model" and len(learned) != 1:
             yield ConfigIssue(
                 f"{key}.update",
@@ -240,7 +242,7 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
         if entry.update == "reward_model" and learned and entry.judge in ("reward", learned[0].label):
             yield ConfigIssue(
                 f"{key}.judge",
-                f"found {found(entry.judge)}: the learned reward would be its own judge. Name another reward.",
+                f"found {yaml_text(entry.judge)}: the learned reward would be its own judge. Name another reward.",
             )
 
 
@@ -266,8 +268,8 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
         if getattr(critic, name) != getattr(actor, name):
             yield ConfigIssue(
                 f"critic.{name}",
-                f"found {found(getattr(critic, name))}, and with {KEY} the critic is the actor's model, whose "
-                f"actor.{name} is {found(getattr(actor, name))}. Leave it out.",
+                f"found {yaml_text(getattr(critic, name))}, and with {KEY} the critic is the actor's model, whose "
+                f"actor.{name} is {yaml_text(getattr(actor, name))}. Leave it out.",
                 involves=(KEY,),
             )
     for name in critic.changed("lora", "optimizer", "scheduler"):
@@ -297,7 +299,7 @@ def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if algorithm.rollout_filter in FILTERS and algorithm.group_size < 3:
         yield ConfigIssue(
             "algorithm.rollout_filter",
-            f"found {found(algorithm.rollout_filter)}, which keeps two responses of each group, and "
+            f"found {yaml_text(algorithm.rollout_filter)}, which keeps two responses of each group, and "
             f"algorithm.group_size={algorithm.group_size}: nothing is dropped. Use 3 or more.",
             involves=("algorithm.group_size",),
         )
@@ -308,7 +310,7 @@ def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
     algorithm, rollout, key = config.algorithm, config.rollout, "algorithm.opponent_beta"
     beta, name = algorithm.opponent_beta, algorithm.advantage_name
     if (beta is None) != (name != "nash_md"):
-        text = f"found {found(beta)}, and the advantage is {name}: only nash_md compares with opponents."
+        text = f"found {yaml_text(beta)}, and the advantage is {name}: only nash_md compares with opponents."
         yield ConfigIssue(key, text, involves=("algorithm.advantage",))
     if beta is None or name != "nash_md":
         return
@@ -319,7 +321,7 @@ def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
         ),
         "rollout.engine": (
             rollout.engine != "hf",
-            f"found {found(rollout.engine)}, which draws from one model. Use hf",
+            f"found {yaml_text(rollout.engine)}, which draws from one model. Use hf",
         ),
         "algorithm.kl.in": (
             algorithm.kl.place == "reward",
@@ -327,11 +329,11 @@ def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
         ),
         "rollout.function": (rollout.function is not None, "it draws by itself, and knows no opponents. Leave it out"),
     }
-    own = "what goes on where it left off is the policy's own. Leave it out"
+    not_own_start = "what goes on where it left off is the policy's own. Leave it out"
     refused |= {
-        "environment.name": (config.environment.name is not None, own),
-        "rollout.partial": (rollout.partial is not None, own),
-        "rollout.in_flight_updates": (rollout.in_flight_updates, own),
+        "environment.name": (config.environment.name is not None, not_own_start),
+        "rollout.partial": (rollout.partial is not None, not_own_start),
+        "rollout.in_flight_updates": (rollout.in_flight_updates, not_own_start),
     }
     for other, (is_set, why) in refused.items():
         if is_set:
@@ -410,18 +412,18 @@ def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
 def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in `algorithm.distillation` and in the teacher."""
     algorithm, key = config.algorithm, "algorithm.distillation"
-    given, name = algorithm.distillation, algorithm.divergence_name
+    distillation, name = algorithm.distillation, algorithm.divergence_name
     if config.reference.tokenizer is not None:
         yield from other_tokenizer_mistakes(config)
     if name is None:
-        for option in given.changed():
+        for option in distillation.changed():
             yield ConfigIssue(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
         return
     function, mistakes = named_function(f"{key}.divergence", "divergences", name, DIVERGENCE_INPUTS)
     yield from mistakes
     if function is not None:
-        yield from option_mistakes(f"{key}.options", name, given.options, function)
-    beta = given.options.get("beta")
+        yield from option_mistakes(f"{key}.options", name, distillation.options, function)
+    beta = distillation.options.get("beta")
     if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
         yield ConfigIssue(
             f"{key}.options.beta",
@@ -437,11 +439,11 @@ def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
         )
     # Both models compute the same vocabulary part on each rank, so the divergence needs no exchange of logits.
     for grid in ("engine", "tp", "pp", "cp", "vpp"):
-        mine, teachers = getattr(config.actor, grid), getattr(config.reference, grid)
-        if mine != teachers:
+        actors, references = getattr(config.actor, grid), getattr(config.reference, grid)
+        if actors != references:
             yield ConfigIssue(
                 f"reference.{grid}",
-                f"found {teachers}, and actor.{grid} is {mine}: {name} compares them rank by rank, vocabulary part by "
-                "vocabulary part. Leave it out.",
+                f"found {references}, and actor.{grid} is {actors}: {name} compares them rank by rank, vocabulary part "
+                "by vocabulary part. Leave it out.",
                 involves=(f"actor.{grid}", f"{key}.divergence"),
             )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import yaml
 from pydantic import BaseModel
 
-from megaverl.config.errors import found
+from megaverl.config.errors import yaml_text
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000
@@ -359,7 +359,9 @@ class _Construction:
         value = plain_value(node.value)
         wanted = {"int": int, "float": int | float, "bool": bool, "null": type(None)}.get(node.tag.removeprefix(_CORE))
         if wanted is None or not isinstance(value, wanted):
-            raise BadYaml(f"found {found(node.value)} with the tag {node.tag}, which does not fit. Leave the tag out.")
+            raise BadYaml(
+                f"found {yaml_text(node.value)} with the tag {node.tag}, which does not fit. Leave the tag out."
+            )
         return float(value) if isinstance(value, int) and node.tag == _CORE + "float" else value
 
     def _mapping(self, node: yaml.MappingNode, at: Key) -> dict[Any, Any]:

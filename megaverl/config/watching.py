@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
-from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.errors import ConfigIssue, yaml_text
 from megaverl.config.section import AS_LIST, NonNegative, Positive, Section, Text
 
 if TYPE_CHECKING:
@@ -136,19 +136,19 @@ def watching_mistakes(config: Config, command: str, world_size: int | None) -> I
         try:
             read_condition(alert.when)
         except ValueError as error:
-            yield ConfigIssue(f"alerts.{number}.when", f"found {found(alert.when)}; {error}.")
+            yield ConfigIssue(f"alerts.{number}.when", f"found {yaml_text(alert.when)}; {error}.")
         if alert.post is None:
             continue
         address = urlsplit(post_address(alert.post))
         if alert.post.startswith("$") and not post_address(alert.post):
-            yield ConfigIssue(f"alerts.{number}.post", f"found {found(alert.post)}, which is not set. Export it.")
+            yield ConfigIssue(f"alerts.{number}.post", f"found {yaml_text(alert.post)}, which is not set. Export it.")
         elif address.scheme not in ("http", "https") or not address.hostname:
-            what = found(alert.post) if not alert.post.startswith("$") else f"what {alert.post} holds"
+            what = yaml_text(alert.post) if not alert.post.startswith("$") else f"what {alert.post} holds"
             yield ConfigIssue(f"alerts.{number}.post", f"found {what}; expected http://... or https://...")
     if late := [step for step in profile.steps if step > steps]:
-        yield ConfigIssue("run.profile.steps", f"found {found(late)}; the run has {steps} steps.")
+        yield ConfigIssue("run.profile.steps", f"found {yaml_text(late)}; the run has {steps} steps.")
     if world_size is not None and (far := [rank for rank in profile.ranks or () if rank >= world_size]):
-        yield ConfigIssue("run.profile.ranks", f"found {found(far)}; the ranks are 0 to {world_size - 1}.")
+        yield ConfigIssue("run.profile.ranks", f"found {yaml_text(far)}; the ranks are 0 to {world_size - 1}.")
     if profile.steps and config.trainer.rollout_only:
         yield ConfigIssue("run.profile.steps", "is set, and trainer.rollout_only trains no step. Leave it out.")
     if "py_spy" in profile.tools and profile.steps and py_spy() is None:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 import megaverl
-from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.errors import ConfigIssue, yaml_text
 from megaverl.config.key_types import list_entry, section_of, type_at
 from megaverl.config.run import named_reward
 from megaverl.config.typed_yaml import MAX_BYTES, BadYaml, compose, construct, read_argument
@@ -191,12 +191,14 @@ def _write_out_short(values: dict[str, Any], places: dict[Key, str]) -> None:
 def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
     """Return the values of the base that the last of `files` names, or an empty mapping with a recorded mistake."""
     if not isinstance(name, str) or not name:
-        source.add(BASE, f"found {found(name)}; expected the path of a YAML file, from this one's folder.", where)
+        source.add(BASE, f"found {yaml_text(name)}; expected the path of a YAML file, from this one's folder.", where)
         return {}
     folder = files[-1].parent
     base = Path(os.path.normpath(folder / name))
     if not base.is_file():
-        source.add(BASE, f"found {found(name)}, but {base} is not a file. It is named from this file's folder.", where)
+        source.add(
+            BASE, f"found {yaml_text(name)}, but {base} is not a file. It is named from this file's folder.", where
+        )
         return {}
     if base.resolve() in [file.resolve() for file in files]:
         chain = " -> ".join(map(str, (*files, base)))
@@ -206,7 +208,7 @@ def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...
     # `model.config` is relative to the file that holds it; make it relative to the extending file.
     model = values.get("model")
     if isinstance(model, dict) and isinstance(model.get("config"), str) and base.parent != folder:
-        model["config"] = os.path.relpath(base.parent / model["config"], folder)  # it is named from a file's folder
+        model["config"] = os.path.relpath(base.parent / model["config"], folder)
     return values
 
 
@@ -277,7 +279,7 @@ def _apply(source: YamlSource, override: Override) -> None:
     try:
         value = read_argument(text, type_at(path), type_at, path)
     except BadYaml as error:
-        shown = "" if str(error).startswith("found ") else f"found {found(text)}, which "
+        shown = "" if str(error).startswith("found ") else f"found {yaml_text(text)}, which "
         source.add(key, f"{shown}{error}", where=COMMAND_LINE)
         return
     if isinstance(value, str) and value == text and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
@@ -308,7 +310,7 @@ def _lay(source: YamlSource, path: Key, value: Any) -> str:
         elif isinstance(around, dict):
             number = part
         else:
-            return f"cannot be set: {'.'.join(at)} is {found(around)}, which has no keys."
+            return f"cannot be set: {'.'.join(at)} is {yaml_text(around)}, which has no keys."
         is_last = depth == len(path) - 1
         here = around[number] if isinstance(around, list) else around.get(number)
         if is_last:
@@ -333,7 +335,8 @@ def _opened(here: Any, at: Key, following: str) -> Any:
     if isinstance(here, str) and entry_of_text:
         return entry_of_text(here)
     if here is None or (isinstance(here, bool) and section_of(type_at(at)) is not None):
-        return {}  # `rollout.partial: true` has all defaults
+        # `rollout.partial: true` means the section with all its defaults.
+        return {}
     return here
 
 
@@ -347,7 +350,7 @@ def _check_references(source: YamlSource, values: Any, at: Key) -> None:
             try:
                 OmegaConf.create({"text": value})
             except (OmegaConfBaseException, ValueError, RecursionError):
-                text = f"found {found(value)}, whose ${{...}} is no reference. {_HOW_TO_REFER}"
+                text = f"found {yaml_text(value)}, whose ${{...}} is no reference. {_HOW_TO_REFER}"
                 source.add(".".join(path), text)
                 values[key] = None
 
@@ -380,10 +383,12 @@ def refuse_impossible(source: YamlSource, values: Any, at: Key = ()) -> None:
             source.add(".".join(path), f"found {value}; expected a finite number.")
             values[key] = None
         elif isinstance(value, int) and abs(value) >= 2**63:
-            source.add(".".join(path), f"found {found(value)}; expected an integer of at most 64 bits.")
+            source.add(".".join(path), f"found {yaml_text(value)}; expected an integer of at most 64 bits.")
             values[key] = None
         elif isinstance(value, str) and _UNUSABLE.search(value):
-            source.add(".".join(path), f"found {found(value)}, with a character that is no text: NUL or half a pair.")
+            source.add(
+                ".".join(path), f"found {yaml_text(value)}, with a character that is no text: NUL or half a pair."
+            )
             values[key] = None
 
 
@@ -488,10 +493,19 @@ def similar_recipes(path: Path) -> list[str]:
     For ppo_gsm8k_smollm2.yaml that is configs/gsm8k_smollm2/ppo.yaml.
     """
     words = _words(path.stem)
-    others = {each: _words(str(each.relative_to(recipes_folder()).with_suffix(""))) for each in all_recipes()}
-    fitting = {each: len(other - words) for each, other in others.items() if words and words <= other}
-    best = [each for each, extra in fitting.items() if extra == min(fitting.values())]
-    return [str(each.relative_to(Path.cwd()) if each.is_relative_to(Path.cwd()) else each) for each in best[:3]]
+    words_by_path = {
+        candidate: _words(str(candidate.relative_to(recipes_folder()).with_suffix(""))) for candidate in all_recipes()
+    }
+    fitting = {
+        candidate: len(candidate_words - words)
+        for candidate, candidate_words in words_by_path.items()
+        if words and words <= candidate_words
+    }
+    best = [candidate for candidate, num_other_words in fitting.items() if num_other_words == min(fitting.values())]
+    return [
+        str(candidate.relative_to(Path.cwd()) if candidate.is_relative_to(Path.cwd()) else candidate)
+        for candidate in best[:3]
+    ]
 
 
 def _words(name: str) -> set[str]:

@@ -12,7 +12,7 @@ from megaverl import algorithms
 from megaverl.algorithms import registry
 from megaverl.config.algorithm import PRESETS, AlgorithmName
 from megaverl.config.algorithm_checks import ESTIMATOR_INPUTS
-from megaverl.config.signatures import of_the_users_own, registered
+from megaverl.config.signatures import registered, user_function_signature
 
 REGISTRIES = (
     "advantage_estimators",
@@ -416,7 +416,7 @@ def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
     own = "algorithm.advantage=my_algorithms_for_test"
     assert load(f"{own}:credit", "algorithm.advantage_options.strength=2.0").uses_critic
     assert not load(f"{own}:made", "algorithm.advantage_options={}").uses_critic  # nobody can tell
-    assert of_the_users_own("my_algorithms_for_test:made") is None
+    assert user_function_signature("my_algorithms_for_test:made") is None
     assert "expected float" in mistakes(f"{own}:credit", "algorithm.advantage_options.strength=x").popitem()[1]
     assert "reads weather" in mistakes(f"{own}:odd")["algorithm.advantage"]
     for key in (
