@@ -68,7 +68,7 @@ TARGETS = (
         (*LAYOUT_TESTS, "tests/sharding/test_dist_checkpoint.py"),
     ),
     Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
-    Target(("models/lora/__init__.py",), ("tests/models/test_low_rank.py",)),
+    Target(("models/lora/low_rank.py",), ("tests/models/test_low_rank.py",)),
     Target(("weights/stored.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
     Target(
         tuple(f"sharding/{name}.py" for name in ("plan", "load_balance", "proof")),

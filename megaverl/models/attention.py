@@ -51,9 +51,11 @@ class CausalAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale  # None: 1 / sqrt(head_dim)
+        # None stands for 1 / sqrt(head_dim).
+        self.softmax_scale = softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if has_window else None  # keys that a query sees
+        # Number of keys that a query sees, its own included.
+        self.window = config.window_size[0] + 1 if has_window else None
         self._tp_group = None if pg_collection is None else pg_collection.tp
         self.softmax_offset: torch.Tensor | None = None
         if config.softmax_type != "vanilla":
@@ -89,10 +91,11 @@ class CausalAttention(nn.Module):
         if packed_seq_params is not None:
             assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
-            return self._of_packed_row(q, k, v, packed_seq_params).unsqueeze(1)
+            return self._attend_packed_row(q, k, v, packed_seq_params).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim], no copies
-        return self._of_rows(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
+        # [b, heads, s, head_dim]: views without copies.
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend_rows(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
 
     def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all tokens that the queries may attend to.
@@ -101,10 +104,12 @@ class CausalAttention(nn.Module):
         """
         return key, value
 
-    def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def _attend_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         return attend_packed(q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset)
 
-    def _of_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
+    def _attend_rows(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None
+    ) -> torch.Tensor:
         return attend_rows(q, k, v, look, self.softmax_scale, self.window, self.softmax_offset)
 
     def sharded_state_dict(
@@ -148,8 +153,8 @@ def attend_packed(
         assert sinks is None, "FlashAttention 2 has none"
         return flash_attention.attend_varlen(
             q,
-            packing.of_segments(k),
-            packing.of_segments(v),
+            packing.gather_segments(k),
+            packing.gather_segments(v),
             packing.cu_seqlens_q,
             packing.cu_seqlens_kv,
             packing.max_seqlen_q,
@@ -269,11 +274,17 @@ class SharedKVAttention(SelfAttention):
         """Project [s, b, hidden] to query [s, b, heads / tp, head_dim] and key, value [s, b, 1, head_dim]."""
         mixed, _ = self.linear_qkv(hidden_states)
         group, num_groups = self.pg_collection.tp, self.config.num_query_groups
-        ranks_each = group.size() // num_groups
-        number, place = divmod(group.rank(), ranks_each)
-        whole = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
-        own = whole.chunk(num_groups, dim=-1)[number].unflatten(-1, (-1, self.hidden_size_per_attention_head))
-        parts = own[:, :, :-2].chunk(ranks_each, dim=2)[place], own[:, :, -2:-1], own[:, :, -1:]
+        ranks_per_group = group.size() // num_groups
+        group_number, place_in_group = divmod(group.rank(), ranks_per_group)
+        all_heads = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
+        group_heads = all_heads.chunk(num_groups, dim=-1)[group_number].unflatten(
+            -1, (-1, self.hidden_size_per_attention_head)
+        )
+        parts = (
+            group_heads[:, :, :-2].chunk(ranks_per_group, dim=2)[place_in_group],
+            group_heads[:, :, -2:-1],
+            group_heads[:, :, -1:],
+        )
         # Copies let the gathered tensor be freed.
         query, key, value = (part.contiguous() for part in parts)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
@@ -311,10 +322,11 @@ class LatentAttention(MLASelfAttention):
                 module.eps = LATENT_NORM_EPS
         self._positions = AtPositions()
         self._positions.attach(self.rotary_pos_emb)
-        if (cached := getattr(self.rotary_pos_emb, "get_cached_cos_sin", None)) is not None:  # of the fused kernels
+        # The fused kernels read these tables of cosines and sines in place of the embedding.
+        if (original := getattr(self.rotary_pos_emb, "get_cached_cos_sin", None)) is not None:
 
             def at_positions(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-                return tuple(self._positions(None, None, each) for each in cached(*args, **kwargs))
+                return tuple(self._positions(None, None, table) for table in original(*args, **kwargs))
 
             self.rotary_pos_emb.get_cached_cos_sin = at_positions
 

@@ -69,7 +69,8 @@ def block_spec(
         if not with_engine:
             _use_our_parts(layer, config)
         elif not config.multi_latent_attention or config.context_parallel_size == 1:
-            from megaverl.models.engine_attention import EngineAttention  # needs Transformer Engine
+            # Imported here because the module needs Transformer Engine.
+            from megaverl.models.engine_attention import EngineAttention
 
             layer.submodules.self_attention.submodules.core_attention = EngineAttention
         parts = _parts_of(layer.submodules.mlp)
@@ -204,7 +205,8 @@ def _mark_cut_weights(model: GPTModel) -> None:
         # megatron-core never marks the sinks.
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
-            sinks.data = sinks.data.to(model.config.params_dtype)  # Transformer Engine (2.8 to 2.20) makes float32
+            # Transformer Engine (2.8 to 2.20) creates the sinks in float32.
+            sinks.data = sinks.data.to(model.config.params_dtype)
             set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
 
 
@@ -270,16 +272,18 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
     varlen = engine or not (latent or sinks or flash_attention.why_not_for(config.params_dtype, config.kv_channels))
     if part.size == 1:
         return pack_varlen if varlen else pack
-    return _of_part(pack_for_engine if engine else pack_part_varlen if varlen else pack_part, part)
+    if engine:
+        return _bind_part(pack_for_engine, part)
+    return _bind_part(pack_part_varlen if varlen else pack_part, part)
 
 
 @cache
-def _of_part(laid: Pack, part: Part) -> Pack:
+def _bind_part(pack_rows: Pack, part: Part) -> Pack:
     """Return the packing function of a context-parallel rank.
 
     Cached: equal arguments give the same object, by which models find out that they read rows the same way.
     """
-    return partial(laid, part=part)
+    return partial(pack_rows, part=part)
 
 
 def why_not_cut(config: TransformerConfig) -> str:
@@ -287,7 +291,8 @@ def why_not_cut(config: TransformerConfig) -> str:
     if config.context_parallel_size == 1:
         return ""
     if uses_transformer_engine():
-        from megaverl.models import engine_attention  # needs Transformer Engine
+        # Imported here because the module needs Transformer Engine.
+        from megaverl.models import engine_attention
 
         return engine_attention.why_not_cut(config)
     if not is_plain(config):
@@ -311,7 +316,8 @@ def why_padded(config: TransformerConfig) -> str:
         return "attention has dropout, or a window that looks ahead"
     if not uses_transformer_engine():
         return ""
-    from megaverl.models import engine_attention  # needs Transformer Engine
+    # Imported here because the module needs Transformer Engine.
+    from megaverl.models import engine_attention
 
     return engine_attention.why_padded(config)
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.models.attention import CausalAttention, attend_packed, attend_rows
-from megaverl.models.packing import DensePacking, Packing, Segment, VarlenPacking, laid_out, of_segments, spans
+from megaverl.models.packing import DensePacking, Packing, Segment, VarlenPacking, laid_out, pack_segments, spans
 from megaverl.platform import platform
 
 platform.adapt_megatron()
@@ -67,14 +67,16 @@ class ContextAttention(CausalAttention):
         self._group: dist.ProcessGroup = options["pg_collection"].cp
         self._part = Part(self._group.rank(), self._group.size())
 
-    def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def _attend_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         if not isinstance(packing, CutPacking):
-            return super()._of_packed_row(q, k, v, packing)
-        halves = zip(packing.halves, q.chunk(2), strict=True)
+            return super()._attend_packed_row(q, k, v, packing)
+        query_halves = zip(packing.halves, q.chunk(2), strict=True)
         options = self.softmax_scale, self.window, self.softmax_offset
-        return torch.cat([attend_packed(own, k, v, half, *options) for half, own in halves])
+        return torch.cat([attend_packed(queries, k, v, half, *options) for half, queries in query_halves])
 
-    def _of_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
+    def _attend_rows(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None
+    ) -> torch.Tensor:
         assert look is None
         outputs = []
         for half, (begin, end) in zip(q.chunk(2, dim=2), _halves(k.shape[2], self._part), strict=True):
@@ -115,13 +117,13 @@ class CutPacking(Packing):
 
 def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Segment], list[int]]:
     """Return the segments with queries between `begin` and `end`, cut at `end`, and their numbers of queries."""
-    found, counts = [], []
+    pieces, counts = [], []
     for beginning, common, place, length in segments:
         last = min(place + length, end)
         if max(place, begin) < last:
-            found.append((beginning, common, place, last - place))
+            pieces.append((beginning, common, place, last - place))
             counts.append(last - max(place, begin))
-    return found, counts
+    return pieces, counts
 
 
 def pack_part(
@@ -133,16 +135,16 @@ def pack_part(
         multiple_of: divisible by 2 cp.
         part: the rank.
     """
-    held, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
-    longest, halves = int(held["positions"].max()) + 1, []
-    for (begin, end), (pieces, counts) in zip(_halves(len(held["source"]), part), chunks, strict=True):
-        keys, _ = spans([(*piece, False) for piece in pieces], len(held["source"]))
+    tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
+    longest, halves = int(tensors["positions"].max()) + 1, []
+    for (begin, end), (pieces, counts) in zip(_halves(len(tensors["source"]), part), chunks, strict=True):
+        keys, _ = spans([(*piece, False) for piece in pieces], len(tensors["source"]))
         ends = [place + length - begin for _, _, place, length in pieces]
-        queries, of_queries = spans(
+        queries, query_mask = spans(
             [(0, 0, last - count, count, False) for last, count in zip(ends, counts, strict=True)], end - begin
         )
         place = torch.zeros(end - begin, dtype=torch.int64)
-        place[queries[of_queries]] = of_queries.flatten().nonzero()[:, 0]
+        place[queries[query_mask]] = query_mask.flatten().nonzero()[:, 0]
         offsets = [common + length - count for (_, common, _, length), count in zip(pieces, counts, strict=True)]
         halves.append(
             DensePacking(
@@ -153,26 +155,26 @@ def pack_part(
                 place=place,
             )
         )
-    return CutPacking(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, **held, halves=tuple(halves))
+    return CutPacking(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, **tensors, halves=tuple(halves))
 
 
 def pack_part_varlen(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> VarlenPacking:
     """Pack sequences like `pack_part`, for kernels that take sequences of any lengths."""
-    held, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
-    return of_segments(held, *(first + second for first, second in zip(*chunks, strict=True)))
+    tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
+    return pack_segments(tensors, *(first + second for first, second in zip(*chunks, strict=True)))
 
 
 def _cut(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], width: int, multiple_of: int, part: Part
 ) -> tuple[dict[str, torch.Tensor], list[tuple[list[Segment], list[int]]]]:
     """Return `Packing`'s fields for a rank, and the result of `_pieces` for each of its two chunks."""
-    held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
-    total = len(held["source"])
-    held["own"] = own_places(total, part)
-    held["positions"] = held["positions"][held["own"]]
-    return held, [_pieces(segments, begin, end) for begin, end in _halves(total, part)]
+    tensors, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    total = len(tensors["source"])
+    tensors["local_places"] = own_places(total, part)
+    tensors["positions"] = tensors["positions"][tensors["local_places"]]
+    return tensors, [_pieces(segments, begin, end) for begin, end in _halves(total, part)]
 
 
 def pack_for_engine(
@@ -183,15 +185,15 @@ def pack_for_engine(
     Sequences share nothing. Each is padded to a multiple of 2 cp and cut by itself; lengths are those of the whole row.
     Padding follows a sequence's own tokens, which therefore never see it.
     """
-    each = 2 * part.size
-    filled = [-(-length // each) * each for length in lengths if length] or [each]
+    multiple = 2 * part.size
+    filled = [-(-length // multiple) * multiple for length in lengths if length] or [multiple]
     total = sum(filled)
     filled += [-total % multiple_of] if total % multiple_of else []
     begins = [sum(filled[:number]) for number in range(len(filled))]
-    source, of_sequences = torch.zeros(sum(filled), dtype=torch.int64), iter(begins)
+    source, sequence_begins = torch.zeros(sum(filled), dtype=torch.int64), iter(begins)
     starts = []
     for number, length in enumerate(lengths):
-        begin = next(of_sequences) if length else 0
+        begin = next(sequence_begins) if length else 0
         source[begin : begin + length] = number * width + torch.arange(length)
         starts.append(begin + shared[number])
     cumulative = _cumulative(filled)
@@ -204,7 +206,9 @@ def pack_for_engine(
         source=source,
         positions=torch.cat([own_places(length, part) for length in filled]),
         starts=torch.tensor(starts, dtype=torch.int64),
-        own=torch.cat([begin + own_places(length, part) for begin, length in zip(begins, filled, strict=True)]),
+        local_places=torch.cat(
+            [begin + own_places(length, part) for begin, length in zip(begins, filled, strict=True)]
+        ),
     )
 
 

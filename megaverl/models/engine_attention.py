@@ -89,8 +89,8 @@ class EngineAttention(TEDotProductAttention):
         packing = packed_seq_params
         out: torch.Tensor = super().forward(
             query.squeeze(1),
-            packing.of_segments(key.squeeze(1)),
-            packing.of_segments(value.squeeze(1)),
+            packing.gather_segments(key.squeeze(1)),
+            packing.gather_segments(value.squeeze(1)),
             None,
             _mask_type(self.config),
             packed_seq_params=PackedSeqParams(
@@ -113,8 +113,8 @@ def _mask_type(config: TransformerConfig) -> enum.Enum:
 
 def _kinds(config: TransformerConfig) -> set[str]:
     """Return the types of communication between context-parallel ranks, over all layers."""
-    given = config.cp_comm_type
-    return set(given) if isinstance(given, list) else {given or "p2p"}
+    kinds = config.cp_comm_type
+    return set(kinds) if isinstance(kinds, list) else {kinds or "p2p"}
 
 
 def why_not_cut(config: TransformerConfig) -> str:
@@ -165,7 +165,8 @@ def why_padded(config: TransformerConfig) -> str:
                 batch_size=2,
                 num_heads=config.num_attention_heads // tp_size,
                 num_gqa_groups=max(1, groups // tp_size),
-                max_seqlen_q=65,  # any lengths, and so not only multiples of 64
+                # An odd length stands for all lengths: some kernels take only multiples of 64.
+                max_seqlen_q=65,
                 max_seqlen_kv=65 if is_cut else 129,
                 head_dim_qk=keys,
                 head_dim_v=values,
@@ -176,7 +177,7 @@ def why_padded(config: TransformerConfig) -> str:
                 **sinks,
             )
         )
-        for window in windows  # of the layers
+        for window in windows
     ]
     if all(by_flash or by_cudnn for by_flash, _, by_cudnn, *_ in backends):
         return ""

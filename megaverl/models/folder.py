@@ -78,11 +78,11 @@ def _under_fsdp(folder: str | Path, trust_remote_code: bool) -> Support:
 
     try:
         model, reading = build_module(folder, dtype=torch.float32, seed=None, trust_remote_code=trust_remote_code)
-        found = sharded_weights(model, ModelSpec.outline(folder), 1)
+        sharded = sharded_weights(model, ModelSpec.outline(folder), 1)
         blocks = len(blocks_of(model))
     except MegaverlError as error:
         return Support("fsdp", False, str(error))
-    numel = sum(torch.Size(weight.shape).numel() for weight in found.weights)
+    numel = sum(torch.Size(weight.shape).numel() for weight in sharded.weights)
     rows = f"rows are padded: {reading.padded_because}" if reading.padded_because else "packed rows"
     return Support("fsdp", True, f"{numel:,} parameters, {blocks} blocks, {rows}")
 
@@ -117,7 +117,8 @@ def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:
         config = read_json_file(path)
         architecture = str(config["architectures"][0])
     except (OSError, ValueError, LookupError, TypeError):
-        ModelSpec.from_folder(folder)  # says what is wrong with it
+        # Raises the error that says what is wrong with the folder.
+        ModelSpec.from_folder(folder)
         raise ModelError(f"{path}: names no architecture.") from None
     if not architecture.endswith(CLASSIFIER):
         return config, ModelSpec.from_folder(folder), False

@@ -18,10 +18,12 @@ from megaverl.user_code import describe, user_code
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "megaverl"  # as transformers' `attn_implementation`
+# Name under which transformers selects this attention (`attn_implementation`).
+NAME = "megaverl"
 # Arguments of transformers' attention functions that `attend` does not support -> reason for a message.
 NOT_COMPUTED = {"softcap": "attention's scores are capped", "s_aux": "attention has sinks"}
-SLIDING, FULL = "sliding_attention", "full_attention"  # transformers' kinds of layers
+# Names of layer kinds in transformers' `layer_types`.
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass
@@ -88,7 +90,8 @@ def attend(
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     if _current.packing is None:
         return attend_rows(query, key, value, None, scaling, sliding_window).transpose(1, 2), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, d]
+    # [t, heads, d]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attend_packed(q, k, v, _current.packing, scaling, sliding_window)
     return out.view(1, len(q), query.shape[1], value.shape[-1]), None
 

@@ -85,13 +85,13 @@ class PolicyModule(nn.Module):
         """
         return args if self._drawn is None else (self._drawn,)
 
-    def _look_at_none(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+    def _look_at_none(self, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
         """Run the vision tower on a micro-batch without images, at the point where other ranks run it on theirs."""
         if self._sees_none:
-            embedded = given["inputs_embeds"]
-            nothing = without_image(self.model, embedded.device)
-            given = {**given, "inputs_embeds": embedded + nothing.to(embedded.dtype)}
-        return args, given
+            embedded = options["inputs_embeds"]
+            zero = without_image(self.model, embedded.device)
+            options = {**options, "inputs_embeds": embedded + zero.to(embedded.dtype)}
+        return args, options
 
     def forward(
         self,
@@ -111,20 +111,21 @@ class PolicyModule(nn.Module):
             Logits [b, s, vocabulary] or hidden states [b, s, hidden]; values [b, s, num_values] float32 or None; and
                 the routers' loss or None.
         """
-        given: dict[str, Any] = {"position_ids": positions} if self._positions else {}
+        options: dict[str, Any] = {"position_ids": positions} if self._positions else {}
         module, self._drawn = self.model.base_model if self.gives_hidden else self.model, None
         if self._takes_images and seen is not None:
-            given, self._drawn, tokens = {"position_ids": seen.positions, **seen.given}, tokens, seen.places
-        self._sees_none = "pixel_values" not in given
+            options, self._drawn, tokens = {"position_ids": seen.positions, **seen.given}, tokens, seen.places
+        self._sees_none = "pixel_values" not in options
         loss = None
-        if router_loss:  # made by the whole model alone, of whose logits then one is enough
-            module, given["output_router_logits"] = self.model, True
-            given |= {"logits_to_keep": 1} if self.gives_hidden else {}
-        made = module(input_ids=tokens, use_cache=False, **given)
+        # Only the whole model computes the router loss, and it insists on logits: one position is the fewest.
+        if router_loss:
+            module, options["output_router_logits"] = self.model, True
+            options |= {"logits_to_keep": 1} if self.gives_hidden else {}
+        outputs = module(input_ids=tokens, use_cache=False, **options)
         hidden, self._seen = self._seen, None
         if router_loss:
-            loss = made.aux_loss
-        output: Any = made[0] if self.gives_hidden else made.logits
+            loss = outputs.aux_loss
+        output: Any = outputs[0] if self.gives_hidden else outputs.logits
         if self.gives_hidden and router_loss:
             output = hidden
         if not hasattr(self, VALUE_HEAD):
@@ -142,7 +143,8 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
     """
     from transformers import AutoConfig
 
-    with user_code(lambda error: not_built(folder, error)):  # a model's own code may raise anything
+    # Code that comes with a model may raise anything.
+    with user_code(lambda error: not_built(folder, error)):
         config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     return config
 
@@ -221,9 +223,11 @@ def _from_config(
 ) -> PreTrainedModel:
     """Build the model with random or no data, depending on the current default device."""
     kinds: Any = attention
-    if VisionReader.of(config) is not None:  # an image's patches all see each other
+    # Patches of one image all see each other, which the kernel's causal mask would forbid.
+    if VisionReader.of(config) is not None:
         kinds = {"text_config": attention or "sdpa", "vision_config": "sdpa"}
-    with user_code(lambda error: not_built(folder, error)):  # a model's own code may raise anything
+    # Code that comes with a model may raise anything.
+    with user_code(lambda error: not_built(folder, error)):
         model: PreTrainedModel = auto_class_of(config).from_config(
             config, attn_implementation=kinds, dtype=dtype, trust_remote_code=trust_remote_code
         )
@@ -250,12 +254,12 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     text = getattr(model.base_model, "language_model", model)
-    found = [list(module) for module in text.modules() if isinstance(module, nn.ModuleList)]
-    lists = [each for each in found if each]
-    known = [each for each in lists if type(each[0]).__name__ in named]
-    if not lists:
+    module_lists = [list(module) for module in text.modules() if isinstance(module, nn.ModuleList)]
+    block_lists = [modules for modules in module_lists if modules]
+    named_lists = [modules for modules in block_lists if type(modules[0]).__name__ in named]
+    if not block_lists:
         raise ModelError(f"{type(model).__name__}: no list of decoder layers was found in it.")
-    return max(known or lists, key=len)
+    return max(named_lists or block_lists, key=len)
 
 
 def vision_blocks_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -273,13 +277,17 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
     renamed = weights_of_module(model).renamed if patterns else {}
     names = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
     for pattern in patterns:
-        found = [name for name in names if any(fnmatchcase(n, pattern) for n in (name, name.removeprefix("model.")))]
-        if not found:
+        matching = [
+            name
+            for name in names
+            if any(fnmatchcase(candidate, pattern) for candidate in (name, name.removeprefix("model.")))
+        ]
+        if not matching:
             raise ConfigError(
                 f"{role}.freeze: {pattern!r} fits none of the model's weights, such as {', '.join(list(names)[:3])}. "
                 "Correct the pattern, or leave it out."
             )
-        for name in found:
+        for name in matching:
             names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
         raise ConfigError(f"{role}.freeze: {', '.join(patterns)} fit all of the weights, and nothing is left to train.")
@@ -323,21 +331,23 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
     def backbone(*args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        made: Any = BaseModelOutputWithPast(last_hidden_state=hidden)
-        made.rope_deltas = None  # of models that take images
-        return made
+        outputs: Any = BaseModelOutputWithPast(last_hidden_state=hidden)
+        # Models that take images read this field.
+        outputs.rope_deltas = None
+        return outputs
 
-    def output_layer(given: torch.Tensor) -> torch.Tensor:
-        seen.append(given)
+    def output_layer(hidden_states: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden_states)
         return logits
 
     with _forwards({model.base_model: backbone, head: output_layer}):
         try:
             with user_code(lambda error: ModelError(describe(error))):
-                found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
-        except ModelError:  # a model's own code may need more than that
+                result = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+        # Code that comes with a model may need more than these inputs.
+        except ModelError:
             return False
-    return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(found, logits)
+    return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(result, logits)
 
 
 @contextmanager
@@ -413,12 +423,13 @@ def shard_module(
     fully_shard(module, reshard_after_forward=False, **options)
     place = torch.device("cpu") if cpu_offload else platform.device
     module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
-    for each in sharded(module):
+    for unit in sharded(module):
         # Losses are normalized over the global batch, so FSDP must not divide by the number of ranks.
-        each.set_gradient_divide_factor(1.0)
-        each.set_force_sum_reduction_for_comms(True)
-        each.unshard()  # from here on parameters stay where they are in memory
-        each.reshard()
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        # The first unshard fixes where the parameters lie in memory; layouts and the optimizer refer to that place.
+        unit.unshard()
+        unit.reshard()
     if cpu_offload:
         # unshard() copies pinned parameters to the device asynchronously, and the caller overwrites them next.
         platform.synchronize()
@@ -427,7 +438,7 @@ def shard_module(
 
 def sharded(module: nn.Module) -> list[FSDPModule]:
     """Return all FSDP units inside a module, the module itself first."""
-    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
 def local_tensors(module: PolicyModule) -> dict[str, torch.Tensor]:
@@ -447,7 +458,8 @@ def all_shards(module: PolicyModule) -> dict[str, torch.Tensor]:
     shards: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state.items():
-        if id(tensor) not in seen:  # else it is tied to one that is there already
+        # A tied parameter appears under several names; its first name stands for all.
+        if id(tensor) not in seen:
             seen.add(id(tensor))
             shards[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return shards

@@ -42,7 +42,8 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
     """
     from transformers import AutoConfig
 
-    with user_code(lambda error: not_built(folder, error)):  # a model's own code may raise anything
+    # Code that comes with a model may raise anything.
+    with user_code(lambda error: not_built(folder, error)):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -55,25 +56,26 @@ def not_built(folder: str | Path, error: BaseException, *, in_forward: bool = Fa
     Args:
         in_forward: the model was built, and its forward pass failed.
     """
-    what = (
+    failure = (
         "builds the model, but its forward pass does not run"
         if in_forward
         else "does not build a causal language model of it"
     )
     reason = str(error) if isinstance(error, Exception) else f"its code raised {describe(error)}"
-    said = f"{folder}: transformers {what}: {reason}"
+    message = f"{folder}: transformers {failure}: {reason}"
     if "trust_remote_code=True" in reason:
-        said += f" {TRUST}"
+        message += f" {TRUST}"
     if isinstance(error, AttributeError | TypeError | NameError | AssertionError):
-        said += (
+        message += (
             f" ({type(error).__name__}). Where its code comes with its folder, it was written for another version of "
             f"transformers than {version('transformers')}."
         )
-    return ModelError(said)
+    return ModelError(message)
 
 
 VALUE_HEAD = "score"
-VALUE_WEIGHT = f"{VALUE_HEAD}.weight"  # as `...ForSequenceClassification` calls it
+# Name of the weight in transformers' `...ForSequenceClassification`.
+VALUE_WEIGHT = f"{VALUE_HEAD}.weight"
 LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -115,7 +117,7 @@ def sharded_weights(
     """
     described = weights_of_module(model)
     full = described.layout
-    absent = set() if beside_logits or not value_head else _of_output_layer_alone(model)
+    absent = set() if beside_logits or not value_head else _output_layer_parameters(model)
     full = full.shard({name: whole(shape) for name, shape in full.local_shapes.items() if name not in absent})
     if value_head:
         shape = (int(value_head), model.config.get_text_config().hidden_size)
@@ -124,7 +126,7 @@ def sharded_weights(
     parts = cuts or TensorCuts()
 
     @cache
-    def of_shard(index: int, tp_rank: int) -> Layout:
+    def layout_of_shard(index: int, tp_rank: int) -> Layout:
         boxes = {
             name: shard_box(parts.box(name, shape, tp_rank), index, num_shards) if name in sharded else whole(shape)
             for name, shape in full.local_shapes.items()
@@ -134,17 +136,22 @@ def sharded_weights(
     weights = _weights(full.global_shapes, spec, value_head=int(value_head), beside_logits=beside_logits)
 
     def layout_of(rank: int) -> Layout:
-        return of_shard(rank // parts.size % num_shards, rank % parts.size)
+        return layout_of_shard(rank // parts.size % num_shards, rank % parts.size)
 
     return ShardedWeights(weights, layout_of, described.renamed)
 
 
-def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:
+def _output_layer_parameters(model: PreTrainedModel) -> set[str]:
     """Return names of parameters that belong to the output layer and no other module."""
     head = model.get_output_embeddings()
-    others = {id(p) for module in model.modules() if module is not head for p in module.parameters(recurse=False)}
-    own = {id(parameter) for parameter in head.parameters()} - others
-    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+    used_elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if module is not head
+        for parameter in module.parameters(recurse=False)
+    }
+    head_only = {id(parameter) for parameter in head.parameters()} - used_elsewhere
+    return {name for name, parameter in model.named_parameters() if id(parameter) in head_only}
 
 
 def _weights(
@@ -153,7 +160,8 @@ def _weights(
     """Return the global arrays of a module. If the architecture has a table, they are described as in the table."""
     known: dict[str, Weight] = {}
     if spec.is_tabled:
-        with suppress(ModelError):  # a variant that the table has not, as with biases that Megatron's model lacks
+        # The table lacks some variants, such as biases that Megatron's model cannot have.
+        with suppress(ModelError):
             described = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
             known = {weight.name: weight for weight in described}
     return [
@@ -164,8 +172,8 @@ def _weights(
 
 def _described(name: str, shape: tuple[int, ...]) -> Weight:
     """Return a weight without a table: replicated, in the layer that its name says."""
-    found = LAYER_NUMBER.search(f".{name}")
-    return Weight(name, shape, Split.REPLICATED, int(found.group(1)) if found else "first", "", None)
+    layer = LAYER_NUMBER.search(f".{name}")
+    return Weight(name, shape, Split.REPLICATED, int(layer.group(1)) if layer else "first", "", None)
 
 
 # transformers' styles of linear layers (5.19, `distributed/tensor_parallel.py`) -> axis of the weight that is split.

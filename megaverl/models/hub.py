@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 HubName = Literal["huggingface", "modelscope"]
 CONFIG_FILE = "config.json"
-WAIT_SECONDS = 20.0  # how often ranks that wait for a file hear that it is still coming
+# Interval at which ranks that wait for a file log that it is still downloading.
+WAIT_SECONDS = 20.0
 
 
 @dataclass
@@ -72,7 +73,8 @@ class ModelFiles:
     def _arrive(self) -> Iterator[Path]:
         """Yield each file once every machine has it."""
         for name in self.shards:
-            future = self._futures.get(name)  # None: another rank of this machine fetches
+            # None if another rank of this machine downloads the file.
+            future = self._futures.get(name)
             while True:
                 there = True
                 if future is not None:
@@ -140,8 +142,9 @@ def _fetch(
 ) -> ModelFiles:
     """Download the small files on the first rank of each machine, start downloading weights, and share the results."""
     rank, machines = dist.get_rank(), gather_json(os.environ.get("GROUP_RANK", "0"))
-    leader = machines.index(machines[rank]) == rank  # the first rank of this world on its machine
-    found: list[Any] = [machines[rank], None, []]
+    # The first rank of the job on each machine downloads for that machine.
+    leader = machines.index(machines[rank]) == rank
+    local_files: list[Any] = [machines[rank], None, []]
     futures: dict[str, Future[Path]] = {}
     with together():
         if leader:
@@ -152,11 +155,11 @@ def _fetch(
             small = {name: hub.fetch(name) for name in _small_files(names, trust_remote_code)}
             folder = small[CONFIG_FILE].parent
             shards = _shards(path, folder, names) if with_weights else []
-            found[1:] = [str(folder), shards]
+            local_files[1:] = [str(folder), shards]
             futures = _in_background(hub.fetch, shards)
-    all_found = gather_json(found)
-    machine = found[0]
-    folder, shards = next((place, names) for group, place, names in all_found if group == machine and place)
+    all_files = gather_json(local_files)
+    machine = local_files[0]
+    folder, shards = next((place, names) for group, place, names in all_files if group == machine and place)
     if rank == 0 and shards:
         logger.info("%s: %d weight files on their way to %s", path, len(shards), folder)
     return ModelFiles(Path(folder), shards, futures, not shards)
@@ -170,7 +173,8 @@ def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[s
         for name in names:
             try:
                 futures[name].set_result(fetch(name))
-            except BaseException as error:  # raised where a file is waited for
+            # Errors are raised on the thread that waits for the file.
+            except BaseException as error:
                 for future in futures.values():
                     if not future.done():
                         future.set_exception(error)
@@ -245,7 +249,8 @@ class HuggingFaceHub:
             info = HfApi(endpoint=self._endpoint).model_info(self._path, revision=self._revision)
         except OfflineModeIsEnabled:
             return self._list_cached("HF_HUB_OFFLINE is set")
-        except Exception as error:  # whatever the HTTP library raises
+        # huggingface_hub passes on any error of its HTTP library.
+        except Exception as error:
             if _is_no_connection(error):
                 return self._list_cached(f"the hub cannot be reached ({type(error).__name__}: {error})")
             raise self._explained(error) from error
@@ -269,7 +274,8 @@ class HuggingFaceHub:
                     local_files_only=self._cached_only,
                 )
             )
-        except Exception as error:  # whatever the HTTP library raises
+        # huggingface_hub passes on any error of its HTTP library.
+        except Exception as error:
             raise self._explained(error, name) from error
 
     def _list_cached(self, why: str) -> Sequence[str]:
@@ -361,7 +367,8 @@ class ModelScopeHub:
         """Return the names of all files of the revision."""
         try:
             files = self._api.get_model_files(self._path, revision=self._revision or "master", recursive=True)
-        except Exception as error:  # whatever the library raises
+        # modelscope passes on any error of the libraries below it.
+        except Exception as error:
             raise ModelError(
                 f"model.path: {self._path}: modelscope does not list it ({type(error).__name__}: {error}). Look at the "
                 "spelling and model.revision, or log in with `modelscope login`."
@@ -374,7 +381,8 @@ class ModelScopeHub:
         revision = self._revision or "master"
         try:
             return Path(self._download(self._path, name, revision=revision, endpoint=self._endpoint, **options))
-        except Exception as error:  # whatever the library raises
+        # modelscope passes on any error of the libraries below it.
+        except Exception as error:
             raise ModelError(
                 f"model.path: {self._path}: {name}: the download broke off ({type(error).__name__}: {error}). "
                 "Start again."

@@ -13,7 +13,8 @@ from megaverl.config import Config
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.run import is_hub_name
 
-ANSWER_SECONDS = 5.0  # that the hub may take
+# Deadline for the hub's answer.
+ANSWER_SECONDS = 5.0
 
 
 def missing_models(config: Config, *, on_this_machine: bool = True) -> list[ConfigIssue]:
@@ -56,7 +57,8 @@ def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tup
 
     try:
         snapshot_download(name, revision=revision, local_dir=local_dir, local_files_only=True)
-    except Exception:  # whatever the library raises of caches
+    # A damaged cache may raise anything. The hub is asked instead.
+    except Exception:
         pass
     else:
         return "", False
@@ -67,11 +69,13 @@ def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tup
         fix = "Correct the path, or fetch the model first."
         return f"{here}, not in the hub's cache, and HF_HUB_OFFLINE is set. {fix}", False
     except GatedRepoError:
-        return "", False  # it is there; the ranks say how to get the rights
+        # The model exists. The ranks report how to get access when they download it.
+        return "", False
     except RepositoryNotFoundError:
         fix = "Correct the path, or log in: hf auth login."
         return f"{here}, and no such model on the hub, or a private one. {fix}", True
-    except Exception as error:  # whatever the HTTP library raises
+    # huggingface_hub passes on any error of its HTTP library.
+    except Exception as error:
         if type(error).__name__ not in ("ConnectError", "ConnectionError"):
             return "", False
         fix = "Correct the path, or fetch the model where there is a connection."

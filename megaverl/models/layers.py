@@ -295,7 +295,8 @@ class AtPositions:
     def __call__(self, module: object, args: object, output: Any) -> Any:
         if self.positions is None:
             return output
-        if isinstance(output, tuple):  # YaRN: a factor follows
+        # YaRN's embedding returns a tuple of the table and a scaling factor.
+        if isinstance(output, tuple):
             return output[0].index_select(0, self.positions), *output[1:]
         return output.index_select(0, self.positions)
 

@@ -95,7 +95,8 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 # `ModelSpec.activation` -> fields of TransformerConfig.
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
-    "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},  # megatron-core fuses the exact gelu
+    # megatron-core has a fused kernel only for the exact gelu.
+    "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},
     "clamped_swiglu": {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
 }
 
@@ -120,8 +121,8 @@ def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
     Raises:
         ModelError: lists every dimension that `shape` does not divide.
     """
-    found = misfits(spec, tp=shape.tp, etp=shape.expert_tp, ep=shape.ep)
-    mistakes = [f"{role}.{misfit}" for misfit in found]
+    misfitting = misfits(spec, tp=shape.tp, etp=shape.expert_tp, ep=shape.ep)
+    mistakes = [f"{role}.{misfit}" for misfit in misfitting]
     if spec.moe is None and shape.ep > 1:
         mistakes.append(f"{role}.ep={shape.ep}, but the model has no experts; leave ep at 1")
     stages = shape.pp * (shape.vpp or 1)
@@ -173,7 +174,8 @@ def transformer_config(
         "pipeline_dtype": dtype,
         # Micro-batches are cut to their longest sample, so stages must send each other the shape.
         "variable_seq_lengths": shape.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",  # the other dispatcher wants equal lengths
+        # The allgather dispatcher needs micro-batches of equal length.
+        "moe_token_dispatcher_type": "alltoall",
         # The default synchronizes the host after every exchange between stages, to work around a bug of PyTorch before
         # 2.0.
         "batch_p2p_sync": False,
@@ -189,11 +191,11 @@ def transformer_config(
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
     options |= ACTIVATIONS[spec.activation]
-    given = coerce(config_class, overrides or {}, "megatron")
-    check_fused_rope(spec, given)
+    settings = coerce(config_class, overrides or {}, "megatron")
+    check_fused_rope(spec, settings)
     _check_needs(overrides or {})
-    options |= fused_options(spec, given) if platform.is_cuda else CPU_OPTIONS
-    options |= given
+    options |= fused_options(spec, settings) if platform.is_cuda else CPU_OPTIONS
+    options |= settings
     options |= {
         "tensor_model_parallel_size": shape.tp,
         "pipeline_model_parallel_size": shape.pp,
@@ -307,7 +309,8 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
-        "qk_layernorm": True,  # both latents are normalised
+        # Both latent vectors are normalized.
+        "qk_layernorm": True,
         "rope_type": "rope",
         "rotary_base": spec.rope_theta,
         "rotary_scaling_factor": 1.0,
@@ -355,7 +358,8 @@ def yarn_options(spec: ModelSpec) -> dict[str, Any]:
         # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1).
         mscale = (scaling["attention_factor"] - 1.0) / (0.1 * math.log(factor))
         mscale_all_dim = 0.0
-    elif not (mscale and mscale_all_dim):  # transformers reads both or none
+    # transformers reads these two only if both are set.
+    elif not (mscale and mscale_all_dim):
         mscale = mscale_all_dim = None
     return {
         "yarn_rotary_scaling_factor": factor,

@@ -40,20 +40,22 @@ class Packing(PackedSeqParams):
     Attributes:
         source: [t] int64: index of each token in the flattened padded sequences [b, s].
         positions: [t] int64: position of each token in its sequence, for rotary embeddings; only of the tokens in
-            `own`.
+            `local_places`.
         starts: [b] int64: place in the row where each sequence's own part begins.
-        own: [t / cp] int64: places of the tokens of this context-parallel rank. None: all.
+        local_places: [t / cp] int64: places of the tokens of this context-parallel rank. None: all.
     """
 
     source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
     positions: torch.Tensor = None  # type: ignore[assignment]
     starts: torch.Tensor = None  # type: ignore[assignment]
-    own: torch.Tensor | None = None
+    local_places: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on another device."""
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: to_device(x, device) for name, x in held.items() if isinstance(x, torch.Tensor)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self, **{name: to_device(x, device) for name, x in values.items() if isinstance(x, torch.Tensor)}
+        )
 
 
 @dataclass
@@ -107,12 +109,12 @@ class DensePacking(Packing):
     def _mask(self, queries: int, keys: int, offsets: torch.Tensor | None, window: int | None) -> torch.Tensor:
         """Return a [n, 1, queries, keys] mask, in which query i of segment n sees keys up to `offsets[n]` + i."""
         device = self.place.device
-        own = torch.arange(queries, device=device)[:, None]
-        own = own[None] if offsets is None else own + offsets[:, None, None]
+        last_seen = torch.arange(queries, device=device)[:, None]
+        last_seen = last_seen[None] if offsets is None else last_seen + offsets[:, None, None]
         columns = torch.arange(keys, device=device)
-        seen = columns <= own
+        seen = columns <= last_seen
         if window is not None:
-            seen &= columns > own - window
+            seen &= columns > last_seen - window
         return seen.unsqueeze(1)
 
 
@@ -142,7 +144,7 @@ class VarlenPacking(Packing):
 
     keys: torch.Tensor | None = None
 
-    def of_segments(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather_segments(self, rows: torch.Tensor) -> torch.Tensor:
         """Return keys or values of the segments, [k, kv_heads, d], from those of the row's tokens [t, kv_heads, d]."""
         return rows if self.keys is None else rows.index_select(0, self.keys)
 
@@ -168,29 +170,29 @@ def pack(
     row = _Row(lengths, shared, groups)
     wholes: list[_Part] = []
     later: list[_Part] = []
-    for beginning, common, own in row.groups:
-        long = common > LONG_BEGINNING * max(count for _, count in own)
-        if common and long:
+    for beginning, common, parts in row.groups:
+        is_long = common > LONG_BEGINNING * max(count for _, count in parts)
+        if common and is_long:
             wholes.append((beginning, common, 0, 0, True))
-        for number, (place, count) in enumerate(own):
-            if common and long:
+        for number, (place, count) in enumerate(parts):
+            if common and is_long:
                 later.append((beginning, common, place, count, False))
             elif count or common:
                 wholes.append((beginning, common, place, count, not number))
     total, padding = row.total, -row.total % multiple_of
-    all_wholes, of_wholes = spans(wholes, total)
+    all_wholes, whole_mask = spans(wholes, total)
     keys, _ = spans(later, total)
-    queries, of_queries = spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
+    queries, query_mask = spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
     place_of = torch.zeros(total + padding, dtype=torch.int64)
-    place_of[all_wholes[of_wholes]] = of_wholes.flatten().nonzero()[:, 0]
-    place_of[queries[of_queries]] = all_wholes.numel() + of_queries.flatten().nonzero()[:, 0]
-    held = row.tokens(width, padding)
-    longest = int(held["positions"].max()) + 1
+    place_of[all_wholes[whole_mask]] = whole_mask.flatten().nonzero()[:, 0]
+    place_of[queries[query_mask]] = all_wholes.numel() + query_mask.flatten().nonzero()[:, 0]
+    tensors = row.tokens(width, padding)
+    longest = int(tensors["positions"].max()) + 1
     return DensePacking(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **held,
+        **tensors,
         wholes=all_wholes,
         later_queries=queries,
         later_keys=keys,
@@ -206,11 +208,13 @@ def pack_varlen(
 
     Padding at the end of the row is a segment of its own, so that no output or gradient is left uninitialized.
     """
-    held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
-    return of_segments(held, segments, [count for *_, count in segments])
+    tensors, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    return pack_segments(tensors, segments, [count for *_, count in segments])
 
 
-def of_segments(held: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int]) -> VarlenPacking:
+def pack_segments(
+    tensors: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int]
+) -> VarlenPacking:
     """Return the packing of these segments, in which only the last `counts` tokens of each are queries."""
     queries, keys = torch.tensor(counts), torch.tensor([common + count for _, common, _, count in segments])
     places = [
@@ -218,15 +222,15 @@ def of_segments(held: dict[str, torch.Tensor], segments: Sequence[Segment], coun
         for beginning, common, place, own_count in segments
         for first, count in ((beginning, common), (place, own_count))
     ]
-    zero, lie_elsewhere = torch.zeros(1, dtype=torch.int32), any(common for _, common, _, _ in segments)
+    zero, has_shared = torch.zeros(1, dtype=torch.int32), any(common for _, common, _, _ in segments)
     return VarlenPacking(
         qkv_format="sbhd",
         cu_seqlens_q=torch.cat([zero, queries.cumsum(0, dtype=torch.int32)]),
         cu_seqlens_kv=torch.cat([zero, keys.cumsum(0, dtype=torch.int32)]),
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
-        **held,
-        keys=torch.cat(places) if lie_elsewhere or "own" in held else None,
+        **tensors,
+        keys=torch.cat(places) if has_shared or "local_places" in tensors else None,
     )
 
 
@@ -237,8 +241,8 @@ def laid_out(
     row = _Row(lengths, shared, groups)
     padding = -row.total % multiple_of
     segments: list[Segment] = []
-    for beginning, common, own in row.groups:
-        segments += [(0, 0, beginning, common), *((beginning, common, place, count) for place, count in own)]
+    for beginning, common, parts in row.groups:
+        segments += [(0, 0, beginning, common), *((beginning, common, place, count) for place, count in parts)]
     segments = [segment for segment in [*segments, (0, 0, row.total, padding)] if segment[3]]
     return row.tokens(width, padding), segments
 
@@ -262,19 +266,20 @@ class _Row:
         self.total = 0
         self.starts = [0] * len(lengths)
         self.groups: list[tuple[int, int, list[tuple[int, int]]]] = []
-        self._taken: list[tuple[int, int, int]] = []  # (sequence, first token, tokens), in the row's order
+        # (sequence, first token, number of tokens), in the order of the row.
+        self._taken: list[tuple[int, int, int]] = []
         members: dict[int, list[int]] = {}
         for sequence, group in enumerate(groups):
             members.setdefault(group, []).append(sequence)
-        for alike in members.values():
-            common = shared[alike[0]] if len(alike) > 1 else 0
-            beginning, own = self._lay(alike[0], 0, common), []
-            for sequence in alike:
+        for sequences in members.values():
+            common = shared[sequences[0]] if len(sequences) > 1 else 0
+            beginning, parts = self._lay(sequences[0], 0, common), []
+            for sequence in sequences:
                 place = self._lay(sequence, common, lengths[sequence] - common)
                 self.starts[sequence] = place + shared[sequence] - common
-                own.append((place, lengths[sequence] - common))
-            self.groups.append((beginning, common, own))
-        if not self.total:  # a rank without samples computes one token that nobody asks for
+                parts.append((place, lengths[sequence] - common))
+            self.groups.append((beginning, common, parts))
+        if not self.total:
             # A rank without samples computes one dummy token.
             self.groups.append((0, 0, [(self._lay(0, 0, 1), 1)]))
 
@@ -304,11 +309,11 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
     Short rows repeat a token.
     """
     numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
-    beginning, common, own, count = (column.unsqueeze(1) for column in numbers.unbind(1))
-    owned = torch.tensor([part[4] for part in parts], dtype=torch.bool).unsqueeze(1)
+    beginning, common, place, count = (column.unsqueeze(1) for column in numbers.unbind(1))
+    takes_beginning = torch.tensor([part[4] for part in parts], dtype=torch.bool).unsqueeze(1)
     steps = torch.arange(int((common + count).max()) if parts else 0)
-    places = torch.where(steps < common, beginning + steps, own + (steps - common).minimum(count - 1))
-    return places.clamp(0, total - 1), (steps < common + count) & ((steps >= common) | owned)
+    places = torch.where(steps < common, beginning + steps, place + (steps - common).minimum(count - 1))
+    return places.clamp(0, total - 1), (steps < common + count) & ((steps >= common) | takes_beginning)
 
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -399,19 +404,19 @@ class MicroBatch:
 
     def cut(self, places: torch.Tensor) -> MicroBatch:
         """Return the part of a context-parallel rank: the tokens at `places` of each row, and what they predict."""
-        here = torch.full((self.tokens.shape[1],), -1)
-        here[places] = torch.arange(len(places))
+        local_place = torch.full((self.tokens.shape[1],), -1)
+        local_place[places] = torch.arange(len(places))
         sample, row, position = self.predicting
-        held = here[position] >= 0
+        is_here = local_place[position] >= 0
         return replace(
             self,
             tokens=self.tokens[:, places],
             routed_experts=None if self.routed_experts is None else self.routed_experts[:, places],
             places=places,
-            predicting=Predicting(sample[held], row[held], here[position[held]]),
-            targets=self.targets[held],
-            predicted=self.predicted.masked_scatter(self.predicted, held),
-            last=here[self.last],
+            predicting=Predicting(sample[is_here], row[is_here], local_place[position[is_here]]),
+            targets=self.targets[is_here],
+            predicted=self.predicted.masked_scatter(self.predicted, is_here),
+            last=local_place[self.last],
         )
 
     def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
@@ -420,8 +425,8 @@ class MicroBatch:
         The value is undefined for an empty sequence, and 0 if another context-parallel rank has the token.
         """
         row = torch.arange(len(self.samples), device=output.device)
-        found = output[row if self.packing is None else torch.zeros_like(row), self.last.clamp(min=0)]
-        return found if self.places is None else found.where(self.last[:, None] >= 0, 0.0)
+        values = output[row if self.packing is None else torch.zeros_like(row), self.last.clamp(min=0)]
+        return values if self.places is None else values.where(self.last[:, None] >= 0, 0.0)
 
     def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
         """Return temperature and top-k of tokens of these samples [n], or `temperature` if the samples have none."""
@@ -435,10 +440,12 @@ class MicroBatch:
             return self
         moved = {name: to_device(tensor, device) for name, tensor in self.fields.items()}
         predicting = Predicting(*(to_device(tensor, device) for tensor in self.predicting))
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        there: dict[str, Any] = {name: to_device(x, device) for name, x in held.items() if isinstance(x, torch.Tensor)}
-        there |= {name: x.to(device) for name, x in held.items() if isinstance(x, Packing | VisionInputs)}
-        return replace(self, fields=moved, predicting=predicting, **there)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        copies: dict[str, Any] = {
+            name: to_device(x, device) for name, x in values.items() if isinstance(x, torch.Tensor)
+        }
+        copies |= {name: x.to(device) for name, x in values.items() if isinstance(x, Packing | VisionInputs)}
+        return replace(self, fields=moved, predicting=predicting, **copies)
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -58,8 +58,8 @@ class ReplayedRouter:
         self._scores_are_logits = not (self._by_sigmoid or router.config.moe_router_pre_softmax)
         num_experts = router.config.num_moe_experts
         self.counts = torch.zeros(num_experts + 4, dtype=torch.float64, device=platform.device)
-        self._given: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        self._again: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = deque()
+        self._expected: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        self._to_recompute: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = deque()
         self._is_kept = False
 
     def expect(self, experts: torch.Tensor | None, weights: torch.Tensor | None, *, is_kept: bool) -> None:
@@ -71,12 +71,12 @@ class ReplayedRouter:
             weights: [tokens], 1 for tokens that count in the statistics. None: no statistics.
             is_kept: whether a backward pass follows.
         """
-        self._given, self._is_kept = (experts, weights), is_kept
+        self._expected, self._is_kept = (experts, weights), is_kept
 
     def forget(self) -> None:
         """Drop everything that is still expected, as after a failed pass."""
-        self._given = None
-        self._again.clear()
+        self._expected = None
+        self._to_recompute.clear()
 
     def get_replay_topk(
         self,
@@ -95,47 +95,50 @@ class ReplayedRouter:
             Scores and numbers of the chosen experts, [tokens, k].
         """
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        is_forward = self._given is not None
+        values, router_choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        is_forward = self._expected is not None
         if is_forward:
-            given, self._given = self._given, None
+            expected, self._expected = self._expected, None
             # A forward pass without gradients that has a backward pass is activation checkpointing: it will be
             # recomputed.
             if self._is_kept and not torch.is_grad_enabled():
-                self._again.append(given)  # type: ignore[arg-type]
+                self._to_recompute.append(expected)  # type: ignore[arg-type]
         else:
-            given = self._again.popleft() if self._again and torch.is_grad_enabled() else (None, None)
-        assert given is not None
-        told, weights = given
-        if told is None:
-            taken = own
+            expected = self._to_recompute.popleft() if self._to_recompute and torch.is_grad_enabled() else (None, None)
+        assert expected is not None
+        experts, weights = expected
+        if experts is None:
+            chosen = router_choice
         else:
-            taken = torch.where(told < 0, own, told)
-            values = scores.gather(1, taken)
+            chosen = torch.where(experts < 0, router_choice, experts)
+            values = scores.gather(1, chosen)
         if is_forward and weights is not None:
             with torch.no_grad():
-                self._count(scores, own, taken, told, weights)
-        return values, taken
+                self._count(scores, router_choice, chosen, experts, weights)
+        return values, chosen
 
     def _count(
         self,
         scores: torch.Tensor,
-        own: torch.Tensor,
-        taken: torch.Tensor,
-        told: torch.Tensor | None,
+        router_choice: torch.Tensor,
+        chosen: torch.Tensor,
+        experts: torch.Tensor | None,
         weights: torch.Tensor,
     ) -> None:
         """Add one forward pass to the statistics."""
         num_experts = scores.shape[1]
         load = self.counts.new_zeros(num_experts)
-        load.index_add_(0, taken.flatten(), weights.double().repeat_interleave(taken.shape[1]))
-        wide = scores.double()  # what a bias makes negative is never taken
-        shares = wide.softmax(dim=-1) if self._scores_are_logits else _shares(wide.clamp(min=0))
+        load.index_add_(0, chosen.flatten(), weights.double().repeat_interleave(chosen.shape[1]))
+        # A bias may make scores negative. Such experts are never chosen.
+        exact_scores = scores.double()
+        shares = exact_scores.softmax(dim=-1) if self._scores_are_logits else _shares(exact_scores.clamp(min=0))
         entropy = -torch.special.xlogy(shares, shares).sum(dim=-1)
-        compared = torch.zeros_like(entropy) if told is None else weights * (told >= 0).all(dim=1)
-        differs = (own.sort(dim=1).values != taken.sort(dim=1).values).any(dim=1)
-        few = torch.stack([each.double().sum() for each in (weights, entropy * weights, compared, compared * differs)])
-        self.counts += torch.cat([load, few])
+        compared = torch.zeros_like(entropy) if experts is None else weights * (experts >= 0).all(dim=1)
+        differs = (router_choice.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
+        sums = torch.stack(
+            [column.double().sum() for column in (weights, entropy * weights, compared, compared * differs)]
+        )
+        self.counts += torch.cat([load, sums])
 
 
 class RouterReplay:
@@ -150,8 +153,9 @@ class RouterReplay:
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, grid: Grid) -> None:
         self._grid, self._is_sequence_parallel = grid, config.sequence_parallel
         self._num_layers, self._num_experts = config.num_layers, config.num_moe_experts
-        self._routers: dict[int, ReplayedRouter] = {}  # by the layer's number, from 0
-        self._of_model: dict[int, list[int]] = {}
+        # Keyed by the layer's number, counted from 0.
+        self._routers: dict[int, ReplayedRouter] = {}
+        self._layers_by_model: dict[int, list[int]] = {}
         for chunk in chunks:
             for router in _routers_of(chunk):
                 router.router_replay = self._routers[router.layer_number - 1] = ReplayedRouter(router)
@@ -167,19 +171,19 @@ class RouterReplay:
         rows = batch.tokens.shape[0]
         weights = torch.zeros(rows, width, device=batch.tokens.device)
         weights[batch.predicting.row, batch.predicting.position] = 1.0
-        told = batch.routed_experts
-        if told is not None and told.shape[1] < width:
-            told = torch.nn.functional.pad(told, (0, 0, 0, 0, 0, width - told.shape[1]), value=ROUTERS_CHOICE)
+        routed = batch.routed_experts
+        if routed is not None and routed.shape[1] < width:
+            routed = torch.nn.functional.pad(routed, (0, 0, 0, 0, 0, width - routed.shape[1]), value=ROUTERS_CHOICE)
         own_weights = self._as_seen(weights)
         for layer in self._layers_of(model):
-            experts = None if told is None else self._as_seen(told[:, :, layer].long())
+            experts = None if routed is None else self._as_seen(routed[:, :, layer].long())
             self._routers[layer].expect(experts, own_weights, is_kept=is_kept)
 
     def _layers_of(self, model: torch.nn.Module) -> list[int]:
         """Return the layer numbers of a chunk, or of a module that wraps one."""
-        if id(model) not in self._of_model:
-            self._of_model[id(model)] = [router.layer_number - 1 for router in _routers_of(model)]
-        return self._of_model[id(model)]
+        if id(model) not in self._layers_by_model:
+            self._layers_by_model[id(model)] = [router.layer_number - 1 for router in _routers_of(model)]
+        return self._layers_by_model[id(model)]
 
     def _as_seen(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [b, s, ...] as [tokens, ...], in the order in which routers on this rank see tokens."""
@@ -190,7 +194,7 @@ class RouterReplay:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Context of all micro-batches of a batch. On exit routers drop what they still expect."""
+        """Surround all micro-batches of a batch. On exit, routers drop what they still expect."""
         try:
             yield
         finally:
@@ -228,18 +232,18 @@ def _routers_of(model: torch.nn.Module) -> Iterator[TopKRouter]:
 
 def counted(counts: torch.Tensor) -> dict[str, float]:
     """Convert counts [layers, experts + 4] to the metrics of `RouterReplay.metrics`; empty if no token was counted."""
-    few = counts[:, -4:]
-    counts = counts[few[:, TOKENS] > 0]
+    sums = counts[:, -4:]
+    counts = counts[sums[:, TOKENS] > 0]
     if not len(counts):
         return {}
-    load, few = counts[:, :-4], counts[:, -4:].sum(dim=0)
+    load, sums = counts[:, :-4], counts[:, -4:].sum(dim=0)
     even = load.mean(dim=1, keepdim=True)
-    found = {
+    metrics = {
         "moe/load_max": float((load / even).max()),
         "moe/overflow": float((load - even).clamp(min=0).sum() / load.sum()),
         "moe/idle_experts": float((load == 0).double().mean()),
-        "moe/router_entropy": float(few[ENTROPY] / few[TOKENS]),
+        "moe/router_entropy": float(sums[ENTROPY] / sums[TOKENS]),
     }
-    if few[COMPARED] > 0:
-        found["moe/routes_differ"] = float(few[DIFFERENT] / few[COMPARED])
-    return found
+    if sums[COMPARED] > 0:
+        metrics["moe/routes_differ"] = float(sums[DIFFERENT] / sums[COMPARED])
+    return metrics

@@ -45,14 +45,17 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
-        "topk_method": "noaux_tc",  # transformers takes these two for granted, vLLM reads them
+        # transformers assumes these two entries; vLLM reads them from the file.
+        "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "rms_norm_eps": 1e-6,  # transformers normalises the latents with this one, vLLM with the one that is set
+        # transformers normalizes the latents with this default value, vLLM with the configured one.
+        "rms_norm_eps": 1e-6,
     },
     "Glm4MoeForCausalLM": GROUPED | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
     "GptOssForCausalLM": EXPERTS
     | {
-        "sliding_window": 8,  # shorter than most samples
+        # Shorter than most samples, so that the window has an effect.
+        "sliding_window": 8,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150000.0,
@@ -99,15 +102,19 @@ def make_tiny_folder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
-        norms_at_zero = architecture.startswith("Gemma")  # they multiply by weight + 1
+        # Gemma's norms multiply by weight + 1.
+        norms_at_zero = architecture.startswith("Gemma")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
-                tensor.data.normal_(0.0, 0.5)  # some routers start at zero, where all experts are as good
+                # Some routers are initialized with zeros, where all experts score alike and ties decide.
+                tensor.data.normal_(0.0, 0.5)
             elif name.endswith("e_score_correction_bias"):
                 tensor.data.normal_(0.0, 0.1)
             elif architecture == "GptOssForCausalLM" and name.endswith("experts.gate_up_proj"):
-                tensor.data.normal_(0.0, 0.5)  # so that some gates reach the limit where they are clamped
-            elif name.endswith("proj_bias"):  # of all experts of a layer
+                # Large enough that some gates reach the limit at which they are clamped.
+                tensor.data.normal_(0.0, 0.5)
+            elif name.endswith("proj_bias"):
+                # Biases of all experts of a layer: random values, so that mixed-up experts show.
                 tensor.data.normal_(0.0, 0.1)
             elif tensor.dim() == 1 and not name.endswith("inv_freq"):
                 centre = 1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
@@ -128,7 +135,8 @@ TEXT: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 32,  # vLLM's CPU attention has no kernel for 16
+    # vLLM's CPU attention has no kernel for 16.
+    "head_dim": 32,
     "max_position_embeddings": 512,
     "eos_token_id": 2,
     "bos_token_id": 3,
@@ -181,10 +189,10 @@ def make_tiny_vision_folder(
 
     folder = Path(folder)
     ids = {word: number for number, word in enumerate((*SPECIAL, *OF_VISION, *words))}
-    made = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         unk_token="<unk>",
         pad_token="<pad>",
         eos_token="<eos>",
@@ -193,7 +201,8 @@ def make_tiny_vision_folder(
     Qwen2VLImageProcessorPil(min_pixels=pixels[0], max_pixels=pixels[1]).save_pretrained(folder)
     name, vision, sections = FAMILIES[family]
     rope: dict[str, Any] = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
-    if family == "qwen3_vl":  # transformers takes it for granted, vLLM reads it
+    # transformers assumes this entry; vLLM reads it from the file.
+    if family == "qwen3_vl":
         rope["mrope_interleaved"] = True
     config = getattr(transformers, f"{name}Config")(
         text_config={**TEXT, "vocab_size": len(ids), "rope_parameters": rope, **text},

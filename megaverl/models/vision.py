@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from megaverl.models.packing import Packing
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-NO_IMAGE = 0  # a token of every vocabulary that is no image's, where a response has drawn one
+# Replaces image tokens that a response has sampled: any ordinary token of the vocabulary will do.
+NO_IMAGE = 0
 
 
 @dataclass
@@ -41,8 +42,8 @@ class VisionInputs:
 
     def to(self, device: torch.device) -> VisionInputs:
         """Return a copy on another device."""
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: to_device(x, device) for name, x in held.items() if x is not None})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: to_device(x, device) for name, x in values.items() if x is not None})
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
@@ -113,14 +114,14 @@ class VisionReader:
         if int(is_image.sum()) != sum(sizes):
             raise ModelError(f"{int(is_image.sum())} tokens stand for parts of images, and images have {sum(sizes)}")
         grids = [[int(n) for n in image.tensors["image_grid_thw"]] for image in images]
-        made = VisionInputs(
+        inputs = VisionInputs(
             torch.where((tokens == self.token) & drawn, NO_IMAGE, tokens),
             rope_positions(is_image, positions, grids, self.merge),
         )
         if images:
-            made.pixel_values = torch.cat([image.tensors["pixel_values"] for image in images])
-            made.image_grid_thw = torch.tensor(grids, dtype=torch.int64)
-        return made
+            inputs.pixel_values = torch.cat([image.tensors["pixel_values"] for image in images])
+            inputs.image_grid_thw = torch.tensor(grids, dtype=torch.int64)
+        return inputs
 
 
 def rope_positions(
@@ -141,7 +142,7 @@ def rope_positions(
     flat = positions.flatten()
     beginnings = (flat == 0).nonzero()[:, 0].tolist()
     shift = torch.zeros_like(flat)
-    found = flat.repeat(3, 1)
+    rotary = flat.repeat(3, 1)
     places = iter(is_image.flatten().nonzero()[:, 0].tolist())
     inside: list[tuple[slice, torch.Tensor]] = []
     for time, height, width in grids:
@@ -155,10 +156,10 @@ def rope_positions(
         counted = torch.stack(torch.meshgrid(*map(torch.arange, (time, rows, columns)), indexing="ij")).flatten(1)
         inside.append((slice(first, first + count), flat[first] + shift[first] + counted))
         shift[first + count : end] += max(rows, columns) - count
-    found += shift
-    for span, values in inside:
-        found[:, span] = values
-    return found.view(3, *positions.shape)
+    rotary += shift
+    for span, image_positions in inside:
+        rotary[:, span] = image_positions
+    return rotary.view(3, *positions.shape)
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
@@ -170,8 +171,8 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
     """Return the module that encodes images, or None."""
-    found = getattr(model.base_model, "visual", None)
-    return found if isinstance(found, nn.Module) else None
+    tower = getattr(model.base_model, "visual", None)
+    return tower if isinstance(tower, nn.Module) else None
 
 
 def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
@@ -185,6 +186,9 @@ def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
     merge, time = int(config.spatial_merge_size), int(config.temporal_patch_size)
     values = int(getattr(config, "in_channels", 3)) * time * int(config.patch_size) ** 2
     grid = torch.tensor([[1, merge, merge]], device=device)
-    made = tower(torch.zeros(merge * merge, values, device=device), grid_thw=grid)
-    sums = [made.pooler_output.sum(), *(each.sum() for each in getattr(made, "deepstack_features", None) or ())]
+    features = tower(torch.zeros(merge * merge, values, device=device), grid_thw=grid)
+    sums = [
+        features.pooler_output.sum(),
+        *(feature.sum() for feature in getattr(features, "deepstack_features", None) or ()),
+    ]
     return 0.0 * torch.stack(sums).sum()

@@ -41,10 +41,12 @@ class _Divergences(torch.autograd.Function):
         student = Distributions(rows, index, weight)
         count = len(index)
         totals = torch.zeros(2, count, device=rows.device)
-        floors = torch.full((count,), LOWEST, device=rows.device)  # the least of the teacher's logits that counts
-        sums = torch.zeros(2, count, device=rows.device)  # the divergence, and the sum of its slopes
+        # The smallest of the teacher's logits that counts.
+        floors = torch.full((count,), LOWEST, device=rows.device)
+        # The divergence, and the sum of its slopes.
+        sums = torch.zeros(2, count, device=rows.device)
         for part in _parts(student):
-            both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
+            both = [_scaled(model.logits(part, shard.valid), temperature) for model in (student, teacher)]
             if top_k is not None:
                 floors[part] = _kth_largest(both[1], top_k, shard)
                 _cut(both, floors[part])
@@ -59,12 +61,12 @@ class _Divergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, index, *of_teacher, totals, slope_sums, floors = ctx.saved_tensors
+        rows, weight, index, *teacher_tensors, totals, slope_sums, floors = ctx.saved_tensors
         divergence, shard, temperature, top_k = ctx.options
-        student, teacher = Distributions(rows, index, weight), Distributions(*of_teacher)
+        student, teacher = Distributions(rows, index, weight), Distributions(*teacher_tensors)
         gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
         for part in _parts(student) if shard.valid else ():
-            both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
+            both = [_scaled(model.logits(part, shard.valid), temperature) for model in (student, teacher)]
             if top_k is not None:
                 _cut(both, floors[part])
             log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
@@ -98,10 +100,10 @@ def vocab_parallel_divergence(
         group: ranks that share the vocabulary, in order. Collective over them.
     """
     shard = Shard.of(student.columns, vocab_size, group)
-    found: torch.Tensor = _Divergences.apply(
+    divergences: torch.Tensor = _Divergences.apply(
         student.rows, student.weight, student.index, teacher, divergence, shard, temperature, top_k
     )
-    return found
+    return divergences
 
 
 def _parts(of: Distributions) -> Iterator[slice]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 # Elements of whole logits that are processed at once: a 128th of them, within these bounds. An intermediate result then
 # takes 1 to 16 MiB in float32, and three of them a twentieth of 16-bit logits.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 18, 1 << 22
-CHUNK_BYTES = 32 * 2**20  # of logits that are made of hidden states, at a time
+# Bytes of logits that are computed from hidden states at a time.
+CHUNK_BYTES = 32 * 2**20
 # Used instead of -inf, so that differences and products with 0 stay finite: e^-10000 is 0 in float32.
 LOWEST, NEGLIGIBLE = -1e30, -1e4
 
@@ -203,15 +204,15 @@ class _Sums(NamedTuple):
     squares: torch.Tensor  # sum p^2, 0 unless asked for
 
 
-def _with_floor(of: Distributions, shard: Shard, drawn: Drawn) -> Drawn:
+def _with_floor(distributions: Distributions, shard: Shard, drawn: Drawn) -> Drawn:
     """Return `drawn` with its floor, if top-k restricts any token. Collective over the group."""
     if drawn.top_k is None or not bool(drawn.top_k.any()):
         return drawn
     most = int(drawn.top_k.max())
-    highest = torch.full((len(drawn.top_k), most), LOWEST, device=of.rows.device)
-    for part, logits in of.chunks(shard.valid):
-        found = drawn.of(part).scaled(logits).topk(min(most, logits.shape[1])).values
-        highest[part, : found.shape[1]] = found
+    highest = torch.full((len(drawn.top_k), most), LOWEST, device=distributions.rows.device)
+    for part, logits in distributions.chunks(shard.valid):
+        highest_of_part = drawn.of(part).scaled(logits).topk(min(most, logits.shape[1])).values
+        highest[part, : highest_of_part.shape[1]] = highest_of_part
     highest = shard.all_gather(highest).topk(most).values
     floor = highest.gather(1, (drawn.top_k - 1).clamp_(min=0)[:, None])[:, 0]
     return drawn._replace(floor=floor.masked_fill(drawn.top_k == 0, LOWEST))
@@ -229,7 +230,8 @@ def _logit_sums(
     """Compute the sums in one pass over the logits. Collective over the group."""
     count = len(targets)
     top = torch.full((count,), LOWEST, device=of.rows.device)
-    sums = torch.zeros(4, count, device=of.rows.device)  # of e^(z - top), (z - top) e^(z - top), its square; the target
+    # Sums of e^(z - top), of (z - top) e^(z - top), and of its square, and the target's logit.
+    sums = torch.zeros(4, count, device=of.rows.device)
     local = targets - shard.first
     here = (local >= 0) & (local < shard.valid)
     local = local.clamp(0, max(shard.valid - 1, 0))

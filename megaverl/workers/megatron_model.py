@@ -195,8 +195,8 @@ class MegatronModel(TrainingModel):
         packing = micro_batch.packing
         if packing is None:
             return micro_batch.cut(own_places(micro_batch.tokens.shape[1], self._part))
-        assert packing.own is not None, "it was packed for another model"
-        return micro_batch.cut(packing.own)
+        assert packing.local_places is not None, "it was packed for another model"
+        return micro_batch.cut(packing.local_places)
 
     @property
     def held(self) -> list[torch.Tensor]:

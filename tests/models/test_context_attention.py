@@ -87,7 +87,7 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
     outputs, places = [], []
     for rank in range(size):
         packing = laid(lengths, shared, numbers, **options, part=Part(rank, size))
-        own = packing.own
+        own = packing.local_places
         assert own is not None and torch.equal(own, own_places(total, Part(rank, size)))
         assert torch.equal(packing.source, whole.source) and torch.equal(packing.positions, whole.positions[own])
         assert torch.equal(packing.starts, whole.starts)
@@ -123,9 +123,11 @@ def test_transformer_engine_gets_each_sequence_cut_by_itself(lengths: list[int],
     for rank, packing in enumerate(parts):
         each = [own_places(end - begin, Part(rank, size)) for begin, end in zip(begins, begins[1:], strict=False)]
         assert packing.positions.tolist() == torch.cat(each).tolist()
-        assert packing.own is not None
-        assert packing.own.tolist() == [b + p for b, own in zip(begins, each, strict=False) for p in own.tolist()]
-    assert sorted(place for packing in parts for place in packing.own.tolist()) == list(range(total))
+        assert packing.local_places is not None
+        assert packing.local_places.tolist() == [
+            b + p for b, own in zip(begins, each, strict=False) for p in own.tolist()
+        ]
+    assert sorted(place for packing in parts for place in packing.local_places.tolist()) == list(range(total))
     laid = [number for number, length in enumerate(lengths) if length]
     for number, begin in zip(laid, begins, strict=False):
         assert first.source[begin : begin + lengths[number]].tolist() == [
@@ -167,7 +169,7 @@ def test_a_part_of_a_row_moves_whole() -> None:
     packing = pack_part([3, 4], [2, 2], [0, 0], width=6, multiple_of=4, part=Part(1, 2))
     assert isinstance(packing, CutPacking)
     moved = packing.to(torch.device("meta"))
-    assert moved.own is not None and moved.own.device.type == "meta"
+    assert moved.local_places is not None and moved.local_places.device.type == "meta"
     assert {half.place.device.type for half in moved.halves} == {"meta"} and packing.halves[
         0
     ].place.device.type == "cpu"

@@ -10,7 +10,7 @@ import torch
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.lora import LowRank, factor_weights, held_span, low_ranks, with_factors
+from megaverl.models.lora import LowRank, factor_weights, filled_box, low_ranks, with_factors
 from megaverl.models.lora.adapter_set import Merge, add_product
 from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
@@ -98,7 +98,7 @@ def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
         for name, expected in cut(layout, merged).items():
             torch.testing.assert_close(landed[name], expected)
     with pytest.raises(ModelError, match="parts of it that are not neighbours"):
-        held_span(pieces[:2])
+        filled_box(pieces[:2])
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

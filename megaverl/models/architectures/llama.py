@@ -68,7 +68,8 @@ def experts(
     router = linear(f"{block}.gate", ("experts", "hidden"), Split.REPLICATED, ("mlp.router", f"{block}.gate"))
     parts = ((gate, Split.GATE, 1, "w13"), (up, Split.UP, 1, "w13"), (down, Split.ROW, 2, "w2"))
     return (
-        norm("post_attention_layernorm", "pre_mlp_layernorm"),  # no part of a linear layer where experts follow it
+        # Transformer Engine fuses this norm into a following linear layer; before experts there is none.
+        norm("post_attention_layernorm", "pre_mlp_layernorm"),
         router,
         *(
             Rule(

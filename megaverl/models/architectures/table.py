@@ -53,7 +53,8 @@ FINAL_NORM = Rule(
 )
 LM_HEAD = Rule("lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer.weight", "lm_head.weight", "last")
 VALUE_HEAD = Rule("score.weight", ("value_heads", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
-VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")  # where the language-model head stays
+# Used where the language-model head stays beside the value head.
+VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")
 
 
 class Layers(NamedTuple):
@@ -138,16 +139,16 @@ class _Template(NamedTuple):
 
 def _templates(rules: Sequence[Rule], sizes: dict[str, int], spec: ModelSpec) -> list[_Template]:
     """Return the weights of one layer, with routed experts expanded one after the other."""
-    held: list[_Template] = []
+    templates: list[_Template] = []
     routed: list[_Template] = []
     for rule in rules:
         shape = tuple(sizes[axis] for axis in rule.axes)
         if 0 not in shape:
-            (routed if "{}" in rule.name else held).append(_Template(rule.name, rule, shape, None))
+            (routed if "{}" in rule.name else templates).append(_Template(rule.name, rule, shape, None))
     if spec.moe is not None:
         for expert in range(spec.moe.num_experts):
-            held += [each._replace(name=each.name.format(expert), expert=expert) for each in routed]
-    return held
+            templates += [template._replace(name=template.name.format(expert), expert=expert) for template in routed]
+    return templates
 
 
 def _in_layer(layer: int, templates: Sequence[_Template]) -> list[Weight]:

@@ -24,7 +24,7 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import on_first_rank, together
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
-from megaverl.models.lora import (
+from megaverl.models.lora.low_rank import (
     ALL_LINEAR,
     PEFT_PREFIX,
     Layouts,
@@ -46,7 +46,8 @@ from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import folder_layout, read_header, stored_arrays
 from megaverl.weights.transports import check_tensors
 
-CHUNK = 1 << 22  # elements that are merged in float32 at a time, into weights of 16 bits
+# Number of elements merged at a time: 16-bit weights are added to in float32, which takes memory for a copy.
+CHUNK = 1 << 22
 
 
 class AdapterSet(ABC):
@@ -141,11 +142,11 @@ class Merge:
         self._adapters, self.scaling = adapters, scaling
         self.written = written_to(layout, adapters)
         self.brought = frozenset(name for key, adapter in adapters.items() for name in (key, adapter.a, adapter.b))
-        held = factor_layout(layout, adapters, names_of_factors)
+        all_factors = factor_layout(layout, adapters, names_of_factors)
         self.factors = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in held.local_shapes.items()
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in all_factors.local_shapes.items()
         }
-        self._boxes = {piece.tensor: piece.box for piece in held.pieces}
+        self._boxes = {piece.tensor: piece.box for piece in all_factors.pieces}
         self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
 
     @torch.no_grad()
@@ -281,9 +282,9 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
     if config.get("peft_type") != "LORA" or wrong:
         what = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])
         raise ModelError(f"{folder / CONFIG_FILE}: {what}. Only plain LoRA adapters can be trained on.")
-    if (found := (config.get("r"), config.get("lora_alpha"))) != (lora.rank, lora.alpha):
+    if (sizes := (config.get("r"), config.get("lora_alpha"))) != (lora.rank, lora.alpha):
         raise ModelError(
-            f"{folder / CONFIG_FILE}: r is {found[0]} and lora_alpha {found[1]}, this run has {key}.rank={lora.rank} "
+            f"{folder / CONFIG_FILE}: r is {sizes[0]} and lora_alpha {sizes[1]}, this run has {key}.rank={lora.rank} "
             f"and {key}.alpha={lora.alpha:g}. Give the adapter's."
         )
     layout = adapters.layout_of(adapters.grid.rank)

@@ -33,18 +33,18 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
 from megaverl.models.hf_shards import ShardedWeights
 from megaverl.models.layers import sum_gradients
-from megaverl.models.lora import (
+from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
+from megaverl.models.lora.low_rank import (
     ADAPTER,
     Layouts,
     LowRank,
     adapter_names,
     factor_layout,
+    filled_box,
     follow,
-    held_span,
     low_ranks,
     with_factors,
 )
-from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.platform import platform
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, join_layouts, shard_box
@@ -101,7 +101,7 @@ class Adapter(nn.Module):
         self.context_rank, self.context_size = grid.coords.cp, grid.shape.cp
         self.active = True
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        shared = self.sequence_parallel  # a factor that is whole on every rank sees its part of the sequence
+        shared = self.sequence_parallel
         is_row, is_column = self.split is Split.ROW, self.split not in (Split.ROW, Split.REPLICATED)
         # With sequence parallelism a whole factor sees only a part of the sequence, so its gradient must be summed.
         for low_rank, _, ((top, left), (bottom, right)) in parts:
@@ -121,7 +121,8 @@ class Adapter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the adapters' output: [s, b, columns on this rank] -> [s, b, rows on this rank]."""
         hidden = self._dropped(hidden)
-        low = F.linear(hidden, torch.cat(list(self.lora_A.values())))  # [s, b, rank * projections]
+        # [s, b, rank * projections]
+        low = F.linear(hidden, torch.cat(list(self.lora_A.values())))
         group = self.tp_group
         if self.split is Split.ROW:
             if self.sequence_parallel:
@@ -156,7 +157,8 @@ class Adapter(nn.Module):
         if self.order is None:
             return rows
         if len(self.order) > len(rows):
-            rows = F.pad(rows, (0, 0, 0, 1))  # for rows of projections without an adapter
+            # The index one past the last row selects zeros, for projections without an adapter.
+            rows = F.pad(rows, (0, 0, 0, 1))
         return rows.index_select(0, self.order)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -218,11 +220,11 @@ class Adapters(AdapterSet):
         self.layout_of = follow(layouts, self._layout)
         self._adapters: dict[str, Adapter] = {}
         self._attach(chunks, layouts(grid.rank), config, seed)
-        held = self.layout_of(grid.rank).local_shapes
+        local_shapes = self.layout_of(grid.rank).local_shapes
         known = dict(parameters)
         for layer, adapter in self._adapters.items():
             known |= {f"{layer}.{ADAPTER}.{name}": parameter for name, parameter in adapter.named_parameters()}
-        self.parameters: dict[str, nn.Parameter] = {name: known[name] for name in held}
+        self.parameters: dict[str, nn.Parameter] = {name: known[name] for name in local_shapes}
         for parameter in parameters.values():
             parameter.requires_grad_(False)
         for parameter in self.parameters.values():
@@ -254,7 +256,7 @@ class Adapters(AdapterSet):
         by_layer: dict[str, list[AdaptedProjection]] = {}
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
-                part = AdaptedProjection(self.low_ranks[name], pieces, held_span(pieces))
+                part = AdaptedProjection(self.low_ranks[name], pieces, filled_box(pieces))
                 by_layer.setdefault(pieces[0].local.removesuffix(".weight"), []).append(part)
         for name, parts in by_layer.items():
             layer = _layer(chunks, name)
@@ -348,26 +350,26 @@ class LayerFactors(NamedTuple):
         """Return layouts of the model's weights, each extended by the factors that the rank holds."""
 
         @cache
-        def of_shard(shard: int) -> Layout:
+        def layout_of_shard(shard: int) -> Layout:
             return join_layouts(layouts(shard), self.layout(shard, num_shards))
 
-        return lambda rank: of_shard(rank % num_shards)
+        return lambda rank: layout_of_shard(rank % num_shards)
 
 
-def layer_factors(model: nn.Module, held: ShardedWeights, lora: LoraConfig, role: str) -> LayerFactors:
+def layer_factors(model: nn.Module, sharded: ShardedWeights, lora: LoraConfig, role: str) -> LayerFactors:
     """Select the layers with adapters in an unsharded model, which may be on the meta device.
 
     Raises:
         ModelError: a target matches no linear layer.
     """
-    name_of = {file: name.rpartition(".")[0] for name, file in held.renamed.items()}
+    name_of = {file: name.rpartition(".")[0] for name, file in sharded.renamed.items()}
     linear = [
         weight
-        for weight in held.weights
+        for weight in sharded.weights
         if weight.name in name_of and isinstance(model.get_submodule(name_of[weight.name]), nn.Linear)
     ]
-    found = low_ranks(linear, lora.targets, lora.rank, f"{role}.lora")
-    return LayerFactors(found, {name_of[file]: low_rank for file, low_rank in found.items()})
+    chosen = low_ranks(linear, lora.targets, lora.rank, f"{role}.lora")
+    return LayerFactors(chosen, {name_of[file]: low_rank for file, low_rank in chosen.items()})
 
 
 class HFAdapters(AdapterSet):
@@ -386,7 +388,7 @@ class HFAdapters(AdapterSet):
     def __init__(
         self,
         model: nn.Module,
-        held: ShardedWeights,
+        sharded: ShardedWeights,
         lora: LoraConfig,
         grid: Grid,
         num_shards: int,
@@ -395,9 +397,9 @@ class HFAdapters(AdapterSet):
         role: str,
         seed: int,
     ) -> None:
-        self._chosen = layer_factors(model, held, lora, role)
-        more = [weight for weight in held.weights if weight.name in trained]
-        super().__init__(self._chosen.low_ranks, lora, grid, role, more)
+        self._chosen = layer_factors(model, sharded, lora, role)
+        other_trained = [weight for weight in sharded.weights if weight.name in trained]
+        super().__init__(self._chosen.low_ranks, lora, grid, role, other_trained)
         self._seed, self._num_shards = seed, num_shards
         self._adapters: list[LinearAdapter] = []
         for parameter in model.parameters():
@@ -409,7 +411,7 @@ class HFAdapters(AdapterSet):
             layer.add_module(ADAPTER, adapter)
             layer.register_forward_hook(adapter.add_to)
             self._adapters.append(adapter)
-        self.layout_of = self.beside(follow(held.layout_of, self._trained_layout))
+        self.layout_of = self.beside(follow(sharded.layout_of, self._trained_layout))
 
     def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Initialize the factors after the model was sharded.

@@ -1,0 +1,48 @@
+"""Tables of all supported architectures, by the Hugging Face name of the architecture."""
+
+from megaverl.errors import ModelError
+from megaverl.models.architectures import llama
+from megaverl.models.architectures.deepseek import DEEPSEEK_V3, ROUTER_BIAS, SHARED_EXPERTS
+from megaverl.models.architectures.gpt_oss import GPT_OSS
+from megaverl.models.architectures.llama import ATTENTION, MLP, QK_NORMS, QKV_BIAS, experts
+from megaverl.models.architectures.table import Layers, build
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import Weight
+
+LAYERS = {
+    "LlamaForCausalLM": llama.LAYERS,
+    "Qwen2ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "Qwen3ForCausalLM": Layers(dense=ATTENTION + QK_NORMS + MLP),
+    "MistralForCausalLM": llama.LAYERS,
+    "GemmaForCausalLM": llama.LAYERS,
+    "MixtralForCausalLM": Layers(routed=ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": Layers(routed=ATTENTION + QK_NORMS + experts()),
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": Layers(
+        dense=ATTENTION + QKV_BIAS + QK_NORMS + MLP,
+        routed=ATTENTION + QKV_BIAS + QK_NORMS + experts() + ROUTER_BIAS + SHARED_EXPERTS,
+    ),
+    "GptOssForCausalLM": GPT_OSS,
+}
+WITH_QKV_BIAS = ("Qwen2ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM")
+
+
+def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:
+    """Return all global arrays of a model, under their Hugging Face names.
+
+    Args:
+        value_head: number of values per position. Above 0, the model is a critic: `score.weight` `[value_head, hidden]`
+            replaces the language-model head, and embeddings are not tied.
+        beside_logits: keep the language-model head beside the value head, for an actor and critic on one backbone.
+
+    Raises:
+        ModelError: the architecture has no table, or has attention biases that the table lacks.
+    """
+    if spec.architecture not in LAYERS:
+        raise ModelError(f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}.")
+    if spec.qkv_bias and spec.architecture not in WITH_QKV_BIAS:
+        raise ModelError(
+            f"{spec.architecture} with `attention_bias: true` is not supported: only {', '.join(WITH_QKV_BIAS)} may "
+            "have biases on their attention projections."
+        )
+    return build(LAYERS[spec.architecture], spec, value_head=value_head, beside_logits=beside_logits)

@@ -1,0 +1,67 @@
+"""Table of DeepSeek-V3's weights: latent attention, plain MLPs in the first layers, then routed and shared experts.
+
+Megatron's names come from `transformer/multi_latent_attention.py`, `transformer/moe/router.py` and `shared_experts.py`.
+Megatron keeps the router's bias as a buffer; `models/layers.py` makes it a parameter. vLLM's names come from
+`models/deepseek_v2.py`, which creates the bias only if config.json has `"topk_method": "noaux_tc"`. Folders written by
+transformers 5 lack that entry.
+"""
+
+from megaverl.models.architectures import llama
+from megaverl.models.architectures.table import Layers, Rule
+from megaverl.sharding.weight import Split
+
+WHOLE, ROWS, COLUMNS = Split.REPLICATED, Split.COLUMN, Split.ROW
+FUSED, Q_UP, KV_UP = "fused_qkv_a_proj", "linear_q_up_proj", "linear_kv_up_proj"
+BIAS = "mlp.gate.e_score_correction_bias"
+SHARED_FC1 = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj")
+
+
+def attention(
+    name: str, axes: tuple[str, ...], split: Split, megatron: str, *, vllm: str = "", norm_of: str | None = None
+) -> Rule:
+    """Return the rule of a weight inside `self_attn`.
+
+    Args:
+        name: module name in Hugging Face's files.
+        axes: sizes of the weight's axes, by the names in `table._sizes`.
+        megatron: module name in Megatron's `self_attention`.
+        vllm: module name in vLLM's `self_attn`, if it differs from `name`.
+        norm_of: linear layer that holds this norm under Transformer Engine, which fuses the two.
+    """
+    return Rule(
+        f"self_attn.{name}.weight",
+        axes,
+        split,
+        f"self_attention.{megatron}.weight",
+        f"self_attn.{vllm or name}.weight",
+        transformer_engine=norm_of and f"self_attention.{norm_of}.layer_norm_weight",
+    )
+
+
+LATENT_ATTENTION = (
+    llama.norm("input_layernorm", "input_layernorm"),
+    # Without q_lora_rank queries are projected from the hidden state directly, and vLLM fuses nothing.
+    attention("q_proj", ("q_direct", "hidden"), ROWS, "linear_q_proj"),
+    attention("q_a_proj", ("q_latent", "hidden"), WHOLE, "linear_q_down_proj", vllm=FUSED),
+    attention("q_a_layernorm", ("q_latent",), WHOLE, "q_layernorm", norm_of=Q_UP),
+    attention("q_b_proj", ("q", "q_latent"), ROWS, Q_UP),
+    attention("kv_a_proj_with_mqa", ("kv_a_fused", "hidden"), WHOLE, "linear_kv_down_proj", vllm=FUSED),
+    attention("kv_a_proj_with_mqa", ("kv_a_alone", "hidden"), WHOLE, "linear_kv_down_proj"),
+    attention("kv_a_layernorm", ("kv_latent",), WHOLE, "kv_layernorm", norm_of=KV_UP),
+    attention("kv_b_proj", ("kv_up", "kv_latent"), ROWS, KV_UP),
+    attention("o_proj", ("hidden", "values"), COLUMNS, "linear_proj"),
+)
+SHARED_EXPERTS = (
+    llama.linear("mlp.shared_experts.gate_proj", ("shared_ffn", "hidden"), Split.GATE, SHARED_FC1),
+    llama.linear("mlp.shared_experts.up_proj", ("shared_ffn", "hidden"), Split.UP, SHARED_FC1),
+    llama.linear(
+        "mlp.shared_experts.down_proj",
+        ("hidden", "shared_ffn"),
+        Split.ROW,
+        ("mlp.shared_experts.linear_fc2", "mlp.shared_experts.down_proj"),
+    ),
+)
+ROUTER_BIAS = (Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS),)
+DEEPSEEK_V3 = Layers(
+    dense=LATENT_ATTENTION + llama.MLP, routed=LATENT_ATTENTION + llama.experts() + ROUTER_BIAS + SHARED_EXPERTS
+)

@@ -1,0 +1,223 @@
+"""Choice of the weights that get a low-rank adapter (LoRA, arXiv 2106.09685), and the layout of its two factors.
+
+A weight W [rows, columns] becomes W + alpha / rank * B A with A [rank, columns] and B [rows, rank]. Both factors are
+global arrays under the names of the `peft` library, so code that moves, stores or converts weights handles adapters
+too. A rank that holds a box of W needs the box's rows of B and its columns of A. The layout of the factors therefore
+follows from that of the weights, in any engine.
+
+Names and the choice of targets follow peft 0.21 (`tuners/tuners_utils.py`, `check_target_module_exists` and
+`_maybe_include_all_linear_layers`; `utils/save_and_load.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from megaverl.errors import ModelError
+from megaverl.sharding.boxes import Box
+from megaverl.sharding.layout import Layout, Piece, join_layouts
+from megaverl.sharding.weight import Split, Weight
+
+ALL_LINEAR = "all-linear"
+PEFT_PREFIX = "base_model.model."
+SUFFIX = ".weight"
+# Name of the adapter's module below its layer.
+ADAPTER = "adapter"
+
+
+class LowRank(NamedTuple):
+    """Adapter of one weight.
+
+    Attributes:
+        weight: the adapted weight, a matrix.
+        rank: rank of the factors A [rank, columns] and B [rows, rank].
+    """
+
+    weight: Weight
+    rank: int
+
+    @property
+    def module(self) -> str:
+        """Hugging Face module that the weight belongs to."""
+        return self.weight.name.removesuffix(SUFFIX)
+
+    @property
+    def a(self) -> str:
+        """Global name of the factor A."""
+        return f"{PEFT_PREFIX}{self.module}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        """Global name of the factor B."""
+        return f"{PEFT_PREFIX}{self.module}.lora_B.weight"
+
+    @property
+    def projection(self) -> str:
+        """Last part of the module's name, such as `q_proj`."""
+        return self.module.rpartition(".")[2]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Global shape of each factor, by its name."""
+        rows, columns = self.weight.shape
+        return {self.a: (self.rank, columns), self.b: (rows, self.rank)}
+
+
+def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int, key: str) -> dict[str, LowRank]:
+    """Return the adapters that `targets` select, by the name of the weight.
+
+    Args:
+        targets: peft's `target_modules`: names of modules or their last parts (`q_proj`), or one string: `all-linear`
+            (every linear layer but the output layer), or a regular expression for whole names. In a model with routed
+            experts only attention can have adapters: peft (0.21, `utils/transformers_weight_conversion.py`) applies
+            gate_proj, up_proj and down_proj to the routed experts, even if a shared expert is meant.
+        key: setting to name in messages.
+
+    Raises:
+        ModelError: a target matches no layer that can have an adapter. The message lists those that can.
+    """
+    weights = list(weights)
+    routed = any(weight.expert is not None or weight.is_stacked for weight in weights)
+    possible = {weight.name.removesuffix(SUFFIX): weight for weight in weights if _is_linear(weight, routed)}
+    matches = _matcher(targets)
+    chosen = [weight for module, weight in possible.items() if matches(module)]
+    names = sorted({module.rpartition(".")[2] for module in possible})
+    single = [] if isinstance(targets, str) else targets
+    unknown = [target for target in single if not any(map(_matcher([target]), possible))]
+    if unknown or not chosen:
+        wrong = ", ".join(unknown) or str(targets)
+        raise ModelError(
+            f"{key}.targets: {wrong}: no linear layer of this model that can have an adapter is called so. "
+            f"Choose from {', '.join(names)}, or {ALL_LINEAR}. (Embeddings and the output layer have none, nor has "
+            "anything but attention in a model with routed experts.)"
+        )
+    widest = min(min(weight.shape) for weight in chosen)
+    if rank > widest:
+        raise ModelError(f"{key}.rank={rank} is more than the smallest side of a target, {widest}: lower it.")
+    return {weight.name: LowRank(weight, rank) for weight in chosen}
+
+
+def _is_linear(weight: Weight, routed: bool) -> bool:
+    """Return whether a weight can have an adapter: a decoder layer's matrix, and with routed experts attention's."""
+    in_layer = isinstance(weight.stage, int) and len(weight.shape) == 2
+    return in_layer and not (routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name)
+
+
+def _matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
+    """Return a predicate for module names that `targets` select."""
+    if targets == ALL_LINEAR:
+        return lambda module: True
+    if isinstance(targets, str):
+        pattern = re.compile(targets)
+        return lambda module: pattern.fullmatch(module) is not None
+    return lambda module: any(module == target or module.endswith("." + target) for target in targets)
+
+
+def factor_weights(adapters: Mapping[str, LowRank]) -> list[Weight]:
+    """Return the factors as global arrays, in the order of the weights."""
+    return [
+        Weight(name, shape, Split.REPLICATED, adapter.weight.stage, "", None)
+        for adapter in adapters.values()
+        for name, shape in adapter.shapes.items()
+    ]
+
+
+def filled_box(pieces: Sequence[Piece]) -> Box:
+    """Return the box that the pieces of a tensor fill.
+
+    Raises:
+        ModelError: the pieces are not adjacent.
+    """
+    span = _around(pieces)
+    if span.numel != sum(piece.box.numel for piece in pieces):
+        raise ModelError(f"{pieces[0].tensor}: a rank holds parts of it that are not neighbours: no adapter fits.")
+    return span
+
+
+def _around(pieces: Sequence[Piece]) -> Box:
+    """Return the smallest box that contains all pieces."""
+    start = tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True)))
+    return Box(start, tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True))))
+
+
+def adapter_names(low_rank: LowRank, local: str) -> tuple[str, str]:
+    """Return the local names of A and B beside the Megatron parameter `local`, as registered in `adapters.py`."""
+    layer = local.removesuffix(SUFFIX)
+    return (
+        f"{layer}.{ADAPTER}.lora_A.{low_rank.projection}",
+        f"{layer}.{ADAPTER}.lora_B.{low_rank.projection}",
+    )
+
+
+Layouts = Callable[[int], Layout]
+Naming = Callable[[LowRank, str], tuple[str, str]]
+
+
+def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: Naming) -> Layout:
+    """Return the layout of the factors for a rank that holds `layout` of the weights.
+
+    The pieces that an engine holds may be apart, and one may be held twice if vLLM computes from a weight that it also
+    copies. The factors then cover the smallest box around them.
+
+    Args:
+        local_names: (adapter, the weight's local tensor) -> names of the local tensors of A and B.
+    """
+    pieces: list[Piece] = []
+    local_shapes: dict[str, tuple[int, ...]] = {}
+    global_shapes: dict[str, tuple[int, ...]] = {}
+    for name, weight_pieces in layout.by_tensor.items():
+        adapter = adapters.get(name)
+        if adapter is None:
+            continue
+        span = _around(weight_pieces)
+        boxes = (
+            Box((0, span.start[1]), (adapter.rank, span.stop[1])),
+            Box((span.start[0], 0), (span.stop[0], adapter.rank)),
+        )
+        for factor, local, box in zip(
+            (adapter.a, adapter.b), local_names(adapter, weight_pieces[0].local), boxes, strict=True
+        ):
+            pieces.append(Piece(factor, box, local, Box((0, 0), box.shape)))
+            local_shapes[local] = box.shape
+            global_shapes[factor] = adapter.shapes[factor]
+    return Layout(tuple(pieces), local_shapes, global_shapes)
+
+
+def follow(layouts: Callable[[int], Layout], change: Callable[[Layout], Layout]) -> Callable[[int], Layout]:
+    """Return the function `rank -> change(layouts(rank))`.
+
+    Ranks that share a layout object share the changed one too, which keeps plans small.
+    """
+    changed_layouts: dict[int, tuple[Layout, Layout]] = {}
+
+    def layout_of(rank: int) -> Layout:
+        layout = layouts(rank)
+        if id(layout) not in changed_layouts:
+            # Keep the layout as well: its id stays unique only while the object exists.
+            changed_layouts[id(layout)] = layout, change(layout)
+        return changed_layouts[id(layout)][1]
+
+    return layout_of
+
+
+def names_of_factors(adapter: LowRank, local: str) -> tuple[str, str]:
+    """Return the global names of the factors.
+
+    At a destination they serve as local names, which no engine's parameter has.
+    """
+    return adapter.a, adapter.b
+
+
+def with_factors(layouts: Layouts, adapters: Mapping[str, LowRank], local_names: Naming = names_of_factors) -> Layouts:
+    """Return the layouts of weights, each extended by the factors that its rank needs."""
+    return follow(layouts, lambda layout: join_layouts(layout, factor_layout(layout, adapters, local_names)))
+
+
+def written_to(layout: Layout, adapters: Mapping[str, LowRank]) -> frozenset[str]:
+    """Return the local tensors of a destination into which adapters are merged.
+
+    None of them may alias the source's memory.
+    """
+    return frozenset(layout.stored_in(piece.local) for piece in layout.pieces if piece.tensor in adapters)
