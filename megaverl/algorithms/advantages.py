@@ -25,8 +25,8 @@ class GroupStats(NamedTuple):
         size: size of the group.
     """
 
-    centered: Tensor  # value minus the group's mean; exactly 0 where all of the group are equal
-    std: Tensor  # sample standard deviation (n - 1); 0 for a group of one
+    centered: Tensor
+    std: Tensor
     size: Tensor
 
 
@@ -87,7 +87,8 @@ def keep_groups(
     if not len(scores):
         return KeptSamples(torch.zeros(0, dtype=torch.int64), wanted, 0)
     known = ~scores.isnan()
-    check_finite("scores", torch.where(known, scores.double(), 0.0))  # infinite scores would all look alike
+    # Infinite scores would all compare equal.
+    check_finite("scores", torch.where(known, scores.double(), 0.0))
     differs = group_stats(scores[known].double(), group_ids[known]).std > 0
     units = group_ids if prompt_ids is None else prompt_ids
     telling = _in_order(units[known][differs])
@@ -246,7 +247,8 @@ def _next_under_mask(values: Tensor, mask: Tensor, after: Tensor) -> Tensor:
     """Return for each position the value at the next one under the mask, or `after` `[batch]` if there is none."""
     length = values.shape[1]
     columns = torch.arange(length, device=values.device).expand_as(mask)
-    at_or_after = torch.where(mask, columns, length).flip(1).cummin(1).values.flip(1)  # `length` means none
+    # The value `length` means that there is none.
+    at_or_after = torch.where(mask, columns, length).flip(1).cummin(1).values.flip(1)
     beyond = torch.full_like(at_or_after[:, :1], length)
     following = torch.cat([at_or_after[:, 1:], beyond], dim=1)[:, :length]
     return torch.cat([values, after.unsqueeze(1)], dim=1).gather(1, following)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megaverl.algorithms.registry import Registry, tensor_problem
 
-MetricSums = dict[str, Tensor]  # name -> [3]: count, sum, sum of squares
+# Metric name -> [3]: count, sum and sum of squares, so that sums over ranks give means and variances.
+MetricSums = dict[str, Tensor]
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
@@ -205,9 +206,9 @@ class Denominators(NamedTuple):
         num_episodes: the same, with all responses of an episode counted as one.
     """
 
-    num_tokens: int  # tokens under the mask
-    num_sequences: int  # responses with at least one such token: empty ones and padding rows do not count
-    num_episodes: float = 0.0  # the same, where those of one episode count as one together
+    num_tokens: int
+    num_sequences: int
+    num_episodes: float = 0.0
 
 
 def count_denominators(response_mask: Tensor) -> Denominators:

@@ -42,7 +42,8 @@ class Tokens(NamedTuple):
         active: bool, tokens that train.
     """
 
-    log_ratio: Tensor  # log_prob - old_log_prob, of any size: `bounded` before exp()
+    # log_prob - old_log_prob. It may be large: apply `bounded` before exp().
+    log_ratio: Tensor
     advantages: Tensor
     active: Tensor  # bool
 

@@ -42,7 +42,8 @@ class Entry(Generic[T]):
     function: Callable[..., T]
     inputs: tuple[str, ...]
     optional_inputs: tuple[str, ...]
-    options: Mapping[str, Any]  # name -> default; inspect.Parameter.empty where the option must be given
+    # Option name -> default; inspect.Parameter.empty if the option has none.
+    options: Mapping[str, Any]
     problem: Problem | None = None
     of_groups: bool = False
 

@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         _convert(arguments)
     except MegaverlError:
-        if first:  # all ranks raise the same
+        if first:
             # All ranks raise the same error, so one report is enough.
             raise
         return FAILED

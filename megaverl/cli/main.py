@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         if code == 0:
             note_finished()
-    except BrokenPipeError:  # whoever read it has read enough; nor must the interpreter's own flush at exit find this
+    except BrokenPipeError:
         # The reader of our output, such as `head`, has closed the pipe. It needs no more, so this is success. Python
         # flushes stdout once more at exit, and would report the same error again. So stdout is pointed at /dev/null
         # first.

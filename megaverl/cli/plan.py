@@ -279,7 +279,7 @@ def _plugin_options(parser: argparse.ArgumentParser) -> None:
 def _plugin(arguments: argparse.Namespace) -> int:
     """Run the contract tests of a plug-in, and print one line per promise."""
     broken = 0
-    with exits_raise():  # user code that leaves the process would end this check with exit code 0
+    with exits_raise():
         # User code that calls sys.exit() would otherwise end this check with exit code 0.
         for kept in check(arguments.kind, arguments.name, _key_values(arguments.options)):
             broken += bool(kept.problem)
@@ -329,7 +329,8 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
 
 def _data(arguments: argparse.Namespace) -> int:
     """Check data sets. Rows may come from user code, which may call sys.exit()."""
-    with exits_raise():  # rows may come of user code
+    # A data set may be a user's function.
+    with exits_raise():
         return _check_data(arguments)
 
 

@@ -260,9 +260,11 @@ def _of_model(model: str) -> dict[str, Any]:
     from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 
     if not Path(model).is_dir():
-        return LENGTHS  # on a hub
+        # The model is on a hub, and its context is unknown.
+        return LENGTHS
     spec = ModelSpec.outline(model)
-    lengths = LENGTHS if spec.max_positions >= sum(LENGTHS.values()) else {}  # else what fits is chosen
+    # megaverl chooses lengths itself where none are written.
+    lengths = LENGTHS if spec.max_positions >= sum(LENGTHS.values()) else {}
     return lengths if spec.architecture in ARCHITECTURES else {"actor.engine": "fsdp", **lengths}
 
 

@@ -109,9 +109,9 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         checked = None
         # Ranks of a torchrun job check code and data after they have connected, once for all of them.
         if not arguments.no_file_checks and (rank is None or arguments.dry_run and rank == 0):
-            checked = check_code_and_data(config, command)  # ranks of torchrun check it when they have met
+            checked = check_code_and_data(config, command)
     except ConfigError as error:
-        if not rank:  # every rank of a job finds the same mistakes: the first reports them
+        if not rank:
             # All ranks of a job find the same mistakes. Only the first reports them.
             print(error, file=sys.stderr)
         return MISTAKE
@@ -184,7 +184,7 @@ def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
 
 def _choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
     """Choose values for keys that are `auto`. The planner is imported only if there are such keys."""
-    from megaverl.planner.search import choose  # the planner is only for those who ask
+    from megaverl.planner.search import choose
 
     return choose(make, keys, world)
 
@@ -207,7 +207,7 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *
         code = main(config, command, options, check, checks_files=checks_files)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
-    except BaseException as error:  # SystemExit too: whatever code it has, the run has not come to its end
+    except BaseException as error:
         # SystemExit is caught too: whatever code it carries, the run did not reach its end.
         _report(config, rank, error)
         _leave(exit_code(error))
@@ -226,7 +226,7 @@ def _report(config: Config, rank: int, error: BaseException) -> None:
 
     The hook writes the traceback to the rank's log, and one message per machine to the terminal.
     """
-    if sys.excepthook is sys.__excepthook__:  # failed before the run turned its output to the log
+    if sys.excepthook is sys.__excepthook__:
         # The run failed before it redirected its output, so that is done now.
         from megaverl.monitoring.console import redirect_output
 
@@ -309,7 +309,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.replay_rollouts is not None:
         arguments.overrides.append(f"trainer.replay_rollouts={arguments.replay_rollouts}")
     if arguments.track_metrics is not None:
-        if "=" in arguments.track_metrics:  # the next override, as the option stood alone
+        if "=" in arguments.track_metrics:
             # `--track_metrics key=value`: argparse took the next override for the option's value. So the option was
             # given alone.
             arguments.overrides.append(arguments.track_metrics)
@@ -328,7 +328,8 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         # The files are made by the run, so a dry run cannot check them.
         arguments.no_file_checks = True
-    elif "RANK" not in os.environ:  # the process that starts the ranks makes what they read
+    # Only the process that starts the ranks makes their files. Under torchrun the ranks would race for them.
+    elif "RANK" not in os.environ:
         config = load_config(
             arguments.config, arguments.overrides, command="quickstart", check_paths=False, choose=not_yet
         )

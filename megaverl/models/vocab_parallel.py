@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
     top_k: torch.Tensor | None = None
     floor: torch.Tensor | None = None
 
-    def of(self, part: slice) -> Drawn:
+    def select(self, part: slice) -> Drawn:
         """Return the settings of the tokens in `part`."""
         temperature, top_k, floor = self
         if isinstance(temperature, torch.Tensor):
@@ -134,14 +134,14 @@ class Distributions:
     def __len__(self) -> int:
         return self.rows.shape[:-1].numel() if self.index is None else len(self.index)
 
-    def of(self, part: slice) -> torch.Tensor:
+    def select_rows(self, part: slice) -> torch.Tensor:
         """Return the rows of the distributions in `part`, [m, columns or hidden]."""
         flat = self.rows.reshape(-1, self.rows.shape[-1])
         return flat[part] if self.index is None else flat.index_select(0, self.index[part])
 
     def logits(self, part: slice, valid: int) -> torch.Tensor:
         """Return the logits of the distributions in `part`, [m, valid]."""
-        rows = self.of(part)
+        rows = self.select_rows(part)
         return rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
 
     def parts(self) -> Iterator[slice]:
@@ -166,28 +166,36 @@ class Gradients:
     The weight's gradient is a sum over chunks, accumulated in float32 like a single matrix product.
     """
 
-    def __init__(self, of: Distributions, valid: int, *, with_weight: bool) -> None:
-        self._of, self._valid = of, valid
-        self.rows = torch.zeros_like(of.rows, memory_format=torch.contiguous_format)
+    def __init__(self, distributions: Distributions, valid: int, *, with_weight: bool) -> None:
+        self._distributions, self._valid = distributions, valid
+        self.rows = torch.zeros_like(distributions.rows, memory_format=torch.contiguous_format)
         self._weight = None
-        if of.weight is not None and with_weight:
-            self._weight = torch.zeros_like(of.weight, dtype=torch.float32)
+        if distributions.weight is not None and with_weight:
+            self._weight = torch.zeros_like(distributions.weight, dtype=torch.float32)
 
     @property
     def weight(self) -> torch.Tensor | None:
         """Gradient of the weight in its dtype, or None."""
-        return None if self._weight is None or self._of.weight is None else self._weight.to(self._of.weight.dtype)
+        return (
+            None
+            if self._weight is None or self._distributions.weight is None
+            else self._weight.to(self._distributions.weight.dtype)
+        )
 
     def put(self, part: slice, by_logits: torch.Tensor) -> None:
         """Add the chunk `part`, given the gradient of its logits [m, valid]."""
-        weight, index, flat = self._of.weight, self._of.index, self.rows.view(-1, self.rows.shape[-1])
+        weight, index, flat = (
+            self._distributions.weight,
+            self._distributions.index,
+            self.rows.view(-1, self.rows.shape[-1]),
+        )
         grad = by_logits.to(self.rows.dtype)
         if weight is None:
             out = flat[:, : self._valid]
         else:
             out, by_rows = flat, grad @ weight[: self._valid]
             if self._weight is not None:
-                self._weight[: self._valid] += grad.t() @ self._of.of(part)
+                self._weight[: self._valid] += grad.t() @ self._distributions.select_rows(part)
             grad = by_rows
         if index is None:
             out[part] = grad
@@ -211,7 +219,7 @@ def _with_floor(distributions: Distributions, shard: Shard, drawn: Drawn) -> Dra
     most = int(drawn.top_k.max())
     highest = torch.full((len(drawn.top_k), most), LOWEST, device=distributions.rows.device)
     for part, logits in distributions.chunks(shard.valid):
-        highest_of_part = drawn.of(part).scaled(logits).topk(min(most, logits.shape[1])).values
+        highest_of_part = drawn.select(part).scaled(logits).topk(min(most, logits.shape[1])).values
         highest[part, : highest_of_part.shape[1]] = highest_of_part
     highest = shard.all_gather(highest).topk(most).values
     floor = highest.gather(1, (drawn.top_k - 1).clamp_(min=0)[:, None])[:, 0]
@@ -219,7 +227,7 @@ def _with_floor(distributions: Distributions, shard: Shard, drawn: Drawn) -> Dra
 
 
 def _logit_sums(
-    of: Distributions,
+    distributions: Distributions,
     targets: torch.Tensor,
     shard: Shard,
     drawn: Drawn,
@@ -229,15 +237,15 @@ def _logit_sums(
 ) -> _Sums:
     """Compute the sums in one pass over the logits. Collective over the group."""
     count = len(targets)
-    top = torch.full((count,), LOWEST, device=of.rows.device)
+    top = torch.full((count,), LOWEST, device=distributions.rows.device)
     # Sums of e^(z - top), of (z - top) e^(z - top), and of its square, and the target's logit.
-    sums = torch.zeros(4, count, device=of.rows.device)
+    sums = torch.zeros(4, count, device=distributions.rows.device)
     local = targets - shard.first
     here = (local >= 0) & (local < shard.valid)
     local = local.clamp(0, max(shard.valid - 1, 0))
-    for part, logits in of.chunks(shard.valid):
-        some = drawn.of(part)
-        z = some.cut(some.scaled(logits), local[part, None], here[part, None], LOWEST)
+    for part, logits in distributions.chunks(shard.valid):
+        drawn_part = drawn.select(part)
+        z = drawn_part.cut(drawn_part.scaled(logits), local[part, None], here[part, None], LOWEST)
         sums[3, part] = z.gather(1, local[part, None])[:, 0].masked_fill_(~here[part], 0.0)
         top[part] = z.amax(dim=-1).clamp_(min=LOWEST)
         e = z.sub_(top[part, None]).clamp_(min=NEGLIGIBLE).exp()
@@ -274,9 +282,9 @@ class _LogProbs(torch.autograd.Function):
         drawn: Drawn,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        of = Distributions(rows, index, weight)
-        drawn = _with_floor(of, shard, drawn)
-        sums = _logit_sums(of, targets, shard, drawn, with_mean=with_entropy)
+        distributions = Distributions(rows, index, weight)
+        drawn = _with_floor(distributions, shard, drawn)
+        sums = _logit_sums(distributions, targets, shard, drawn, with_mean=with_entropy)
         entropy = sums.log_total - sums.mean if with_entropy else sums.mean
         ctx.save_for_backward(rows, weight, index, targets, sums.log_total, entropy)
         ctx.options = shard, drawn, with_entropy
@@ -287,16 +295,16 @@ class _LogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         rows, weight, index, targets, log_total, entropy = ctx.saved_tensors
         shard, drawn, with_entropy = ctx.options
-        of = Distributions(rows, index, weight)
-        gradients = Gradients(of, shard.valid, with_weight=ctx.needs_input_grad[1])
+        distributions = Distributions(rows, index, weight)
+        gradients = Gradients(distributions, shard.valid, with_weight=ctx.needs_input_grad[1])
         local = targets - shard.first
         here = (local >= 0) & (local < shard.valid)
         local = local.clamp(0, max(shard.valid - 1, 0))
-        for part in of.parts() if shard.valid else ():
+        for part in distributions.parts() if shard.valid else ():
             by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
             sums, where = (log_total[part, None], entropy[part, None]), (local[part, None], here[part, None])
-            logits = of.logits(part, shard.valid)
-            gradients.put(part, _logit_gradient(logits, *where, by, sums, drawn.of(part)))
+            logits = distributions.logits(part, shard.valid)
+            gradients.put(part, _logit_gradient(logits, *where, by, sums, drawn.select(part)))
         return gradients.rows, gradients.weight, None, None, None, None, None
 
 
@@ -379,8 +387,8 @@ def vocab_parallel_squared_probs(
 
     Arguments are those of `vocab_parallel_log_probs`.
     """
-    of = Distributions(rows, index, weight)
-    shard = Shard.of(of.columns, vocab_size, group)
-    drawn = _with_floor(of, shard, Drawn(temperature, top_k))
-    sums = _logit_sums(of, targets, shard, drawn, with_squares=True)
+    distributions = Distributions(rows, index, weight)
+    shard = Shard.of(distributions.columns, vocab_size, group)
+    drawn = _with_floor(distributions, shard, Drawn(temperature, top_k))
+    sums = _logit_sums(distributions, targets, shard, drawn, with_squares=True)
     return sums.at_target - sums.log_total, sums.squares

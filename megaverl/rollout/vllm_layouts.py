@@ -307,7 +307,7 @@ def _tried(
         numbered = source(tensor)
         for piece in of_tensor:
             name, view = traced.views.get(piece.local, (piece.local, None))
-            target = (held[name] if view is None else view.of(held[name]))[piece.local_box.slices]
+            target = (held[name] if view is None else view.apply(held[name]))[piece.local_box.slices]
             if not torch.equal(target, numbered[piece.box.slices].reshape(target.shape).to(target.dtype)):
                 yield f"{piece.tensor} {piece.box} is not in {piece.local} {piece.local_box}"
     # Only one layer of each kind was loaded. A parameter without pieces counts as loaded if one of its kind was.

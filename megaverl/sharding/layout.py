@@ -81,20 +81,20 @@ class Layout:
             {name: view for name, view in self.views.items() if view[0] not in gone},
         )
 
-    def shard(self, held: Mapping[str, Box]) -> Layout:
+    def shard(self, shard_boxes: Mapping[str, Box]) -> Layout:
         """Return the layout of a rank that holds one box of each local tensor of this layout, like a shard of FSDP2.
 
         Args:
-            held: local tensor -> its box that becomes the rank's local tensor. Tensors without a box, or with an empty
-                one, are left out.
+            shard_boxes: local tensor -> its box that becomes the rank's local tensor. Tensors without a box, or with
+                an empty one, are left out.
         """
-        held = {name: box for name, box in held.items() if box.numel}
+        shard_boxes = {name: box for name, box in shard_boxes.items() if box.numel}
         pieces, views = [], {}
         for piece in self.pieces:
             name = self.stored_in(piece.local)
-            if name not in held:
+            if name not in shard_boxes:
                 continue
-            local, part, shift = name, held[name], held[name].start
+            local, part, shift = name, shard_boxes[name], shard_boxes[name].start
             if piece.local in self.views:
                 part, view = self.views[piece.local][1].inside(part)
                 local, shift = f"{name}.{view}", part.start
@@ -106,7 +106,7 @@ class Layout:
         used = {piece.local for piece in pieces}
         return Layout(
             tuple(pieces),
-            {name: held[name].shape for name in self.local_shapes if name in held},
+            {name: shard_boxes[name].shape for name in self.local_shapes if name in shard_boxes},
             {piece.tensor: self.global_shapes[piece.tensor] for piece in pieces},
             views={name: view for name, view in views.items() if name in used},
         )
@@ -131,15 +131,18 @@ class Layout:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Layout:
+    def from_json(cls, stored: Mapping[str, Any]) -> Layout:
         """Return the layout that `to_json` converted."""
-        boxes = [Box(*map(tuple, corners)) for corners in told["boxes"]]
+        boxes = [Box(*map(tuple, corners)) for corners in stored["boxes"]]
         return cls(
-            tuple(Piece(tensor, boxes[of], local, boxes[at]) for tensor, of, local, at in told["pieces"]),
-            {name: tuple(shape) for name, shape in told["local_shapes"].items()},
-            {name: tuple(shape) for name, shape in told["global_shapes"].items()},
-            told["quantised"],
-            {name: (local, Strides(*map(tuple, view))) for name, (local, view) in told["views"].items()},
+            tuple(
+                Piece(tensor, boxes[global_box], local, boxes[local_box])
+                for tensor, global_box, local, local_box in stored["pieces"]
+            ),
+            {name: tuple(shape) for name, shape in stored["local_shapes"].items()},
+            {name: tuple(shape) for name, shape in stored["global_shapes"].items()},
+            stored["quantised"],
+            {name: (local, Strides(*map(tuple, view))) for name, (local, view) in stored["views"].items()},
         )
 
     @property
@@ -223,9 +226,9 @@ class LayoutBuilder:
 
 def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
     """Return a layout of whole tensors whose local names are the global ones, as in a folder or a single process."""
-    held = {name: tuple(shape) for name, shape in shapes}
-    boxes = {name: whole(shape) for name, shape in held.items()}
-    return Layout(tuple(Piece(name, box, name, box) for name, box in boxes.items() if box.numel), held, held)
+    shape_of = {name: tuple(shape) for name, shape in shapes}
+    boxes = {name: whole(shape) for name, shape in shape_of.items()}
+    return Layout(tuple(Piece(name, box, name, box) for name, box in boxes.items() if box.numel), shape_of, shape_of)
 
 
 def padded_tensors(layout: Layout) -> list[str]:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from megaverl.sharding.boxes import Box, BoxIndex, first_overlap, intersect, subtract, subtract_all
 from megaverl.sharding.layout import Layout
 
-ANYWHERE = -1  # the pool of all holders, beside those of single nodes
+# Stands for the pool of all holders, beside the pools of single nodes.
+ANYWHERE = -1
 
 Boxes = tuple[Box, ...]
 
@@ -56,7 +57,7 @@ class RankLayouts:
                 self.layouts.append(layout)
             self.class_of.append(number)
             self.ranks[number].append(rank)
-        held: dict[str, list[int]] = {}
+        boxes_by_tensor: dict[str, list[int]] = {}
         number_of: dict[Boxes, int] = {}
         for number, layout in enumerate(self.layouts):
             for tensor, shape in layout.global_shapes.items():
@@ -68,9 +69,9 @@ class RankLayouts:
             for tensor, box, _, _ in layout.pieces:
                 boxes_of[tensor] = (*boxes_of[tensor], box) if tensor in boxes_of else (box,)
             for tensor, boxes in boxes_of.items():
-                held.setdefault(tensor, []).extend((number, number_of.setdefault(boxes, len(number_of))))
+                boxes_by_tensor.setdefault(tensor, []).extend((number, number_of.setdefault(boxes, len(number_of))))
         self.boxes = list(number_of)
-        self.held = {tensor: tuple(classes) for tensor, classes in held.items()}
+        self.held = {tensor: tuple(classes) for tensor, classes in boxes_by_tensor.items()}
 
     def holding(self, classes: tuple[int, ...]) -> Iterator[tuple[int, Boxes]]:
         """Yield the classes of an entry of `held` with their boxes."""
@@ -109,7 +110,7 @@ def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
     for tensor in source.shapes:
         if tensor in dest.held:
             alike.setdefault((source.held.get(tensor, ()), dest.held[tensor]), []).append(tensor)
-    return [_group(source, dest, *held, tensors) for held, tensors in alike.items()]
+    return [_group(source, dest, *holders, tensors) for holders, tensors in alike.items()]
 
 
 def _group(

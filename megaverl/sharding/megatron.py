@@ -148,18 +148,18 @@ class _Model:
 
     def dense(self, pp_rank: int, tp_rank: int) -> Layout:
         """Return the layout of everything except routed experts."""
-        held: list[tuple[str, _Fused]] = []
+        parameters: list[tuple[str, _Fused]] = []
         for stage, prefix in self._chunks(pp_rank):
             last = stage == self._num_stages - 1
             if stage == 0:
-                held += [(prefix + fused.name, fused) for fused in self._fused.get("first", ())]
+                parameters += [(prefix + fused.name, fused) for fused in self._fused.get("first", ())]
             for layer, name in self._layers(stage, prefix):
-                held += [(name + fused.name, fused) for fused in self._fused.get(layer, ())]
+                parameters += [(name + fused.name, fused) for fused in self._fused.get(layer, ())]
             if last:
-                held += [(prefix + fused.name, fused) for fused in self._fused.get("last", ())]
+                parameters += [(prefix + fused.name, fused) for fused in self._fused.get("last", ())]
             if last and stage != 0:
-                held += [(prefix + fused.name, fused) for fused in self._fused.get("tied", ())]
-        return self._layout(held, self._shape.tp, tp_rank)
+                parameters += [(prefix + fused.name, fused) for fused in self._fused.get("tied", ())]
+        return self._layout(parameters, self._shape.tp, tp_rank)
 
     def experts(self, pp_rank: int, ep_rank: int, etp_rank: int) -> Layout:
         """Return the layout of the routed experts."""
@@ -168,18 +168,19 @@ class _Model:
         if pp_rank not in self._expert_names:
             # Names and their order are equal on all expert-parallel ranks of a stage.
             self._expert_names[pp_rank] = [
-                (prefix + fused.name.format(i), layer, i, number)
+                (prefix + fused.name.format(local_expert), layer, local_expert, number)
                 for stage, chunk in self._chunks(pp_rank)
                 for layer, prefix in self._layers(stage, chunk)
                 if layer in self._experts
-                for i in range(num_local)
-                for number, fused in enumerate(self._experts[layer][i])
+                for local_expert in range(num_local)
+                for number, fused in enumerate(self._experts[layer][local_expert])
             ]
         first = ep_rank * num_local
-        held = [
-            (name, self._experts[layer][first + i][number]) for name, layer, i, number in self._expert_names[pp_rank]
+        parameters = [
+            (name, self._experts[layer][first + local_expert][number])
+            for name, layer, local_expert, number in self._expert_names[pp_rank]
         ]
-        return self._layout(held, self._shape.expert_tp, etp_rank)
+        return self._layout(parameters, self._shape.expert_tp, etp_rank)
 
     def _chunks(self, pp_rank: int) -> Iterator[tuple[int, str]]:
         """Yield each virtual stage of a rank, and the prefix of its parameters' names."""
@@ -192,10 +193,10 @@ class _Model:
         for layer in range(start, self._starts[stage + 1]):
             yield layer, f"{prefix}decoder.layers.{layer - start}."
 
-    def _layout(self, held: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int) -> Layout:
+    def _layout(self, parameters: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int) -> Layout:
         """Return the layout of named parameters on one tensor-parallel rank."""
         builder = LayoutBuilder()
-        for local, (name, weights, expert) in held:
+        for local, (name, weights, expert) in parameters:
             stacked = expert if weights[0].is_stacked else None
             key = (name, weights[0].shape, tp_rank, stacked)
             if key not in self._fills:
@@ -341,11 +342,11 @@ def _candidates(
     local: str, spec: ModelSpec, with_engine: dict[str, str], *, transformer_engine: bool
 ) -> Iterator[CheckpointKey]:
     """Yield the keys under which a parameter of the local layer spec may be stored, the likeliest first."""
-    found = LAYER.fullmatch(local)
-    if found is None:
+    layer_name = LAYER.fullmatch(local)
+    if layer_name is None:
         yield CheckpointKey(local, ())
         return
-    layer, name = int(found[1]), found[2]
+    layer, name = int(layer_name[1]), layer_name[2]
     index: tuple[int, ...] = ()
     expert = LOCAL_EXPERT.fullmatch(name)
     if expert:
@@ -356,8 +357,8 @@ def _candidates(
         names = [with_engine.get(name, name), local_name, name]
         if not transformer_engine:
             names = names[1:]
-    stacked = [CheckpointKey(f"decoder.layers.{each}", (layer, *index)) for each in names]
-    separate = [CheckpointKey(f"decoder.layers.{layer}.{each}", index) for each in names]
+    stacked = [CheckpointKey(f"decoder.layers.{candidate}", (layer, *index)) for candidate in names]
+    separate = [CheckpointKey(f"decoder.layers.{layer}.{candidate}", index) for candidate in names]
     yield from separate + stacked if stores_each_layer(spec) else stacked + separate
 
 

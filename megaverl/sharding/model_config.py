@@ -210,13 +210,13 @@ def not_computed(described: Described) -> Iterator[str]:
         yield from _experts(described)
 
 
-def instead_of(key: str, found: Any) -> str:
+def instead_of(key: str, value: Any) -> str:
     """Return what the user can do about an unsupported value."""
     if key == "attention_dropout":
         return "Set it to 0.0. To train with dropout, set megatron.attention_dropout."
     if key != "quantization_config":
         return OTHER_MODEL
-    if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
+    if not isinstance(value, dict) or value.get("quant_method") != "mxfp4":
         return "Use a folder of the model that is not quantised."
     return (
         "Write its weights in bfloat16 once, and name that folder: transformers' from_pretrained(PATH, dtype='bfloat16'"
@@ -377,9 +377,9 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
     if described.architecture in (*WITH_LATENT_ATTENTION, "GptOssForCausalLM"):
         ours, engines = yarn_attention_factor(rope), _yarn_attention_factor_in_vllm(described)
         if not math.isclose(ours, engines, rel_tol=1e-6):
-            given = {key: rope[key] for key in ("attention_factor", "mscale", "mscale_all_dim") if key in rope}
+            settings = {key: rope[key] for key in ("attention_factor", "mscale", "mscale_all_dim") if key in rope}
             yield (
-                f"{given} in the rotary embedding of {described.architecture}: transformers multiplies queries and "
+                f"{settings} in the rotary embedding of {described.architecture}: transformers multiplies queries and "
                 f"keys by {ours:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
             )
 

@@ -67,7 +67,8 @@ MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
 # Architectures in which `norm_topk_prob` decides whether the chosen experts' weights are normalized.
 MAYBE_NORMALIZED = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-UNLIMITED = 2**31 - 1  # positions of a model that counts none, such as Mamba
+# Positions of a model that does not count them, such as Mamba.
+UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,8 @@ def _under_fsdp(config: dict[str, Any]) -> str:
     )
 
     model_type = str(config.get("model_type"))
-    has_images = config.get("vision_config") is not None  # as `models.vision.auto_class_of` decides
+    # `models.vision.auto_class_of` decides in the same way.
+    has_images = config.get("vision_config") is not None
     built = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type in built:
         return f"transformers builds {model_type} models: set actor.engine=fsdp."
@@ -280,8 +282,8 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
     parts = [config, *(part for key in TEXT_PARTS if isinstance(part := config.get(key), dict))]
 
     def number(name: str, default: int) -> int:
-        found = (part[key] for key in OTHER_NAMES[name] for part in parts if key in part)
-        return next((value for value in found if type(value) is int and value > 0), default)
+        values = (part[key] for key in OTHER_NAMES[name] for part in parts if key in part)
+        return next((value for value in values if type(value) is int and value > 0), default)
 
     vocab_size = number("vocab_size", 0)
     if not vocab_size:
@@ -475,15 +477,15 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
         by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(spec.ffn_hidden_size)
     if moe is not None and (shared := moe.shared_ffn_hidden_size):
         by_tp[f"{shared} units of the shared experts"] = _divides(shared)
-    found = [_misfit("tp", tp, by_tp, spec.num_heads)]
+    checked = [_misfit("tp", tp, by_tp, spec.num_heads)]
     if moe is not None:
         width, experts = moe.ffn_hidden_size, moe.num_experts
         by_etp = {f"{width} units of an expert": _divides(width)}
         if spec.linear_bias and not engine:
             by_etp = {"experts, which stay whole as they have biases": lambda size: size == 1}
-        found.append(_misfit("etp", etp, by_etp, width))
-        found.append(_misfit("ep", ep, {f"{experts} experts": _divides(experts)}, experts))
-    return [misfit for misfit in found if misfit is not None]
+        checked.append(_misfit("etp", etp, by_etp, width))
+        checked.append(_misfit("ep", ep, {f"{experts} experts": _divides(experts)}, experts))
+    return [misfit for misfit in checked if misfit is not None]
 
 
 def _divides(number: int) -> Callable[[int], bool]:
@@ -499,5 +501,8 @@ def _misfit(
     if not broken:
         return None
     return Misfit(
-        axis, size, broken, [each for each in range(1, largest + 1) if all(fits(each) for fits in parts.values())]
+        axis,
+        size,
+        broken,
+        [divisor for divisor in range(1, largest + 1) if all(fits(divisor) for fits in parts.values())],
     )

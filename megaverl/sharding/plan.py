@@ -206,24 +206,24 @@ class _Planner(Sequence[Plan]):
 
     def _plan(self, rank: int) -> Plan:
         """Return the plan of one rank."""
-        own, wants = self._source.class_of[rank], self._dest.class_of[rank]
+        source_class, dest_class = self._source.class_of[rank], self._dest.class_of[rank]
         copies: list[ShardRange] = []
         incoming: dict[int, list[ShardRange]] = {}
         outgoing: dict[int, list[ShardRange]] = {}
-        for classes in self._takes[wants]:
-            if own in classes:
-                copies += [part for _, part in self._asked[classes][wants]]
+        for classes in self._takes[dest_class]:
+            if source_class in classes:
+                copies += [part for _, part in self._asked[classes][dest_class]]
             else:
                 for holder, part in self._dealer(classes).fetched(rank):
                     incoming.setdefault(holder, []).append(part)
-        for classes in self._gives[own]:
-            for other, part in self._dealer(classes).served(rank):
-                outgoing.setdefault(other, []).append(part)
+        for classes in self._gives[source_class]:
+            for peer, part in self._dealer(classes).served(rank):
+                outgoing.setdefault(peer, []).append(part)
         return Plan(
             rank=rank,
             world=self._world,
-            source_layout=self._source.layouts[own],
-            dest_layout=self._dest.layouts[wants],
+            source_layout=self._source.layouts[source_class],
+            dest_layout=self._dest.layouts[dest_class],
             copies=self._transfers(rank, rank, copies),
             sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
             receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},

@@ -56,7 +56,7 @@ def check_plans(plans: Sequence[Plan]) -> None:
         _refuse_difference(plans, sender, receiver)
 
 
-class _Held:
+class _PlaceIndex:
     """Layout with a number for each tensor's places, so that tensors in equal places can be recognized."""
 
     def __init__(self, layout: Layout, numbers: dict[object, int]) -> None:
@@ -69,13 +69,13 @@ class _Held:
 
         Tensors with the same number lie in the same boxes, up to the names of local tensors.
         """
-        found = self._places.get(tensor)
-        if found is None:
+        places = self._places.get(tensor)
+        if places is None:
             pieces = self.layout.by_tensor.get(tensor, ())
             locals_ = tuple(dict.fromkeys(piece.local for piece in pieces))
             key = tuple((piece.box, locals_.index(piece.local), piece.local_box) for piece in pieces)
-            found = self._places[tensor] = (self._numbers.setdefault(key, len(self._numbers)), locals_)
-        return found
+            places = self._places[tensor] = (self._numbers.setdefault(key, len(self._numbers)), locals_)
+        return places
 
 
 class _Checker:
@@ -83,7 +83,7 @@ class _Checker:
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
-        self._held: dict[int, _Held] = {}
+        self._indexes: dict[int, _PlaceIndex] = {}
         self._sound: dict[int, Layout] = {}
         self._written: set[object] = set()
         self._read: set[object] = set()
@@ -94,7 +94,7 @@ class _Checker:
         if id(plan.dest_layout) not in self._sound:
             _check_layout(plan.dest_layout, plan.rank)
             self._sound[id(plan.dest_layout)] = plan.dest_layout
-        source, dest = self._of(plan.source_layout), self._of(plan.dest_layout)
+        source, dest = self._index_of(plan.source_layout), self._index_of(plan.dest_layout)
         written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
         read: set[tuple[object, ...]] = set()
         for sender, receiver, transfers in _traffic(plan):
@@ -122,14 +122,14 @@ class _Checker:
             if tensor in plan.source_layout.by_tensor:
                 self._check_needed(tensor, transfers, source, plan.rank)
 
-    def _of(self, layout: Layout) -> _Held:
-        """Return the layout's `_Held`, created once per layout."""
-        held = self._held.get(id(layout))
-        if held is None:
-            held = self._held[id(layout)] = _Held(layout, self._numbers)
-        return held
+    def _index_of(self, layout: Layout) -> _PlaceIndex:
+        """Return the layout's `_PlaceIndex`, created once per layout."""
+        index = self._indexes.get(id(layout))
+        if index is None:
+            index = self._indexes[id(layout)] = _PlaceIndex(layout, self._numbers)
+        return index
 
-    def _check_read(self, transfer: Transfer, source: _Held) -> None:
+    def _check_read(self, transfer: Transfer, source: _PlaceIndex) -> None:
         """Check that the box sent is the one that the transfer names."""
         number, locals_ = source.places(transfer.tensor)
         local = transfer.source_local
@@ -139,7 +139,7 @@ class _Checker:
             _prove_place(transfer, local, transfer.source_box, pieces, transfer.source)
             self._read.add(key)
 
-    def _check_written(self, tensor: str, transfers: Sequence[Transfer], dest: _Held, rank: int) -> None:
+    def _check_written(self, tensor: str, transfers: Sequence[Transfer], dest: _PlaceIndex, rank: int) -> None:
         """Check that every element of a tensor's places is written once, with the right contents."""
         number, locals_ = dest.places(tensor)
         key: tuple[object, ...]
@@ -152,7 +152,7 @@ class _Checker:
             _prove_written(tensor, transfers, dest.layout.by_tensor[tensor], rank)
             self._written.add(key)
 
-    def _check_needed(self, tensor: str, transfers: Sequence[Transfer], source: _Held, rank: int) -> None:
+    def _check_needed(self, tensor: str, transfers: Sequence[Transfer], source: _PlaceIndex, rank: int) -> None:
         """Check that nothing that the rank holds comes from another rank."""
         number, _ = source.places(tensor)
         for transfer in transfers:
@@ -230,9 +230,9 @@ def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piec
                     f"{_where(transfer)}: {local} {common} on rank {rank} is the place of {here}, not of {there}."
                 )
     if inside != box.numel:
-        held = ", ".join(f"{piece.box} in {piece.local} {piece.local_box}" for piece in pieces) or "none of it"
+        on_rank = ", ".join(f"{piece.box} in {piece.local} {piece.local_box}" for piece in pieces) or "none of it"
         raise ReshardError(
-            f"{_where(transfer)}: {local} {box} lies outside what rank {rank} has of {transfer.tensor}: {held}."
+            f"{_where(transfer)}: {local} {box} lies outside what rank {rank} has of {transfer.tensor}: {on_rank}."
         )
 
 

@@ -16,7 +16,8 @@ from megaverl.sharding.plan import Plan, Transfer, make_plans
 # Rank of the job -> rows of the step's batch that it holds or wants, in this order. Missing ranks have none.
 Rows = Mapping[int, Sequence[int]]
 
-BATCH = "batch"  # the local tensor of every row
+# Name of the one local tensor that holds all rows.
+BATCH = "batch"
 ONE = whole((1,))
 
 
@@ -30,15 +31,15 @@ class Move(NamedTuple):
 
 def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
     """Return the union of each rank's rows over all parts, ascending. Ranks with identical parts share one object."""
-    found: dict[int, list[Sequence[int]]] = {}
+    parts_by_rank: dict[int, list[Sequence[int]]] = {}
     for part in parts:
         for rank, rows in part.items():
-            found.setdefault(rank, []).append(rows)
+            parts_by_rank.setdefault(rank, []).append(rows)
     joined: dict[tuple[int, ...], Sequence[int]] = {}
-    for each in found.values():
-        if (same := tuple(map(id, each))) not in joined:
-            joined[same] = sorted(set().union(*each) if len(each) > 1 else each[0])
-    return {rank: joined[tuple(map(id, each))] for rank, each in found.items()}
+    for rank_parts in parts_by_rank.values():
+        if (part_ids := tuple(map(id, rank_parts))) not in joined:
+            joined[part_ids] = sorted(set().union(*rank_parts) if len(rank_parts) > 1 else rank_parts[0])
+    return {rank: joined[tuple(map(id, rank_parts))] for rank, rank_parts in parts_by_rank.items()}
 
 
 def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> list[Move]:
@@ -47,30 +48,30 @@ def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int
     If every row has one holder, there is nothing to balance, and the rank looks at its own rows only. That is the
     common case and much faster. Arguments and errors are those of `plan_rows`.
     """
-    holder = {row: other for other, rows in source.items() for row in rows}
+    holder = {row: holder_rank for holder_rank, rows in source.items() for row in rows}
     if len(holder) != sum(map(len, source.values())):
         plans = plan_rows(source, dest, node_of)
         return moves_of(plans[rank]) if rank < len(plans) else []
-    for other, rows in dest.items():
-        _check_wanted(other, rows, holder)
-    mine, wanted = frozenset(source.get(rank, ())), dest.get(rank, ())
-    asking = sorted(peer for peer, rows in dest.items() if not mine.isdisjoint(rows))
-    out = [Move(rank, peer, tuple(row for row in dest[peer] if row in mine)) for peer in asking]
+    for wanting_rank, rows in dest.items():
+        _check_wanted(wanting_rank, rows, holder)
+    local_rows, wanted = frozenset(source.get(rank, ())), dest.get(rank, ())
+    asking = sorted(peer for peer, rows in dest.items() if not local_rows.isdisjoint(rows))
+    outgoing = [Move(rank, peer, tuple(row for row in dest[peer] if row in local_rows)) for peer in asking]
     parts: dict[int, list[int]] = {}
     for row in wanted:
         parts.setdefault(holder[row], []).append(row)
-    into = [Move(peer, rank, tuple(parts[peer])) for peer in sorted(parts)]
-    return [move for move in out + into if move.rows and move.source != move.dest]
+    incoming = [Move(peer, rank, tuple(parts[peer])) for peer in sorted(parts)]
+    return [move for move in outgoing + incoming if move.rows and move.source != move.dest]
 
 
-def _check_wanted(rank: int, rows: Sequence[int], held: Mapping[int, object]) -> None:
+def _check_wanted(rank: int, rows: Sequence[int], holders: Mapping[int, object]) -> None:
     """Raise DataError if a rank wants a row twice, or a row that no rank holds."""
     wanted = set(rows)
-    if len(wanted) == len(rows) and wanted <= held.keys():
+    if len(wanted) == len(rows) and wanted <= holders.keys():
         return
     if twice := len(rows) - len(set(rows)) and sorted({row for row in rows if list(rows).count(row) > 1}):
         raise DataError(f"rank {rank} wants the rows {twice[:8]} more than once")
-    if nowhere := [row for row in rows if row not in held]:
+    if nowhere := [row for row in rows if row not in holders]:
         raise DataError(f"rank {rank} wants the rows {nowhere[:8]}, which no rank holds")
 
 
@@ -85,9 +86,9 @@ def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = N
     Raises:
         DataError: a wanted row is held by no rank, or one rank wants it twice.
     """
-    held = dict.fromkeys(set().union(*source.values()))
+    all_rows = dict.fromkeys(set().union(*source.values()))
     for rank, rows in dest.items():
-        _check_wanted(rank, rows, held)
+        _check_wanted(rank, rows, all_rows)
     world = max([*source, *dest], default=-1) + 1
     return make_plans(_layouts(source), _layouts(dest), world, node_of, allow_unused=True)
 
@@ -105,12 +106,14 @@ def _rows(transfers: Sequence[Transfer]) -> tuple[int, ...]:
 
 def _layouts(rows_of: Rows) -> Callable[[int], Layout]:
     """Return the layouts of all ranks. Ranks with equal rows share one object, which keeps plans small."""
-    made: dict[tuple[int, ...], Layout] = {(): EMPTY}
+    layout_by_rows: dict[tuple[int, ...], Layout] = {(): EMPTY}
     by_rank: dict[int, Layout] = {}
     for rank, rows in rows_of.items():
         key = tuple(rows)
-        if key not in made:
+        if key not in layout_by_rows:
             pieces = [Piece(str(row), ONE, BATCH, Box((place,), (place + 1,))) for place, row in enumerate(key)]
-            made[key] = Layout(tuple(pieces), {BATCH: (len(key),)}, {piece.tensor: ONE.stop for piece in pieces})
-        by_rank[rank] = made[key]
+            layout_by_rows[key] = Layout(
+                tuple(pieces), {BATCH: (len(key),)}, {piece.tensor: ONE.stop for piece in pieces}
+            )
+        by_rank[rank] = layout_by_rows[key]
     return lambda rank: by_rank.get(rank, EMPTY)

@@ -16,7 +16,8 @@ from megaverl.sharding.boxes import Box
 if TYPE_CHECKING:
     import torch
 
-MOST_PARTS = 100_000  # that one copy may fall into
+# Limit of the boxes that one copy may fall into. More are not worth a plan.
+MOST_PARTS = 100_000
 
 
 class NotStrided(ValueError):
@@ -64,11 +65,11 @@ def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
     """
     pending, parts = [_plain(copy)], 0
     while pending:
-        one = pending.pop()
-        split = _split(one, side, strides)
+        candidate = pending.pop()
+        split = _split(candidate, side, strides)
         if split is None:
             parts += 1
-            yield one
+            yield candidate
         else:
             pending += split
         if parts + len(pending) > MOST_PARTS:
@@ -99,24 +100,24 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
     start = getattr(copy, f"{side}_start")
     for axis in range(1, len(strides)):
         end, unit = strides[axis - 1], strides[axis]
-        here = sorted(
+        axis_loops = sorted(
             (loop for loop in copy.loops if unit <= getattr(loop, side) < end), key=lambda o: getattr(o, side)
         )
-        for loop in here:
+        for loop in axis_loops:
             _axis_of(getattr(loop, side), strides)
         first = start % end
         # If even the farthest iteration stays within this axis, its loops need no splitting.
-        reach = first + sum((loop.turns - 1) * getattr(loop, side) for loop in here)
-        if not here or reach - reach % unit < end:
+        reach = first + sum((loop.turns - 1) * getattr(loop, side) for loop in axis_loops)
+        if not axis_loops or reach - reach % unit < end:
             continue
-        loop = here.pop()
+        loop = axis_loops.pop()
         stride = getattr(loop, side)
-        others = tuple(other for other in copy.loops if other is not loop)
+        other_loops = tuple(other for other in copy.loops if other is not loop)
         # Finer loops that cross a step of this loop's stride cannot be separated from it, so its iterations are
         # unrolled.
-        finer = first % stride + sum((other.turns - 1) * getattr(other, side) for other in here)
+        finer = first % stride + sum((other.turns - 1) * getattr(other, side) for other in axis_loops)
         if end % stride or finer - finer % unit >= stride:
-            return [copy.shifted(loop, turn)._replace(loops=others) for turn in range(loop.turns)]
+            return [copy.shifted(loop, turn)._replace(loops=other_loops) for turn in range(loop.turns)]
         # Otherwise the loop is cut at the axis's ends: the rest of the first row, whole rows, the beginning of the last
         # row.
         turns = end // stride
@@ -130,7 +131,11 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
                 if rows
                 else (loop._replace(turns=rest),)
             )
-            parts.append(copy.shifted(loop, low)._replace(loops=(*others, *(one for one in inner if one.turns > 1))))
+            parts.append(
+                copy.shifted(loop, low)._replace(
+                    loops=(*other_loops, *(part_loop for part_loop in inner if part_loop.turns > 1))
+                )
+            )
         return parts
     for loop in copy.loops:
         _axis_of(getattr(loop, side), strides)
@@ -174,24 +179,27 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
     dest_start = part.dest_start
     for axis, (loop, digit) in enumerate(zip(written, digits, strict=True)):
         end = written[axis - 1].dest if axis else math.inf
-        here = [each for each in part.loops if loop.dest <= each.source < end]
-        last = digit + sum((each.turns - 1) * each.source // loop.dest for each in here)
+        axis_loops = [other_loop for other_loop in part.loops if loop.dest <= other_loop.source < end]
+        last = digit + sum((other_loop.turns - 1) * other_loop.source // loop.dest for other_loop in axis_loops)
         if digit >= 0 and last < loop.turns:
-            loops += [Loop(each.turns, each.source // loop.dest * loop.source, each.dest) for each in here]
-        elif len(here) == 1:
-            step = here[0].source // loop.dest
+            loops += [
+                Loop(other_loop.turns, other_loop.source // loop.dest * loop.source, other_loop.dest)
+                for other_loop in axis_loops
+            ]
+        elif len(axis_loops) == 1:
+            step = axis_loops[0].source // loop.dest
             low = max(0, -(digit // step))
-            high = min(here[0].turns, (loop.turns - 1 - digit) // step + 1)
+            high = min(axis_loops[0].turns, (loop.turns - 1 - digit) // step + 1)
             if low >= high:
                 return
             digit += low * step
-            dest_start += low * here[0].dest
-            loops.append(Loop(high - low, step * loop.source, here[0].dest))
-        elif here:
-            widest = max(here, key=lambda each: each.source)
-            others = tuple(each for each in part.loops if each is not widest)
+            dest_start += low * axis_loops[0].dest
+            loops.append(Loop(high - low, step * loop.source, axis_loops[0].dest))
+        elif axis_loops:
+            widest = max(axis_loops, key=lambda other_loop: other_loop.source)
+            remaining = tuple(other_loop for other_loop in part.loops if other_loop is not widest)
             for turn in range(widest.turns):
-                yield from _within(part.shifted(widest, turn)._replace(loops=others), source_start, written)
+                yield from _within(part.shifted(widest, turn)._replace(loops=remaining), source_start, written)
             return
         else:
             return
@@ -228,7 +236,7 @@ class Strides(NamedTuple):
         axes = (*range(count), *(count + axis for axis in self.axes))
         return Strides(axes, (0,) * count + self.first, (1,) * count + self.step)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a tensor, sharing its storage."""
         every = zip(self.first, self.step, strict=True)
         return tensor.permute(self.axes)[tuple(slice(first, None, step) for first, step in every)]
@@ -272,12 +280,12 @@ def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) ->
                 is_free = axis not in kept and _dest_axis(loop.dest, dest_axes, dest_strides) not in taken
                 if is_free and loop.source == source_strides[axis]:
                     kept[axis] = loop
-            turned = [loop for loop in part.loops if not any(loop is each for each in kept.values())]
-            for turns in product(*(range(loop.turns) for loop in turned)):
-                one = part
-                for loop, turn in zip(turned, turns, strict=True):
-                    one = one.shifted(loop, turn)
-                yield _box(one, kept, source_strides, dest_axes, dest_strides)
+            unrolled = [loop for loop in part.loops if not any(loop is kept_loop for kept_loop in kept.values())]
+            for turns in product(*(range(loop.turns) for loop in unrolled)):
+                shifted = part
+                for loop, turn in zip(unrolled, turns, strict=True):
+                    shifted = shifted.shifted(loop, turn)
+                yield _box(shifted, kept, source_strides, dest_axes, dest_strides)
 
 
 def _dest_axis(stride: int, axes: Sequence[int], strides: Sequence[int]) -> int:
@@ -314,8 +322,8 @@ def _box(
 
 def _unravel(address: int, strides: Sequence[int]) -> tuple[int, ...]:
     """Return the index of an address in an array with these strides."""
-    found = []
+    indices = []
     for stride in strides:
         index, address = divmod(address, stride)
-        found.append(index)
-    return tuple(found)
+        indices.append(index)
+    return tuple(indices)

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-MOST_REPEATS = 64  # of one element of a source
-MOST_STEPS = 8  # between a source and what it is copied to
+# Limit of the copies of one element of a source.
+MOST_REPEATS = 64
+# Limit of the copies between a source and a destination.
+MOST_STEPS = 8
 # Operators that copy their input.
 _COPIES = ("aten::clone", "aten::_to_copy", "aten::contiguous")
 # Operators that act as views but are not marked as such.
@@ -131,11 +133,11 @@ class Tracer(TorchDispatchMode):
         """Return all sources whose elements affect a storage."""
         if key in self._names:
             return frozenset((self._names[key],))
-        found = self._computed.get(key, frozenset())
+        sources = self._computed.get(key, frozenset())
         for write in self._writes.get(key, ()):
             if write.source is not None and write.source != key:
-                found |= self._sources_of(write.source)
-        return found
+                sources |= self._sources_of(write.source)
+        return sources
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's storage depends on a source."""
@@ -155,7 +157,7 @@ class Tracer(TorchDispatchMode):
             loops = zip(source.shape, source.stride(), dest.stride(), strict=True)
             copy = Copy(_offset(source), _offset(dest), tuple(Loop(*map(int, loop)) for loop in loops))
             if self._is_known(source):
-                self._writes.setdefault(key, []).extend(_Write(_storage(source), one) for one in _once(copy))
+                self._writes.setdefault(key, []).extend(_Write(_storage(source), part) for part in _once(copy))
             else:
                 self._writes.setdefault(key, []).append(_Write(None, copy))
 
@@ -171,15 +173,15 @@ class Tracer(TorchDispatchMode):
         """Record an operator that involves a source, and execute it on meta tensors only."""
         kwargs = kwargs or {}
         name = func._schema.name
-        known = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each) and self._is_known(each)]
+        known = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf) and self._is_known(leaf)]
         if not known or name in _NEW:
             return func(*args, **kwargs)
         if name == "aten::copy_":
             self._write(args[0], args[1])
             return args[0]
         if name in _COPIES:
-            made = func(args[0].to("meta"), **{key: value for key, value in kwargs.items() if key != "device"})
-            return self._made(made, [(made, args[0])])
+            copied = func(args[0].to("meta"), **{key: value for key, value in kwargs.items() if key != "device"})
+            return self._made(copied, [(copied, args[0])])
         if name in ("aten::cat", "aten::stack"):
             return self._joined(name == "aten::stack", func, *args, **kwargs)
         if func.is_view or name in _VIEWS:
@@ -190,29 +192,29 @@ class Tracer(TorchDispatchMode):
             if (key := _storage(args[0])) in self._names:
                 del self._names[key]
             return args[0]
-        sources = frozenset[str]().union(*(self._sources_of(_storage(each)) for each in known))
+        sources = frozenset[str]().union(*(self._sources_of(_storage(leaf)) for leaf in known))
         if func._schema.is_mutable:
             self._compute(args[0], sources)
             return args[0]
-        result = func(*(each.to("meta") if _is_tensor(each) else each for each in args), **kwargs)
-        for each in tree_leaves(result):
-            if _is_tensor(each):
-                self._compute(each, sources)
+        result = func(*(leaf.to("meta") if _is_tensor(leaf) else leaf for leaf in args), **kwargs)
+        for leaf in tree_leaves(result):
+            if _is_tensor(leaf):
+                self._compute(leaf, sources)
         return result
 
     def _joined(self, stacks: bool, func: Any, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
         """Record `cat` or `stack` as copies of its inputs."""
-        made: torch.Tensor = func([each.to("meta") for each in tensors], dim)
-        parts = made.unbind(dim) if stacks else made.split([each.shape[dim] for each in tensors], dim)
-        return self._made(made, zip(parts, tensors, strict=True))
+        joined: torch.Tensor = func([tensor.to("meta") for tensor in tensors], dim)
+        parts = joined.unbind(dim) if stacks else joined.split([tensor.shape[dim] for tensor in tensors], dim)
+        return self._made(joined, zip(parts, tensors, strict=True))
 
-    def _made(self, made: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _made(self, new: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Record the copies into a new tensor, and return it."""
-        self._shapes[_storage(made)] = tuple(made.shape)
+        self._shapes[_storage(new)] = tuple(new.shape)
         for part, source in parts:
             if self._is_known(source):
                 self._write(part, source)
-        return made
+        return new
 
 
 def _is_tensor(value: Any) -> bool:
@@ -261,10 +263,10 @@ class TracedLayout:
         return {"layout": self.layout.to_json(), "computed": {name: sorted(of) for name, of in self.computed.items()}}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> TracedLayout:
+    def from_json(cls, stored: Mapping[str, Any]) -> TracedLayout:
         """Return the layout that `to_json` converted."""
-        computed = {name: frozenset(sources) for name, sources in told["computed"].items()}
-        return cls(Layout.from_json(told["layout"]), computed)
+        computed = {name: frozenset(sources) for name, sources in stored["computed"].items()}
+        return cls(Layout.from_json(stored["layout"]), computed)
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -325,22 +327,23 @@ def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> T
             computed[name] = sources
             continue
         try:
-            held = _pieces(name, tensor, tracer, views, global_shapes)
+            tensor_pieces = _pieces(name, tensor, tracer, views, global_shapes)
         except NotStrided:
             computed[name] = tracer.sources_of(tensor)
             continue
-        if not held and not isinstance(tensor, torch.nn.Parameter):
-            continue  # a buffer that is not loaded
-        pieces += held
+        if not tensor_pieces and not isinstance(tensor, torch.nn.Parameter):
+            # Buffers that no source reaches are not loaded.
+            continue
+        pieces += tensor_pieces
         local_shapes[name] = tuple(tensor.shape)
     return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes, views=views), computed)
 
 
-def layout_of_sources(tracer: Tracer, made: Mapping[str, torch.Tensor]) -> Layout:
+def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> Layout:
     """Return where tensors that a program created lie in its sources. Local tensors are the sources.
 
     Args:
-        made: created tensors, by their global names.
+        created: created tensors, by their global names.
 
     Raises:
         NotStrided: names a tensor that is not a copy of sources, or not all of it.
@@ -348,14 +351,14 @@ def layout_of_sources(tracer: Tracer, made: Mapping[str, torch.Tensor]) -> Layou
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
     views: dict[str, tuple[str, Strides]] = {}
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
-    for name, tensor in made.items():
+    shapes = {name: tuple(tensor.shape) for name, tensor in created.items()}
+    for name, tensor in created.items():
         dense = torch.empty(shapes[name], dtype=tensor.dtype, device="meta")
         with tracer:
             dense.copy_(tensor)
         if sources := tracer.computed(dense):
             raise NotStrided(f"{name} is computed from {', '.join(sorted(sources))}")
-        found = 0
+        num_copied = 0
         for source, source_shape, copy in tracer.copied(dense):
             if source is None:
                 continue
@@ -366,9 +369,9 @@ def layout_of_sources(tracer: Tracer, made: Mapping[str, torch.Tensor]) -> Layou
                 if not view.are_plain:
                     views[local] = (source, view)
                 pieces.append(Piece(name, box, local, local_box))
-                found += box.numel
-        if found != math.prod(shapes[name]):
-            raise NotStrided(f"{name}: {found} of {math.prod(shapes[name])} elements are copies of what is known")
+                num_copied += box.numel
+        if num_copied != math.prod(shapes[name]):
+            raise NotStrided(f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of what is known")
     return Layout(tuple(pieces), local_shapes, shapes, views=views)
 
 
@@ -384,7 +387,8 @@ def _pieces(
     shape = tuple(tensor.shape)
     for source, source_shape, copy in tracer.copied(tensor):
         if source is None:
-            continue  # a constant, as padding is
+            # Constants, such as padding, have no source.
+            continue
         global_shapes[source] = source_shape
         moved = copy._replace(dest_start=copy.dest_start - _offset(tensor))
         for box, view, local_box in boxes(moved, source_shape, shape):
@@ -434,13 +438,15 @@ class ModuleWeights:
     @property
     def renamed(self) -> dict[str, str]:
         """Name in the module -> name in the files, for tensors that are otherwise equal."""
-        pieces, held = self.layout.by_tensor, dict.fromkeys(self.layout.local_shapes, 0)
+        pieces, num_pieces = self.layout.by_tensor, dict.fromkeys(self.layout.local_shapes, 0)
         for piece in self.layout.pieces:
-            held[self.layout.stored_in(piece.local)] += 1
+            num_pieces[self.layout.stored_in(piece.local)] += 1
         return {
             piece.local: name
             for name, (piece, *more) in pieces.items()
-            if not more and held.get(piece.local) == 1 and self.layout.local_shapes[piece.local] == self.shapes[name]
+            if not more
+            and num_pieces.get(piece.local) == 1
+            and self.layout.local_shapes[piece.local] == self.shapes[name]
         }
 
 

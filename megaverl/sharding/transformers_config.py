@@ -41,8 +41,8 @@ def read_by_transformers(model_type: str, config: dict[str, Any], source: str = 
     answer = json.loads(_answer(model_type, json.dumps(config)))
     if "error" in answer:
         raise ModelError(f"{source}: transformers cannot read it: {answer['error']}")
-    found: dict[str, Any] = answer["config"]
-    return found
+    read_config: dict[str, Any] = answer["config"]
+    return read_config
 
 
 def _counts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -72,7 +72,8 @@ def _answer(model_type: str, config: str) -> str:
         return kept.read_text(encoding="utf-8")
     answer = _ask_child(model_type, config)
     if "error" not in json.loads(answer):
-        with suppress(OSError):  # a full or read-only disk
+        # The cache is a convenience: a full or read-only disk must not fail the run.
+        with suppress(OSError):
             _write(kept, answer)
     return answer
 
@@ -125,7 +126,8 @@ def _read(model_type: str, config: str) -> str:
         known = CONFIG_MAPPING[model_type].from_dict(json.loads(config))
         values = {**known.to_dict(), **{name: getattr(known, name, None) for name in known.attribute_map}}
         return json.dumps({"config": values}, default=str)
-    except Exception as error:  # each class validates in its own way
+    # Every configuration class validates in its own way.
+    except Exception as error:
         text = " ".join(str(error).split())
         return json.dumps({"error": text if text.startswith("Validation error") else f"{type(error).__name__}: {text}"})
     finally:

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 # vLLM's names -> rows and columns of a block that has a scale, or None for one scale per matrix. vLLM treats `fp8` as
 # `fp8_per_tensor` if the model's folder is not quantized (`model_executor/model_loader/weight_utils.py`).
 QUANTIZATIONS: dict[str, int | None] = {"fp8_per_block": 128, "fp8_per_tensor": None, "fp8": None}
-SCALE_BYTES = 4  # float32
+# Scales are float32.
+SCALE_BYTES = 4
 ROUTER = "mlp.router."
 
 
@@ -100,11 +101,11 @@ def matrices(layout: Layout) -> dict[frozenset[str], int]:
 
     They are in the order of the pieces.
     """
-    found: dict[tuple[str, int], set[str]] = {}
+    tensors_of: dict[tuple[str, int], set[str]] = {}
     for piece in layout.pieces:
         if piece.local in layout.quantised:
-            found.setdefault((piece.local, slot_of(piece)), set()).add(piece.tensor)
-    return {frozenset(tensors): prod(layout.local_shapes[local][-2:]) for (local, _), tensors in found.items()}
+            tensors_of.setdefault((piece.local, slot_of(piece)), set()).add(piece.tensor)
+    return {frozenset(tensors): prod(layout.local_shapes[local][-2:]) for (local, _), tensors in tensors_of.items()}
 
 
 def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[str], ...]:
@@ -117,14 +118,14 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
     Args:
         layouts: distinct layouts of all ranks, in an order that is the same everywhere.
     """
-    held: dict[frozenset[str], dict[int, int]] = {}
+    holders_of: dict[frozenset[str], dict[int, int]] = {}
     for number, layout in enumerate(layouts):
         for tensors, numel in matrices(layout).items():
-            held.setdefault(tensors, {})[number] = numel
+            holders_of.setdefault(tensors, {})[number] = numel
     parts: list[set[str]] = []
     # Layout number -> (its last part, elements in it so far).
     reached: dict[int, tuple[int, int]] = {}
-    for tensors, holders in held.items():
+    for tensors, holders in holders_of.items():
         place = max(reached.get(number, (0, 0))[0] for number in holders)
         used = {number: reached[number][1] if reached.get(number, (-1, 0))[0] == place else 0 for number in holders}
         if any(used[number] and used[number] + numel > max_numel for number, numel in holders.items()):
@@ -241,13 +242,13 @@ def _add_experts(
 
 def _fill_experts(weights: Sequence[Weight], num_experts: int, tp_size: int, tp_rank: int) -> Fill:
     """Return the contents of a tensor of experts along axis 0, with the weights of each stacked along axis 1."""
-    one = stack([(number, even_part(weight, tp_size, tp_rank)) for number, weight in enumerate(weights)])
+    stacked = stack([(number, even_part(weight, tp_size, tp_rank)) for number, weight in enumerate(weights)])
     parts = tuple(
         (expert * len(weights) + number, box, Box((expert, *inner.start), (expert + 1, *inner.stop)))
         for expert in range(num_experts)
-        for number, box, inner in one.parts
+        for number, box, inner in stacked.parts
     )
-    return Fill(parts, (num_experts, *one.shape))
+    return Fill(parts, (num_experts, *stacked.shape))
 
 
 def _add_stacked(builder: LayoutBuilder, stacked: dict[str, Weight], held: range, tp_size: int, tp_rank: int) -> None:
@@ -290,8 +291,8 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
 
 def _problems(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_parallel: bool) -> Iterator[str]:
     """Yield what `rollout.tp` does not divide."""
-    found = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True)
-    yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in found)
+    misfitting = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True)
+    yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in misfitting)
     expert = next((weight for weight in weights if weight.expert is not None), None)
     if expert and spec.moe and expert_parallel and spec.moe.num_experts < tp_size:
         yield (

@@ -114,7 +114,8 @@ def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> Stack
 
 
 NUMBER = re.compile(r"\d+")
-GAP = "\0"  # stands for a number; no name holds it
+# Stands for a number in a pattern of names. No name contains it.
+GAP = "\0"
 
 
 def listed(lines: Iterable[str]) -> list[str]:

@@ -57,7 +57,7 @@ def rebuilt(layouts: list[tuple[Layout, dict[str, torch.Tensor]]]) -> dict[str, 
         for piece in layout.pieces:
             name = layout.stored_in(piece.local)
             assert tuple(tensors[name].shape) == layout.local_shapes[name]
-            local = layout.views[piece.local][1].of(tensors[name]) if piece.local in layout.views else tensors[name]
+            local = layout.views[piece.local][1].apply(tensors[name]) if piece.local in layout.views else tensors[name]
             assert tuple(local.shape) == layout.shape_of(piece.local)
             empty = torch.full(layout.global_shapes[piece.tensor], -1.0)
             target = found.setdefault(piece.tensor, empty)[piece.box.slices]

@@ -28,7 +28,7 @@ class Viewed(Mapping[str, torch.Tensor]):
         if name not in self._views:
             return self._tensors[name]
         local, view = self._views[name]
-        return view.of(self._tensors[local].detach())
+        return view.apply(self._tensors[local].detach())
 
     def __iter__(self) -> Iterator[str]:
         return chain(self._tensors, self._views)
