@@ -43,7 +43,14 @@ from megaverl.sharding.rows import Rows, join_rows
 from megaverl.trainer.executor import SampleRouting
 from megaverl.trainer.job import kept_objects
 from megaverl.workers.advantage_computer import AdvantageComputer
-from megaverl.workers.micro_batches import ModelWorker, Weighting, micro_batches_of, of_counts, plan_for, plan_updates
+from megaverl.workers.micro_batches import (
+    ModelWorker,
+    Weighting,
+    make_denominators,
+    micro_batches_of,
+    plan_for,
+    plan_updates,
+)
 from megaverl.workers.responses import rollout_batch
 from megaverl.workers.reward import RewardRole
 from megaverl.workers.rollout import _as_rows, _from_rows
@@ -346,7 +353,7 @@ def weights(watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | 
             places = planned.samples if held is None else held.places_of(planned.samples)
             mask = torch.zeros_like(batch.response_mask)
             mask[places] = batch.response_mask[places]
-            values = Weighting("token_mean").weights(mask, of_counts(num_tokens[planned.samples]))
+            values = Weighting("token_mean").weights(mask, make_denominators(num_tokens[planned.samples]))
             fields = {"weights": values, "advantages": batch.rollout_log_probs}
             micro_batches_of(actor.model, batch, sequence_lengths(batch), planned.micro_batches, fields)
 

@@ -213,10 +213,10 @@ class Denominators(NamedTuple):
 
 def count_denominators(response_mask: Tensor) -> Denominators:
     """Count tokens and non-empty responses in the mask `[mini-batch, response]` of the WHOLE mini-batch."""
-    return of_counts(response_mask.sum(dim=1))
+    return make_denominators(response_mask.sum(dim=1))
 
 
-def of_counts(num_tokens: Tensor, episode_shares: Tensor | None = None) -> Denominators:
+def make_denominators(num_tokens: Tensor, episode_shares: Tensor | None = None) -> Denominators:
     """Count the denominators of a mini-batch.
 
     Args:

@@ -192,7 +192,8 @@ class RolloutBatch:
                 name = name.nonzero().flatten()
             return self.select([name] if isinstance(name, int) else name)
         if name not in self.tensors:
-            field_of(name)  # says so if there is no such field at all
+            # Raises an error if the schema has no such field at all.
+            field_of(name)
             raise MissingField(f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}")
         return self.tensors[name]
 

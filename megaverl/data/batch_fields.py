@@ -114,53 +114,56 @@ def own_names(tensors: Mapping[str, Tensor], includes_prompt: bool | None = None
         DataError: a mask has another shape or holes, a tensor is given under both names, or `includes_prompt`
             contradicts the tensors.
     """
-    found = dict(tensors)
+    renamed = dict(tensors)
     for theirs, ours in NAMES.items():
-        if theirs in found:
-            if ours in found:
+        if theirs in renamed:
+            if ours in renamed:
                 raise DataError(f"'{theirs}' and '{ours}' are the same, and both are given. Leave one out.")
-            found[ours] = found.pop(theirs)
-    if "input_ids" not in found or "generated_ids" not in found:
-        return found  # what is missing is said by the batch itself
-    found["response_mask"] = found.get("response_mask", torch.ones_like(found["generated_ids"])).bool()
-    prompts = found["input_ids"]
-    mask = found.pop("attention_mask", None)
+            renamed[ours] = renamed.pop(theirs)
+    if "input_ids" not in renamed or "generated_ids" not in renamed:
+        # The constructor of the batch reports missing fields.
+        return renamed
+    renamed["response_mask"] = renamed.get("response_mask", torch.ones_like(renamed["generated_ids"])).bool()
+    prompts = renamed["input_ids"]
+    mask = renamed.pop("attention_mask", None)
     if mask is not None:
-        found["input_ids"], found["prompt_lengths"] = _right_padded(prompts, mask.bool())
-    elif "prompt_lengths" not in found:
-        found["prompt_lengths"] = torch.full((len(prompts),), prompts.shape[1], device=prompts.device)
-    fit = prompts.dim() == found["generated_ids"].dim() == 2 and len(prompts) == len(found["generated_ids"])
-    if includes_prompt is not False and fit:  # what does not fit is said by the batch itself
-        begins = _begins(prompts, found)
+        renamed["input_ids"], renamed["prompt_lengths"] = _right_padded(prompts, mask.bool())
+    elif "prompt_lengths" not in renamed:
+        renamed["prompt_lengths"] = torch.full((len(prompts),), prompts.shape[1], device=prompts.device)
+    generated = renamed["generated_ids"]
+    is_same_batch = prompts.dim() == generated.dim() == 2 and len(prompts) == len(generated)
+    # Tensors of different sizes are reported by the constructor of the batch.
+    if includes_prompt is not False and is_same_batch:
+        begins = _begins(prompts, renamed)
         if includes_prompt:
-            _cut_prompts(found, begins)
+            _cut_prompts(renamed, begins)
         elif bool((begins > 0).all()) and len(begins):
             raise DataError(
                 f"'generated_ids': all {len(begins)} rows begin with their own prompt, whose tokens would be trained "
                 "on. Give responses alone, or generated_includes_prompt=True to have the prompts cut off (False: the "
                 "responses do repeat their prompts)."
             )
-    return found
+    return renamed
 
 
-def _begins(prompts: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+def _begins(prompts: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return where the response begins in each row of `generated_ids` [B, W], or -1 without a prompt before it.
 
     What precedes the response is either `prompts` [B, S] as given, padding included, in every row, or each prompt
     without padding.
     """
-    generated, lengths = found["generated_ids"], found["prompt_lengths"].long()
+    generated, lengths = tensors["generated_ids"], tensors["prompt_lengths"].long()
     width = prompts.shape[1]
     if generated.shape[1] >= width and torch.equal(generated[:, :width], prompts):
         return torch.full_like(lengths, width)
     shared = min(width, generated.shape[1])
     beyond = torch.arange(width, device=prompts.device) >= lengths.unsqueeze(1)
     same = torch.zeros_like(beyond)
-    same[:, :shared] = generated[:, :shared] == found["input_ids"][:, :shared]
+    same[:, :shared] = generated[:, :shared] == tensors["input_ids"][:, :shared]
     return torch.where((same | beyond).all(dim=1), lengths, -1)
 
 
-def _cut_prompts(found: dict[str, Tensor], begins: Tensor) -> None:
+def _cut_prompts(tensors: dict[str, Tensor], begins: Tensor) -> None:
     """Remove the prompts from `generated_ids` and from all tensors of the same width. The result is right-padded."""
     without = (begins < 0).nonzero()
     if len(without):
@@ -168,13 +171,13 @@ def _cut_prompts(found: dict[str, Tensor], begins: Tensor) -> None:
             f"generated_includes_prompt=True, but 'generated_ids' of sample {int(without[0, 0])} does not begin with "
             "its prompt. Leave it out where they are responses alone."
         )
-    width = found["generated_ids"].shape[1]
+    width = tensors["generated_ids"].shape[1]
     places = torch.arange(width - int(begins.min()), device=begins.device) + begins.unsqueeze(1)
     inside = places < width
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if name in FIELDS and FIELDS[name].axes == "R" and tensor.shape[1:] == (width,):
             kept = tensor.gather(1, places.clamp(max=width - 1))
-            found[name] = torch.where(inside, kept, torch.full_like(kept, FIELDS[name].fill))
+            tensors[name] = torch.where(inside, kept, torch.full_like(kept, FIELDS[name].fill))
 
 
 def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +205,8 @@ def join(batch: RolloutBatch, multiple_of: int) -> Tensor:
     if len(orphans):
         raise DataError(f"sample {int(orphans[0, 0])} has a response but an empty prompt: nothing predicts it")
     longest = int(batch.sequence_lengths.max()) if len(batch) else 0
-    width = -(-max(longest, 1) // multiple_of) * multiple_of  # padding rows alone, too, can be read by a model
+    # At least one column, so that a model can read a batch of padding rows only.
+    width = -(-max(longest, 1) // multiple_of) * multiple_of
     starts = batch.prompt_lengths.unsqueeze(1)
     tokens = torch.arange(batch.generated_ids.shape[1], device=starts.device)
     present = tokens < batch.response_lengths.unsqueeze(1)
@@ -239,7 +243,7 @@ def experts_column(generations: Sequence[Generation]) -> dict[str, list[Any]]:
     """Return the column of these responses, or an empty dictionary if the engine reports no experts."""
     if not generations or generations[0].routed_experts is None:
         return {}
-    return {EXPERTS_COLUMN: [[_item(each.routed_experts)] for each in generations]}
+    return {EXPERTS_COLUMN: [[_item(generation.routed_experts)] for generation in generations]}
 
 
 def _item(experts: torch.Tensor | None) -> SharedItem:
@@ -266,14 +270,16 @@ def padded_experts(batch: RolloutBatch, width: int) -> torch.Tensor | None:
     column = batch.columns.get(EXPERTS_COLUMN)
     if column is None:
         return None
-    found = [experts_of(entry) for entry in column]
-    like = next((each for each in found if each is not None), None)
-    if like is None:
+    experts = [experts_of(entry) for entry in column]
+    example = next((sample_experts for sample_experts in experts if sample_experts is not None), None)
+    if example is None:
         return None
-    rows = torch.full((len(batch), width, *like.shape[1:]), ROUTERS_CHOICE, dtype=torch.int16)
-    for row, (each, length) in enumerate(zip(found, batch.sequence_lengths.tolist(), strict=True)):
-        if each is not None:
-            if len(each) != length - 1:
-                raise DataError(f"sample {row} has {length} tokens, and the engine's experts are of {len(each)}.")
-            rows[row, : len(each)] = each
+    rows = torch.full((len(batch), width, *example.shape[1:]), ROUTERS_CHOICE, dtype=torch.int16)
+    for row, (sample_experts, length) in enumerate(zip(experts, batch.sequence_lengths.tolist(), strict=True)):
+        if sample_experts is not None:
+            if len(sample_experts) != length - 1:
+                raise DataError(
+                    f"sample {row} has {length} tokens, and the engine's experts are of {len(sample_experts)}."
+                )
+            rows[row, : len(sample_experts)] = sample_experts
     return rows

@@ -21,7 +21,8 @@ from megaverl.distributed.ragged import put_back, taken_out
 from megaverl.errors import DataError
 from megaverl.outside import read_json
 
-_SHARED = "shared/"  # before the names of tensors that rows of a column share, such as images
+# Prefix of tensors that rows of a column share, such as images.
+_SHARED = "shared/"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.int64, torch.float32, torch.int16, torch.uint8, torch.bool)
@@ -63,7 +64,8 @@ def save(batch: RolloutBatch, path: str | Path) -> None:
         save_file(tensors, scratch, metadata={"columns": _columns_json(columns)})
         scratch.replace(path)
     finally:
-        with contextlib.suppress(FileNotFoundError):  # it is gone when all went well
+        # After a successful write the scratch file has been renamed.
+        with contextlib.suppress(FileNotFoundError):
             scratch.unlink()
 
 
@@ -90,8 +92,8 @@ def _named(shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _batch(tensors: Mapping[str, Tensor], columns: Mapping[str, list[Any]]) -> RolloutBatch:
     """Return a batch from the tensors and columns of a file."""
     shared = {name.removeprefix(_SHARED): tensor for name, tensor in tensors.items() if name.startswith(_SHARED)}
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SHARED)}
-    return RolloutBatch(own, put_back(columns, shared))
+    per_sample = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SHARED)}
+    return RolloutBatch(per_sample, put_back(columns, shared))
 
 
 def _columns_json(columns: Mapping[str, list[Any]]) -> str:

@@ -76,7 +76,7 @@ def groups_of_ranks(group_ids: Sequence[int], size: int) -> list[range]:
     firsts = [row for row, group in enumerate(group_ids) if row == 0 or group != group_ids[row - 1]]
     bounds = [*firsts, len(group_ids)]
     shares = (rows_of_rank(len(firsts), rank, size) for rank in range(size))
-    return [range(bounds[mine.start], bounds[mine.stop]) for mine in shares]
+    return [range(bounds[share.start], bounds[share.stop]) for share in shares]
 
 
 def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = False) -> list[list[int]]:
@@ -110,7 +110,8 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
 
     heap = [(spread(parts), serial, parts) for serial, parts in enumerate(states)]
     heapq.heapify(heap)
-    serial = len(heap)  # settles ties between equal spreads, so that the result is one and the same
+    # Breaks ties between equal spreads, so that the result does not depend on how heapq orders them.
+    serial = len(heap)
     while len(heap) > 1:
         joined = _join(heapq.heappop(heap)[2], heapq.heappop(heap)[2], num_ranks)
         heapq.heappush(heap, (spread(joined), serial, joined))
@@ -181,7 +182,8 @@ def micro_batches(
         for sample in longest_first:
             if result and (len(result[-1]) + 1) * width <= max_tokens:
                 result[-1].append(sample)
-            else:  # the first row is the longest, so it sets the width of them all
+            # Samples come longest first, so the first one of a micro-batch sets its width.
+            else:
                 result.append([sample])
                 width = micro_batch_tokens([lengths[sample]], multiple_of=multiple_of)
     else:
@@ -242,17 +244,17 @@ def common_count(
     count = _round_up(max(1, min(least, most), *(len(batches) for batches in per_rank)), count_multiple_of)
     result = []
     for batches in per_rank:
-        mine = [list(batch) for batch in batches]
-        while len(mine) < count:
-            divisible = [batch for batch in mine if len(batch) > 1]
+        rank_batches = [list(batch) for batch in batches]
+        while len(rank_batches) < count:
+            divisible = [batch for batch in rank_batches if len(batch) > 1]
             if not divisible:
-                mine.append([])
+                rank_batches.append([])
                 continue
             largest = max(divisible, key=cost)
-            place = mine.index(largest)
+            place = rank_batches.index(largest)
             half = len(largest) // 2
-            mine[place : place + 1] = [largest[:half], largest[half:]]
-        result.append(sorted(mine, key=lambda batch: (-cost(batch), batch)))
+            rank_batches[place : place + 1] = [largest[:half], largest[half:]]
+        result.append(sorted(rank_batches, key=lambda batch: (-cost(batch), batch)))
     return result
 
 

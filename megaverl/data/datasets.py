@@ -103,10 +103,13 @@ class PromptSampler:
         Raises:
             DataError: names each value that differs.
         """
-        mine = self.state_dict()
-        before = mine.pop("rows")
-        changed = [f"{key}: was {state.get(key)!r}, is {mine[key]!r}" for key in mine if state.get(key) != mine[key]]
-        saved = state.get("rows", before)  # absent from checkpoints of earlier versions
+        current = self.state_dict()
+        current_rows = current.pop("rows")
+        changed = [
+            f"{key}: was {state.get(key)!r}, is {current[key]!r}" for key in current if state.get(key) != current[key]
+        ]
+        # Checkpoints of earlier versions do not store this entry.
+        saved = state.get("rows", current_rows)
         if len(saved) == len(self.digests):
             pairs = zip(self.digests, saved, strict=True)
             changed += [f"{name}: its rows are others" for (name, digest), was in pairs if digest != was]
@@ -223,8 +226,8 @@ def _order(turns: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, n
     np.random.Generator(np.random.PCG64([seed, 1, block])).shuffle(order)
     before = np.zeros(BLOCK, dtype=np.int64)
     for source in range(len(turns)):
-        mine = order == source
-        before[mine] = np.arange(turns[source])
+        is_source = order == source
+        before[is_source] = np.arange(turns[source])
     return order, before
 
 
@@ -355,14 +358,14 @@ class PromptDataset:
         columns: Columns | None = None,
     ) -> PromptDataset:
         """Load prompts from files, folders, data sets on the hub, or the user's code (see `sources.open_source`)."""
-        several: Sequence[Entry] = [entries] if isinstance(entries, SourceConfig | str | Path) else entries
-        given = [as_source(entry) for entry in several]
-        if not given:
+        entry_list: Sequence[Entry] = [entries] if isinstance(entries, SourceConfig | str | Path) else entries
+        entry_sources = [as_source(entry) for entry in entry_list]
+        if not entry_sources:
             raise DataError("no data file is named. Give at least one .jsonl or .parquet file.")
-        opened = [open_source(source) for source in given]
+        opened = [open_source(source) for source in entry_sources]
         rows = opened[0] if len(opened) == 1 else RowChain(opened)
-        sources = [(source.path, len(some)) for source, some in zip(given, opened, strict=True)]
-        return cls(rows, encoder, columns, sources=sources, weights=weights_of(given))
+        sources = [(source.path, len(source_rows)) for source, source_rows in zip(entry_sources, opened, strict=True)]
+        return cls(rows, encoder, columns, sources=sources, weights=weights_of(entry_sources))
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -43,7 +43,8 @@ def digest_of_rows(rows: Iterable[Any]) -> str:
     for row in rows:
         try:
             text = json.dumps(row, sort_keys=True, default=_shortened)
-        except (TypeError, ValueError, RecursionError):  # a reader of its columns refuses this row
+        # Such rows are refused later, when their columns are read.
+        except (TypeError, ValueError, RecursionError):
             text = "unreadable"
         digest.update(text.encode())
     return digest.hexdigest()
@@ -73,12 +74,12 @@ def digest_of_files(files: Sequence[Path]) -> str:
 
 def written_times(files: Sequence[Path]) -> dict[str, int]:
     """Return modification times of files that `digest_of_files` only samples, in nanoseconds since 1970."""
-    found: dict[str, int] = {}
+    times: dict[str, int] = {}
     for path in files:
         status = path.stat()
         if status.st_size > WHOLE_FILE:
-            found[str(path)] = status.st_mtime_ns
-    return found
+            times[str(path)] = status.st_mtime_ns
+    return times
 
 
 def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:

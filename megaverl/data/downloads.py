@@ -46,7 +46,8 @@ def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: floa
             raise ValueError(f"it is larger than data.images.max_bytes={max_bytes}")
         if len(data) < length:
             raise ValueError(f"it has {length} bytes, and {len(data)} came")
-        if connections.ended:  # and what came looks whole, as no length was told
+        # Without a length in the header, a download that was cut off looks complete.
+        if connections.ended:
             raise ValueError
     except (OSError, ValueError, http.client.HTTPException) as error:
         if connections.ended:
@@ -69,18 +70,18 @@ class _Connections:
 
         class Plain(urllib.request.HTTPHandler):
             def http_open(self, request: urllib.request.Request) -> Any:
-                return self.do_open(outer.of(http.client.HTTPConnection, request), request)
+                return self.do_open(outer.connector(http.client.HTTPConnection, request), request)
 
         class Secure(urllib.request.HTTPSHandler):
             def https_open(self, request: urllib.request.Request) -> Any:
-                return self.do_open(outer.of(http.client.HTTPSConnection, request), request)
+                return self.do_open(outer.connector(http.client.HTTPSConnection, request), request)
 
         class Redirect(urllib.request.HTTPRedirectHandler):
             def redirect_request(self, *args: Any) -> Any:
-                made = super().redirect_request(*args)
-                if made is not None:
-                    outer.check(made)
-                return made
+                redirected = super().redirect_request(*args)
+                if redirected is not None:
+                    outer.check(redirected)
+                return redirected
 
         self.handlers = [Plain(), Secure(), Redirect()]
 
@@ -96,7 +97,7 @@ class _Connections:
         if self.hosts is not None and parts.hostname not in self.hosts:
             raise ValueError(f"{parts.hostname} is not among the hosts of data.images.allow_urls")
 
-    def of(self, kind: Any, request: urllib.request.Request) -> Any:
+    def connector(self, kind: Any, request: urllib.request.Request) -> Any:
         """Return a connection factory for a request, which checks each address once it is resolved, before connecting.
 
         Checking the resolved address, not the name, protects against names that resolve to private addresses.
@@ -105,20 +106,21 @@ class _Connections:
         proxied = request.has_proxy() or getattr(request, "_tunnel_host", None) is not None
 
         def connect(address: tuple[str, int], *args: Any) -> socket.socket:
-            found = [each[4][0] for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
-            for each in found if self.hosts is None and not proxied else ():
-                if not ipaddress.ip_address(str(each).partition("%")[0]).is_global:
+            addresses = [resolved[4][0] for resolved in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+            for resolved in addresses if self.hosts is None and not proxied else ():
+                if not ipaddress.ip_address(str(resolved).partition("%")[0]).is_global:
                     raise ValueError(
-                        f"{parts.hostname} has the private address {each}: name the host in data.images.allow_urls"
+                        f"{parts.hostname} has the private address {resolved}: name the host in data.images.allow_urls"
                     )
-            for number, each in enumerate(found, 1):
+            for number, resolved in enumerate(addresses, 1):
                 try:
-                    opened = socket.create_connection((str(each), address[1]), *args)
+                    opened = socket.create_connection((str(resolved), address[1]), *args)
                 except OSError:
-                    if number == len(found):
+                    if number == len(addresses):
                         raise
                 else:
-                    self._open.append(opened.dup())  # TLS takes the socket itself away
+                    # TLS detaches the socket, so a duplicate is kept for `end`.
+                    self._open.append(opened.dup())
                     return opened
             raise OSError(f"{address[0]} has no address")
 
@@ -132,13 +134,14 @@ class _Connections:
     def end(self) -> None:
         """Shut down all connections, which wakes up blocked reads."""
         self.ended = True
-        for each in self._open:
+        for connection in self._open:
             try:
-                each.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it has ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+            # The connection has closed already.
+            except OSError:
                 continue
 
     def close(self) -> None:
         """Close the duplicated sockets that `end` uses."""
-        for each in self._open:
-            each.close()
+        for connection in self._open:
+            connection.close()

@@ -136,24 +136,24 @@ def examine(
         preferences: every row has judged responses instead of an answer. None: only rows without an answer may have
             them, in columns with the usual names.
     """
-    found = Examined(num_rows=len(rows))
+    examined = Examined(num_rows=len(rows))
     for number in range(len(rows)):
         where = rows.where(number)
         try:
             row = rows[number]
-            found.keys.update(_printable(key) for key, value in row.items() if value is not None)
-            found.converted.update(
+            examined.keys.update(_printable(key) for key, value in row.items() if value is not None)
+            examined.converted.update(
                 (_printable(key), type(value).__name__) for key, value in row.items() if is_converted(value)
             )
             judged = preferences or _usual(row, columns)
             read = (replace(columns, answer=None) if judged else columns).read(row, where)
             responses = judged.read(row, where) if judged else []
-            if _usable(found, read, encoder, where, repeats=judged is not None):
-                _judged(found, responses, where)
+            if _usable(examined, read, encoder, where, repeats=judged is not None):
+                _judged(examined, responses, where)
         except DataError as error:
-            found.problems.append(DataProblem(where, "error", str(error).removeprefix(f"{where}: ")))
-    found.problems += _about_the_whole(found, encoder)
-    return found
+            examined.problems.append(DataProblem(where, "error", str(error).removeprefix(f"{where}: ")))
+    examined.problems += _about_the_whole(examined, encoder)
+    return examined
 
 
 def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Examined]:
@@ -162,7 +162,7 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     Args:
         tokenizer: replaces the configuration's tokenizer.
     """
-    data, model, found = config.data, config.model, {}
+    data, model, results = config.data, config.model, {}
     too_long = "drop" if data.too_long == "error" else data.too_long
     encoder, images = encoder_of(
         data.model_copy(update={"too_long": too_long}),
@@ -175,14 +175,14 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     for section in ("data", "preference"):
         judged = PreferenceColumns.of(config.preference) if section == "preference" else None
         for part in ("train", "validation"):
-            sources = [as_source(each) for each in getattr(getattr(config, section), part)]
+            sources = [as_source(entry) for entry in getattr(getattr(config, section), part)]
             if sources:
                 rows = RowChain([open_source(source) for source in sources])
-                found[f"{section}.{part}"] = examine(rows, encoder, columns, judged)
-        if f"{section}.train" in found and f"{section}.validation" in found:
-            held_out = found[f"{section}.validation"]
-            held_out.problems += overlap(found[f"{section}.train"], held_out)
-    return found
+                results[f"{section}.{part}"] = examine(rows, encoder, columns, judged)
+        if f"{section}.train" in results and f"{section}.validation" in results:
+            held_out = results[f"{section}.validation"]
+            held_out.problems += overlap(results[f"{section}.train"], held_out)
+    return results
 
 
 def encoder_of(
@@ -193,9 +193,9 @@ def encoder_of(
     Args:
         model: folder of the model, which may take images. None: the tokenizer's folder.
     """
-    made = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-    images = Images.of(data.images, model or tokenizer, made)
-    return PromptEncoder(made, PromptFormat.of(data), images.processor.token_id if images else None), images
+    loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    images = Images.of(data.images, model or tokenizer, loaded)
+    return PromptEncoder(loaded, PromptFormat.of(data), images.processor.token_id if images else None), images
 
 
 def _printable(key: Any) -> str:
@@ -210,15 +210,15 @@ def _usual(row: Mapping[str, Any], columns: Columns) -> PreferenceColumns | None
     return usual if not has_answer and usual.fit(row) else None
 
 
-def _judged(found: Examined, responses: Sequence[Judged], where: str) -> None:
+def _judged(examined: Examined, responses: Sequence[Judged], where: str) -> None:
     """Count the judged responses of a row."""
-    found.answer_lengths += [len(each.value) for each in responses]
-    found.num_pairs += len(responses) == 2
-    found.num_desirable += [each.desirable for each in responses] == [True]
-    found.num_undesirable += [each.desirable for each in responses] == [False]
+    examined.answer_lengths += [len(response.value) for response in responses]
+    examined.num_pairs += len(responses) == 2
+    examined.num_desirable += [response.desirable for response in responses] == [True]
+    examined.num_undesirable += [response.desirable for response in responses] == [False]
     if len(responses) == 2 and responses[0].value == responses[1].value:
-        what = "the better and the worse response are the same: it teaches nothing."
-        found.problems.append(DataProblem(where, "warning", what))
+        problem = "the better and the worse response are the same: it teaches nothing."
+        examined.problems.append(DataProblem(where, "warning", problem))
 
 
 def overlap(training: Examined, held_out: Examined) -> list[DataProblem]:
@@ -243,7 +243,7 @@ def quantiles(values: Sequence[int]) -> dict[str, int]:
     }
 
 
-def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str, *, repeats: bool) -> bool:
+def _usable(examined: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str, *, repeats: bool) -> bool:
     """Count one row, and return whether its length allows training on it.
 
     Args:
@@ -254,53 +254,58 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
     """
     if encoder is not None:
         if encoder.is_short(read.prompt, where, read.tools):
-            found.num_short += 1
+            examined.num_short += 1
             return False
         encoded = encoder.encode(read.prompt, where, read.tools, read.images or ())
         if encoded is None:
-            found.num_long += 1
+            examined.num_long += 1
             return False
-        found.num_long += encoded.num_truncated > 0
-        found.lengths.append(len(encoded.token_ids))
-        found.example = found.example or encoded.text
+        examined.num_long += encoded.num_truncated > 0
+        examined.lengths.append(len(encoded.token_ids))
+        examined.example = examined.example or encoded.text
     # A run decodes an image only when its prompt comes, so decode it here.
     for image in read.images or ():
         assert image.tensors
-    found.num_usable += 1
-    found.num_images += len(read.images or ())
+    examined.num_usable += 1
+    examined.num_images += len(read.images or ())
     if isinstance(read.reference, str):
-        found.answer_lengths.append(len(read.reference))
+        examined.answer_lengths.append(len(read.reference))
         if not read.reference.strip():
-            found.problems.append(DataProblem(where, "warning", "the answer is empty."))
+            examined.problems.append(DataProblem(where, "warning", "the answer is empty."))
     text = json.dumps([read.prompt, *(image.key for image in read.images or ())], sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    if digest in found.prompts and not repeats:
-        found.problems.append(DataProblem(where, "warning", f"the same prompt as {found.prompts[digest]}."))
-    found.prompts.setdefault(digest, where)
+    if digest in examined.prompts and not repeats:
+        examined.problems.append(DataProblem(where, "warning", f"the same prompt as {examined.prompts[digest]}."))
+    examined.prompts.setdefault(digest, where)
     if "\N{REPLACEMENT CHARACTER}" in text:
-        found.problems.append(DataProblem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before)."))
+        examined.problems.append(
+            DataProblem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before).")
+        )
     return True
 
 
-def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[DataProblem]:
+def _about_the_whole(examined: Examined, encoder: PromptEncoder | None) -> Iterator[DataProblem]:
     """Yield problems of the whole data set."""
-    if not found.num_usable:
-        reasons = [f"{found.num_long} are longer than data.max_prompt_tokens: raise it"] if found.num_long else []
-        reasons += [f"{found.num_short} are shorter than data.min_prompt_tokens: lower it"] if found.num_short else []
+    if not examined.num_usable:
+        reasons = [f"{examined.num_long} are longer than data.max_prompt_tokens: raise it"] if examined.num_long else []
+        reasons += (
+            [f"{examined.num_short} are shorter than data.min_prompt_tokens: lower it"] if examined.num_short else []
+        )
         yield DataProblem("", "error", f"no row can be used{': ' if reasons else ''}{'; '.join(reasons)}.")
         return
-    if found.num_pairs + found.num_desirable + found.num_undesirable not in (0, found.num_usable):
+    if examined.num_pairs + examined.num_desirable + examined.num_undesirable not in (0, examined.num_usable):
         yield DataProblem("", "warning", "some rows have judged responses, and others an answer.")
-    elif not found.num_pairs and bool(found.num_desirable) != bool(found.num_undesirable):
-        which = "desirable" if found.num_desirable else "undesirable"
+    elif not examined.num_pairs and bool(examined.num_desirable) != bool(examined.num_undesirable):
+        which = "desirable" if examined.num_desirable else "undesirable"
         yield DataProblem("", "warning", f"every single response is {which}: kto and bco need both to tell them apart.")
-    odd = [key for key, count in found.keys.items() if count < found.num_rows]
-    if found.num_pairs and found.num_desirable + found.num_undesirable:
-        odd = []  # rows of two kinds
+    odd = [key for key, count in examined.keys.items() if count < examined.num_rows]
+    if examined.num_pairs and examined.num_desirable + examined.num_undesirable:
+        # Pairs and single responses have different columns.
+        odd = []
     if odd:
         yield DataProblem("", "warning", f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.")
-    if found.num_long > 0.1 * found.num_rows:
-        share = found.num_long / found.num_rows
+    if examined.num_long > 0.1 * examined.num_rows:
+        share = examined.num_long / examined.num_rows
         yield DataProblem("", "warning", f"{share:.0%} of the rows are too long: raise data.max_prompt_tokens.")
     if encoder is not None and not encoder.uses_chat_template and encoder.tokenizer.chat_template is not None:
         yield DataProblem(

@@ -84,7 +84,7 @@ class ImageProcessor:
         facts = json.dumps(self._process.to_dict(), sort_keys=True, default=str)
         self._identity = hashlib.blake2b(facts.encode(), digest_size=8).digest()
 
-    def item(self, data: bytes, size: tuple[int, int], decode: Callable[[], Image], what: str) -> SharedItem:
+    def item(self, data: bytes, size: tuple[int, int], decode: Callable[[], Image], described: str) -> SharedItem:
         """Return an image in the model's form: `pixel_values` [patches, values] float32 and `image_grid_thw` [3] int64.
 
         Both are computed on first use.
@@ -93,7 +93,7 @@ class ImageProcessor:
             data: contents of the image, which identify it.
             size: width and height in pixels.
             decode: returns the decoded image.
-            what: name of the image in messages.
+            described: name of the image in messages.
 
         Raises:
             DataError: the processor refuses the image's shape.
@@ -101,12 +101,14 @@ class ImageProcessor:
         try:
             patches = self._process.get_number_of_image_patches(size[1], size[0], {})
         except ValueError as error:
-            raise DataError(f"{what} is {size[0]} x {size[1]} pixels, which the processor refuses: {error}.") from error
+            raise DataError(
+                f"{described} is {size[0]} x {size[1]} pixels, which the processor refuses: {error}."
+            ) from error
         key = hashlib.blake2b(self._identity + data, digest_size=16).hexdigest()
 
         def tensors() -> Mapping[str, Tensor]:
-            found = self._process(images=[decode()], return_tensors="pt")
-            return {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"][0]}
+            processed = self._process(images=[decode()], return_tensors="pt")
+            return {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"][0]}
 
         return SharedItem(key, patches // self._process.merge_size**2, tensors)
 
@@ -125,7 +127,7 @@ class Images:
             return None
         return cls(config, ImageProcessor(Path(folder), tokenizer, config.processor))
 
-    def of_row(
+    def write_images(
         self, prompt: str | list[Message], parts: Values, column: Any, where: str
     ) -> tuple[str | list[Message], list[SharedItem]]:
         """Return the prompt with its images written into it, and the images in that order.
@@ -141,23 +143,23 @@ class Images:
             DataError: there are too many images, their number does not match the placeholders, or one cannot be read.
         """
         entries = column if isinstance(column, list | tuple) else [column]
-        given = [entry for entry in entries if entry is not None]
-        key, found = self.config.key, list[Any]()
-        if given and None not in parts and IN_TEXT not in _text(prompt):
-            prompt = _before(prompt, MARK * len(given))
-            parts = [None] * len(given) + list(parts)
+        images = [entry for entry in entries if entry is not None]
+        key, values = self.config.key, list[Any]()
+        if images and None not in parts and IN_TEXT not in _text(prompt):
+            prompt = _before(prompt, MARK * len(images))
+            parts = [None] * len(images) + list(parts)
         waiting, written = iter(parts), 0
 
         def put(text: str) -> str:
             nonlocal written
-            pieces = re.split(f"({re.escape(MARK)}|{IN_TEXT})" if given else f"({re.escape(MARK)})", text)
+            pieces = re.split(f"({re.escape(MARK)}|{IN_TEXT})" if images else f"({re.escape(MARK)})", text)
             for place, piece in enumerate(pieces):
                 if place % 2:
                     value = next(waiting) if piece == MARK else None
                     if value is None:
-                        value = given[written] if written < len(given) else None
+                        value = images[written] if written < len(images) else None
                         written += 1
-                    found.append(value)
+                    values.append(value)
                     pieces[place] = self.processor.written
             return "".join(pieces)
 
@@ -165,17 +167,17 @@ class Images:
             prompt = put(prompt)
         else:
             prompt = [{**message, "content": put(message["content"])} for message in prompt]
-        if written != len(given):
+        if written != len(images):
             raise DataError(
-                f"{where}: {written} places for images of {key!r} in the prompt, and {len(given)} images. Write "
+                f"{where}: {written} places for images of {key!r} in the prompt, and {len(images)} images. Write "
                 f"{IN_TEXT} once for each, or nowhere: they then stand before the text."
             )
-        if len(found) > self.config.max_per_prompt:
+        if len(values) > self.config.max_per_prompt:
             raise DataError(
-                f"{where}: {len(found)} images, and at most {self.config.max_per_prompt} are allowed. Raise "
+                f"{where}: {len(values)} images, and at most {self.config.max_per_prompt} are allowed. Raise "
                 "data.images.max_per_prompt, or shorten the row."
             )
-        return prompt, [self.read(value, f"{where}: image {n}", where) for n, value in enumerate(found, 1)]
+        return prompt, [self.read(value, f"{where}: image {n}", where) for n, value in enumerate(values, 1)]
 
     def read(self, value: Any, what: str, where: str) -> SharedItem:
         """Read one image. Only its header is parsed until its pixels are needed.
@@ -250,7 +252,8 @@ class Images:
         except OSError as error:
             if path.is_absolute() or len(value) < 256:
                 raise DataError(f"{what}: {value!r:.200} cannot be read ({error.strerror or error}).") from error
-        if len(value) >= 64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", value):  # longer than names are
+        # Too long for a file's name, and made of base64's characters.
+        if len(value) >= 64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", value):
             return _decoded(value, what)
         raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path.")
 
@@ -276,7 +279,7 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
     Raises:
         DataError: a part is of another kind.
     """
-    texts, found = [], []
+    texts, images = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
@@ -284,19 +287,19 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
         elif kind in ("image", "image_url"):
             rest = {key: value for key, value in part.items() if key != "type" and value is not None}
             texts.append(MARK)
-            found.append(rest["image"] if set(rest) == {"image"} else rest or None)
+            images.append(rest["image"] if set(rest) == {"image"} else rest or None)
         else:
             raise DataError(
                 f'{where} has a part {part!r:.60}; expected {{"type": "text", "text": "..."}} or '
                 '{"type": "image_url", "image_url": {"url": "..."}}.'
             )
-    return "".join(texts), found
+    return "".join(texts), images
 
 
 def image_column(of_prompts: Iterable[Sequence[SharedItem] | None]) -> dict[str, list[list[SharedItem]]]:
     """Return the batch column of these prompts' images, or an empty dictionary for a model without images."""
-    found = [images for images in of_prompts if images is not None]
-    return {COLUMN: [list(own) for own in found]} if found else {}
+    with_images = [images for images in of_prompts if images is not None]
+    return {COLUMN: [list(prompt_images) for prompt_images in with_images]} if with_images else {}
 
 
 def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) -> list[SharedItem]:
@@ -306,13 +309,13 @@ def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) ->
         prompts: number per row that is equal for rows with the same prompt. The images of such rows are returned once,
             at the first of them.
     """
-    found = batch.columns.get(COLUMN) or [()] * len(batch)
+    column = batch.columns.get(COLUMN) or [()] * len(batch)
     if prompts is not None:
         first: dict[int, Any] = {}
-        for number, own in zip(prompts, found, strict=False):
-            first.setdefault(number, own)
-        found = list(first.values())
-    return [image for own in found for image in own or ()]
+        for number, row_images in zip(prompts, column, strict=False):
+            first.setdefault(number, row_images)
+        column = list(first.values())
+    return [image for row_images in column for image in row_images or ()]
 
 
 def _text(prompt: str | list[Message]) -> str:
@@ -343,7 +346,8 @@ def _opened(data: bytes, what: str) -> Image:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pil.DecompressionBombWarning)  # `max_pixels` decides
+            # PIL warns at a limit of its own; here `max_pixels` is the limit.
+            warnings.simplefilter("ignore", pil.DecompressionBombWarning)
             return pil.open(io.BytesIO(data), formats=FORMATS)
     except pil.DecompressionBombError as error:
         raise DataError(f"{what} is too large to be decoded: {error} Make it smaller.") from error

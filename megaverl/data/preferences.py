@@ -78,7 +78,9 @@ class PreferenceColumns:
                     f"{self.label!r}. Name the right column with preference.{setting}."
                 )
         better, worse = pair.values()
-        return [self._text(each, where) for each in (Judged("chosen", better, True), Judged("rejected", worse, False))]
+        return [
+            self._text(judged, where) for judged in (Judged("chosen", better, True), Judged("rejected", worse, False))
+        ]
 
     def read_margin(self, row: Mapping[str, Any], where: str) -> float:
         """Return how much better a pair's better response is.
@@ -108,7 +110,8 @@ class PreferenceColumns:
         """Return the response with its text checked. For a conversation that is the last message."""
         value = response.value
         if isinstance(value, list) and value and isinstance(value[-1], dict):
-            value = value[-1].get("content")  # a conversation: its last message is the response
+            # In a conversation, the last message is the response.
+            value = value[-1].get("content")
         if not isinstance(value, str):
             raise DataError(
                 f"{where}: the {response.which} response is {type(value).__name__}; it must be text, or chat messages "
@@ -148,14 +151,18 @@ class PreferenceReader:
         Raises:
             DataError: a row has no response, or one that is too long. Names the row.
         """
-        read = [self._read(record) for record in records]
-        of_each = [record for record, found in zip(records, read, strict=True) for _ in found]
+        read_rows = [self._read(record) for record in records]
+        record_of_response = [record for record, responses in zip(records, read_rows, strict=True) for _ in responses]
         batch = responses_of(
-            [record.token_ids for record in of_each],
-            [tokens for found in read for tokens, _ in found],
-            [row for row, found in enumerate(read) for _ in found],
-        ).with_(desirable=torch.tensor([desirable for found in read for _, desirable in found], dtype=torch.bool))
-        batch = batch.with_columns(**image_column(record.images for record in of_each))
+            [record.token_ids for record in record_of_response],
+            [tokens for responses in read_rows for tokens, _ in responses],
+            [row for row, responses in enumerate(read_rows) for _ in responses],
+        ).with_(
+            desirable=torch.tensor(
+                [desirable for responses in read_rows for _, desirable in responses], dtype=torch.bool
+            )
+        )
+        batch = batch.with_columns(**image_column(record.images for record in record_of_response))
         if self.columns.margin is None:
             return batch
         margins = [self.columns.read_margin(record.extra, record.where) for record in records for _ in range(2)]
@@ -171,7 +178,7 @@ class PreferenceReader:
             )
         if self.columns.margin is not None:
             self.columns.read_margin(record.extra, record.where)
-        found = []
+        encoded = []
         for which, value, desirable in judged:
             tokens = self.encoder.encode_answer(value)
             if len(tokens) > self.max_tokens:
@@ -179,8 +186,8 @@ class PreferenceReader:
                     f"{record.where}: the {which} response is {len(tokens)} tokens long, and at most "
                     f"{self.max_tokens} are allowed. Raise preference.max_response_tokens, or shorten the row."
                 )
-            found.append((tokens, desirable))
-        return found
+            encoded.append((tokens, desirable))
+        return encoded
 
 
 def pairs_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> RolloutBatch:
@@ -220,9 +227,9 @@ def best_and_worst(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
     rows: list[int] = []
     for group in group_ids.unique():
         members = ((group_ids == group) & ~scores.isnan()).nonzero()[:, 0]
-        found = scores[members]
-        if len(found) and bool(found.max() > found.min()):
-            rows += [int(members[found.argmax()]), int(members[found.argmin()])]
+        group_scores = scores[members]
+        if len(group_scores) and bool(group_scores.max() > group_scores.min()):
+            rows += [int(members[group_scores.argmax()]), int(members[group_scores.argmin()])]
     return rows
 
 

@@ -52,8 +52,8 @@ def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
     """Return the lengths of a batch. A batch with only some of a step's samples stores which prompts are equal."""
     if batch.held is not None:
         return batch.held.lengths
-    said = batch.tensors.get("prompt_numbers")
-    prompts = prompt_numbers(batch) if said is None else said.tolist()
+    stored_numbers = batch.tensors.get("prompt_numbers")
+    prompts = prompt_numbers(batch) if stored_numbers is None else stored_numbers.tolist()
     return SequenceLengths(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompts)
 
 
@@ -64,8 +64,8 @@ def prompt_numbers(batch: RolloutBatch) -> list[int]:
     rows = batch.input_ids.cpu().numpy()
     images = batch.columns.get(COLUMN) or [None] * len(rows)
     return [
-        numbers.setdefault((row[:length].tobytes(), *(image.key for image in own or ())), len(numbers))
-        for row, length, own in zip(rows, lengths, images, strict=True)
+        numbers.setdefault((row[:length].tobytes(), *(image.key for image in row_images or ())), len(numbers))
+        for row, length, row_images in zip(rows, lengths, images, strict=True)
     ]
 
 
@@ -114,16 +114,21 @@ def plan_packed_micro_batches(
     """
     costs = [lengths[unit[0]] if len(unit) == 1 else packed_tokens(unit, lengths, shared, prompts) for unit in units]
     check_cap(costs, [unit[0] for unit in units], max_tokens, multiple_of=multiple_of, key=key)
-    alike: dict[int, list[Sequence[int]]] = {}
+    units_by_prompt: dict[int, list[Sequence[int]]] = {}
     for unit in units:
-        alike.setdefault(prompts[unit[0]], []).append(unit)
-    share = -(-sum(packed_tokens(_samples(same), lengths, shared, prompts) for same in alike.values()) // num_ranks)
+        units_by_prompt.setdefault(prompts[unit[0]], []).append(unit)
+    total = sum(packed_tokens(_samples(alike), lengths, shared, prompts) for alike in units_by_prompt.values())
+    share = -(-total // num_ranks)
     best: list[list[list[int]]] = []
-    best_worth = (0, True, 0, 0)
+    best_rating = (0, True, 0, 0)
     cap = max_tokens - max_tokens % multiple_of
-    most = max(len(same) for same in alike.values()) if alike else 1
+    most = max(map(len, units_by_prompt.values()), default=1)
     for parts in (2**power for power in range((most - 1).bit_length() + 1)):
-        bundles = [bundle for same in alike.values() for bundle in _bundles(same, parts, cap, lengths, shared, prompts)]
+        bundles = [
+            bundle
+            for alike in units_by_prompt.values()
+            for bundle in _bundles(alike, parts, cap, lengths, shared, prompts)
+        ]
         plan = plan_micro_batches(
             [bundle.tokens for bundle in bundles],
             num_ranks,
@@ -134,13 +139,22 @@ def plan_packed_micro_batches(
             least=least,
             key=key,
         )
-        found = [[_samples([bundles[number].samples for number in micro]) for micro in mine] for mine in plan]
-        busiest = max(sum(_tokens_of([bundles[number] for number in micro]) for micro in mine) for mine in plan)
+        sample_plan = [
+            [_samples([bundles[number].samples for number in micro]) for micro in rank_plan] for rank_plan in plan
+        ]
+        busiest = max(
+            sum(_tokens_of([bundles[number] for number in micro]) for micro in rank_plan) for rank_plan in plan
+        )
         # Compare plans: enough micro-batches first, then no idle rank, then the busiest rank's tokens.
-        worth = (-min(least, len(found[0])), any(not micro for mine in found for micro in mine), busiest, len(found[0]))
-        if not best or worth < best_worth:
-            best, best_worth = found, worth
-        if worth[:2] == (-least, False) and busiest <= GOOD_ENOUGH * share:
+        rating = (
+            -min(least, len(sample_plan[0])),
+            any(not micro for rank_plan in sample_plan for micro in rank_plan),
+            busiest,
+            len(sample_plan[0]),
+        )
+        if not best or rating < best_rating:
+            best, best_rating = sample_plan, rating
+        if rating[:2] == (-least, False) and busiest <= GOOD_ENOUGH * share:
             break
     return best
 
@@ -191,20 +205,20 @@ def _bundles(
     for start in range(0, len(units), size):
         part, tokens = _Bundle(), 0
         for unit in units[start : start + size]:
-            own, more = 0, 0
+            own_tokens, shared_tokens = 0, 0
             for sample in unit:
-                own += lengths[sample] - shared[sample]
+                own_tokens += lengths[sample] - shared[sample]
             if fresh := {prompts[sample]: shared[sample] for sample in unit if prompts[sample] not in part.beginnings}:
-                more = sum(fresh.values())
-            if part.samples and tokens + own + more > cap:
+                shared_tokens = sum(fresh.values())
+            if part.samples and tokens + own_tokens + shared_tokens > cap:
                 result.append(part)
                 part, tokens = _Bundle(), 0
                 fresh = {prompts[sample]: shared[sample] for sample in unit}
-                more = sum(fresh.values())
+                shared_tokens = sum(fresh.values())
             part.samples += unit
-            part.own += own
+            part.own += own_tokens
             if fresh:
                 part.beginnings |= fresh
-            tokens += own + more
+            tokens += own_tokens + shared_tokens
         result.append(part)
     return result

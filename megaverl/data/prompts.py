@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, Any]
-Tools = list[dict[str, Any]]  # JSON schemas of functions, as chat templates take them
+# JSON schemas of functions, in the form that chat templates take.
+Tools = list[dict[str, Any]]
 TooLong = Literal["error", "drop", "truncate_left"]
 # Upper bound of the tokens that a tokenizer adds around a text.
 NUM_ADDED_TOKENS = 4
@@ -204,7 +205,8 @@ class PromptEncoder:
         # A chat template writes the special tokens itself. On plain text the tokenizer adds its own, such as a BOS.
         token_ids = self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)
         if not self.uses_chat_template and token_ids and token_ids[-1] == self.tokenizer.eos_token_id:
-            token_ids = token_ids[:-1]  # some tokenizers end every text; a prompt must stay open
+            # Some tokenizers add an end-of-sequence token to every text. A prompt must stay open for the response.
+            token_ids = token_ids[:-1]
         if not token_ids:
             raise DataError(f"{where}: the prompt {text!r:.60} becomes no tokens at all. Remove the row.")
         if self.image_token is not None:
@@ -232,7 +234,11 @@ class PromptEncoder:
                 "Look at the chat template, and at text that holds the image token itself."
             )
         sizes = iter(image.size for image in images)
-        return [token for one in token_ids for token in [one] * (next(sizes) if one == self.image_token else 1)]
+        return [
+            token
+            for token_id in token_ids
+            for token in [token_id] * (next(sizes) if token_id == self.image_token else 1)
+        ]
 
     def is_short(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> bool:
         """Return whether `prompt` has fewer tokens than required. An image counts as one token."""
@@ -272,7 +278,8 @@ class RowColumns(NamedTuple):
     reference: Any
     tools: Tools | None
     extra: dict[str, Any]
-    images: Sequence[SharedItem] | None = None  # of a model that takes none
+    # None for a model that takes no images.
+    images: Sequence[SharedItem] | None = None
 
 
 @dataclass(frozen=True)
@@ -309,17 +316,17 @@ class Columns:
         tools = self.default_tools
         if row.get(self.tools):
             tools = check_tools(row[self.tools], f"{where}: {self.tools!r}")
-        own: list[str | None] = [self.prompt, self.answer, self.tools, *self.ignored]
+        read_keys: list[str | None] = [self.prompt, self.answer, self.tools, *self.ignored]
         rest: Mapping[str, Any] = row
         images: list[SharedItem] | None = None
         if self.images is not None:
             key = self.images.config.key
-            own.append(key)
-            prompt, images = self.images.of_row(prompt, parts, value_at(row, key), where)
+            read_keys.append(key)
+            prompt, images = self.images.write_images(prompt, parts, value_at(row, key), where)
             rest = _without(row, key)
         elif parts:
             raise DataError(f"{where}: the prompt has images, and the model takes none (no vision_config there).")
-        extra = plain_columns({key: rest[key] for key in rest if key not in own}, where)
+        extra = plain_columns({key: rest[key] for key in rest if key not in read_keys}, where)
         return RowColumns(prompt, reference, tools, extra, images)
 
 

@@ -127,7 +127,8 @@ def _row_after(file: Path, position: int) -> Row | None:
         stream.seek(position)
         if not stream.readline(LONGEST_LINE).endswith(b"\n"):
             if stream.tell() - position < LONGEST_LINE:
-                return None  # the last line
+                # No whole line follows: this is the last one.
+                return None
             raise DataError(f"{file}: the line at byte {position} has more than {LONGEST_LINE:,} bytes. Shorten it.")
         begin = stream.tell()
         line = stream.readline(LONGEST_LINE)

@@ -40,7 +40,8 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: not valid JSON ({error}). Each line must hold one whole JSON object; correct or remove "
             "this line."
         ) from error
-    except ValueError as error:  # the only other one that the decoder raises
+    # Python refuses to convert integers with very many digits.
+    except ValueError as error:
         raise DataError(
             f"{where}: a number has more than {MAX_DIGITS} digits. Write it as text, or remove this line."
         ) from error
@@ -113,7 +114,8 @@ def _plain(value: Any, path: _Path, depth: int = 0) -> Any:
         if isinstance(value, Mapping):
             return {_plain_key(key, path): _plain(item, (path, key), depth + 1) for key, item in value.items()}
         return [_plain(item, (path, place), depth + 1) for place, item in enumerate(value)]
-    if hasattr(value, "tolist"):  # numpy and torch; of what is no array, a plain number or date
+    # Arrays of numpy and torch become lists; their scalars become plain numbers or dates.
+    if hasattr(value, "tolist"):
         return _plain(value.tolist(), path, depth + 1)
     if isinstance(value, int):
         if not -_TOO_LARGE < value < _TOO_LARGE:
@@ -228,7 +230,8 @@ def arrow_conversion(arrow_type: Any) -> Conversion | None:
         return lambda value: None if value is None else {key: of_item(item) for key, item in value}
     if types.is_dictionary(arrow_type):
         return arrow_conversion(arrow_type.value_type)
-    if types.is_nested(arrow_type) and hasattr(arrow_type, "value_type"):  # lists of every kind
+    # Covers lists, large lists, list views and lists of fixed size.
+    if types.is_nested(arrow_type) and hasattr(arrow_type, "value_type"):
         of_element = arrow_conversion(arrow_type.value_type)
         if of_element is None:
             return None
@@ -238,12 +241,12 @@ def arrow_conversion(arrow_type: Any) -> Conversion | None:
 
 def _convert_struct(value: Mapping[str, Any], fields: Mapping[str, Conversion | None]) -> dict[str, Any]:
     """Return a struct's fields that are not null, converted."""
-    found = {}
+    converted = {}
     for name, item in value.items():
         if item is not None:
             conversion = fields[name]
-            found[name] = item if conversion is None else conversion(item)
-    return found
+            converted[name] = item if conversion is None else conversion(item)
+    return converted
 
 
 def _unchanged(value: Any) -> Any:

@@ -127,7 +127,8 @@ class HubRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
             return hub_row(self._rows[index], self._rows.features)
-        except Exception as error:  # whatever datasets raises of damaged files and of values
+        # `datasets` passes on errors of several libraries for damaged files and values.
+        except Exception as error:
             raise DataError(f"{self.where(index)}: it cannot be read ({type(error).__name__}: {error}).") from error
 
 
@@ -137,11 +138,11 @@ def hub_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[
     Args:
         features: the data set's features. Nulls in a column of JSON text were written, and stay.
     """
-    found = {}
+    plain_row = {}
     for name, value in row.items():
         is_json = "Json(" in repr((features or {}).get(name))
-        found[name] = value if is_json else _without_null_fields_inside(value)
-    return found
+        plain_row[name] = value if is_json else _without_null_fields_inside(value)
+    return plain_row
 
 
 def _without_null_fields_inside(value: Any) -> Any:
@@ -162,18 +163,19 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
     check_revision(source)
     try:
         if kind_of(source.path) == "saved":
-            found = datasets.load_from_disk(source.path)
-            if isinstance(found, datasets.DatasetDict):
-                found = found[source.split]
-            return _encoded_images(found.to_iterable_dataset() if streaming else found)
+            saved = datasets.load_from_disk(source.path)
+            if isinstance(saved, datasets.DatasetDict):
+                saved = saved[source.split]
+            return _encoded_images(saved.to_iterable_dataset() if streaming else saved)
         return _encoded_images(
             datasets.load_dataset(
                 source.path, source.subset, split=source.split, revision=source.revision, streaming=streaming
             )
         )
     except KeyError as error:
-        raise DataError(f"{source.path}: no split {error}; it has {', '.join(found)}. Set split.") from error
-    except Exception as error:  # whatever it raises of networks, names, files and columns
+        raise DataError(f"{source.path}: no split {error}; it has {', '.join(saved)}. Set split.") from error
+    # `datasets` passes on errors of several libraries: network, names, files and columns.
+    except Exception as error:
         raise DataError(
             f"{source.path}: datasets cannot load it: {type(error).__name__}: {error}. Look at the name and at the "
             "network (HF_HUB_OFFLINE must not be set), or name a local folder."
@@ -188,7 +190,8 @@ def _encoded_images(rows: Any) -> Any:
     import datasets
 
     for name, feature in dict(rows.features or {}).items():
-        inner = getattr(feature, "feature", feature)  # of a list
+        # The feature of a list holds the feature of its elements.
+        inner = getattr(feature, "feature", feature)
         if isinstance(inner, datasets.Image):
             encoded = datasets.Image(decode=False)
             rows = rows.cast_column(name, encoded if inner is feature else datasets.List(encoded))
@@ -214,19 +217,19 @@ def _own(name: str) -> RowSource:
     """Return the rows of a user's function or object: a row source, or a plain list of mappings."""
     function = load_object(name, "data")
     with raised_by(name):
-        found = function() if callable(function) else function
-        is_source = all(hasattr(found, method) for method in (*ROW_METHODS, "fingerprint"))
+        rows = function() if callable(function) else function
+        is_source = all(hasattr(rows, method) for method in (*ROW_METHODS, "fingerprint"))
     if is_source:
-        return OwnRows(found, name)
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        return OwnRows(rows, name)
+    if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise DataError(
-            f"{name}: it gave {type(found).__name__}; expected a list of rows (mappings), or an object with "
+            f"{name}: it gave {type(rows).__name__}; expected a list of rows (mappings), or an object with "
             f"{', '.join(ROW_METHODS)} and fingerprint."
         )
-    for number, row in enumerate(found):
+    for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{name}, row {number + 1}: found {type(row).__name__}; expected a mapping of columns.")
-    return RowList(found, name)
+    return RowList(rows, name)
 
 
 def raised_by(name: str) -> AbstractContextManager[None]:
@@ -272,9 +275,9 @@ class Place(str):
     folder: Path
 
     def __new__(cls, text: str, folder: Path) -> Place:
-        made = super().__new__(cls, text)
-        made.folder = folder
-        return made
+        place = super().__new__(cls, text)
+        place.folder = folder
+        return place
 
 
 class RowSource(Protocol):
@@ -324,7 +327,8 @@ class JsonlFile:
         return parse_row(line, self.where(index))
 
 
-DECODED_ROWS = 1024  # that are decoded at a time: between two batches the size is checked
+# Rows decoded at a time. Memory is checked between two such batches.
+DECODED_ROWS = 1024
 
 
 class ParquetFile:
@@ -449,7 +453,8 @@ class ParquetFile:
 
         try:
             row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
-        except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # dates beyond Python's, text not UTF-8
+        # Such as dates beyond Python's range, or text that is not UTF-8.
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise DataError(
                 f"{self.where(index)}: it holds a value that cannot be read ({type(error).__name__}: {error}). Correct "
                 "or remove the row, or convert the column to text."
@@ -461,15 +466,15 @@ class ParquetFile:
 
 def _arrow_conversions(path: Path, schema: Any) -> dict[str, Conversion]:
     """Return the conversion of each column that needs one."""
-    found = {}
+    conversions = {}
     for column in schema:
         try:
             conversion = arrow_conversion(column.type)
         except DataError as error:
             raise DataError(f"{path}: the column {column.name!r} has {error}. Convert it, or remove it.") from error
         if conversion is not None:
-            found[column.name] = conversion
-    return found
+            conversions[column.name] = conversion
+    return conversions
 
 
 class RowList:
@@ -480,7 +485,8 @@ class RowList:
         self.name = name
         try:
             text = json.dumps(list(rows), sort_keys=True, default=str)
-        except (TypeError, ValueError, RecursionError):  # values that a reader of the rows refuses, by row and column
+        # A reader of the rows refuses such values, and names the row and the column.
+        except (TypeError, ValueError, RecursionError):
             text = str(len(rows))
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -531,22 +537,22 @@ def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for entry in [paths] if isinstance(paths, str | Path) else paths:
         if Path(entry).is_file():
-            found = [Path(entry)]
+            matches = [Path(entry)]
         elif any(mark in str(entry) for mark in "*?["):
-            found = [Path(name) for name in sorted(glob.glob(str(entry), recursive=True)) if Path(name).is_file()]
-            if not found:
+            matches = [Path(name) for name in sorted(glob.glob(str(entry), recursive=True)) if Path(name).is_file()]
+            if not matches:
                 raise DataError(f"{entry}: no file matches this pattern (looked in {Path.cwd()}). Correct the path.")
         elif Path(entry).is_dir():
             raise DataError(f"{entry}: is a folder. Name its files, for example {Path(entry) / '*.jsonl'}.")
         else:
             raise DataError(f"{entry}: not found (looked in {Path.cwd()}). Correct the path.")
-        for file in found:
+        for file in matches:
             if file.suffix not in SUFFIXES:
                 raise DataError(
                     f"{file}: a file that ends in {' or '.join(SUFFIXES)} is expected. Convert it, or "
                     "rename it if it holds one JSON object a line."
                 )
-        files.extend(found)
+        files.extend(matches)
     return files
 
 

@@ -67,7 +67,8 @@ class FilesReader:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
-        self._file, self._place, self._line = 0, 0, 0  # place: byte of a JSONL file, row of a Parquet file
+        # The place is a byte in a JSONL file, and a row in a Parquet file.
+        self._file, self._place, self._line = 0, 0, 0
         self._parquet: tuple[int, ParquetFile] | None = None
 
     def read(self) -> Row | None:
@@ -110,7 +111,8 @@ class FilesReader:
     def _parquet_row(self, path: Path) -> Row | None:
         """Return the next row of a Parquet file, or None at its end."""
         if self._parquet is None or self._parquet[0] != self._file:
-            self._parquet = (self._file, ParquetFile(path, RowGroupCache(0)))  # rows come in order: one group is enough
+            # Rows are read in order, so one row group in memory is enough.
+            self._parquet = (self._file, ParquetFile(path, RowGroupCache(0)))
         rows = self._parquet[1]
         if self._place >= len(rows):
             return None
@@ -122,7 +124,8 @@ class FilesReader:
 class NumberedReader:
     """Reader of rows that have numbers, in order."""
 
-    files: Sequence[Path] = ()  # its fingerprint covers every row
+    # None are listed, since the fingerprint covers every row.
+    files: Sequence[Path] = ()
 
     def __init__(self, rows: RowSource) -> None:
         self._rows, self._next = rows, 0
@@ -171,7 +174,8 @@ class HubReader:
         except StopIteration:
             self.restore({"next": 0, "stream": self._beginning})
             return None
-        except Exception as error:  # whatever datasets raises of the network, of damaged files and of values
+        # `datasets` passes on errors of several libraries: network, damaged files and values.
+        except Exception as error:
             raise DataError(f"{where}: it cannot be read ({type(error).__name__}: {error}).") from error
         self._next += 1
         self._restored = None
@@ -362,10 +366,13 @@ class StreamedPrompts:
         Raises:
             DataError: the checkpoint was made with other sources or in another order.
         """
-        mine = self.state_dict()
+        current = self.state_dict()
         keys = ("sources", "weights", "seed", "shuffle_buffer")
-        changed = [f"{key}: was {state.get(key)!r}, is {mine[key]!r}" for key in keys if state.get(key) != mine[key]]
-        before = state.get("fingerprints", self._fingerprints)  # absent from checkpoints of earlier versions
+        changed = [
+            f"{key}: was {state.get(key)!r}, is {current[key]!r}" for key in keys if state.get(key) != current[key]
+        ]
+        # Checkpoints of earlier versions do not store this entry.
+        before = state.get("fingerprints", self._fingerprints)
         if len(before) == len(self._names):
             facts = zip(self._names, self._fingerprints, before, strict=True)
             changed += [f"{name}: its data are others" for name, digest, was in facts if digest != was]
@@ -510,4 +517,5 @@ class PromptStream:
         self.position = int(state.get("position", next_step * self.sampler.prompts_per_step))
 
 
-Prompts = PromptStream | StreamedPrompts  # an endless stream of prompts
+# An endless stream of prompts.
+Prompts = PromptStream | StreamedPrompts

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 # Character that sentencepiece uses for a space.
 SPACE = "\u2581"
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
+# Values of `SentencePiece.Type`.
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 NOT_MERGED = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
-UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+# Values of `TrainerSpec.ModelType`.
+UNIGRAM, BPE = 1, 2
 
 # Suffixes of files that tokenizer classes read.
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -115,7 +117,8 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
     path = Path(path)
     try:
         from sentencepiece import sentencepiece_model_pb2
-    except Exception as error:  # protobuf's VersionError is of no kind of its own
+    # protobuf's VersionError derives from Exception directly.
+    except Exception as error:
         raise DataError(
             f"{path}: sentencepiece {sentencepiece.__version__} does not go together with the protobuf that is "
             f"installed ({error}). Run: pip install --upgrade protobuf, and with it what held it back, as an mlflow "
@@ -130,7 +133,8 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         if processor.vocab_size() == 0:
             raise ValueError("it has no pieces")
         proto = sentencepiece_model_pb2.ModelProto.FromString(data)  # type: ignore[attr-defined]
-    except Exception as error:  # protobuf and the C++ side raise several unrelated types
+    # protobuf and the C++ library raise several unrelated types.
+    except Exception as error:
         raise DataError(f"{path}: not a sentencepiece model ({error}). Copy the file again from its source.") from error
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
         raise DataError(
@@ -205,28 +209,28 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
 def _merges(proto: Any) -> list[tuple[str, str]]:
     """Return all pairs of pieces that form a third, best first: BPE merges the pair that gives the best piece."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in NOT_MERGED}
-    found = [
+    ranked = [
         (-score, len(piece[:cut]), piece[:cut], piece[cut:])
         for piece, score in scores.items()
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
-    return [(left, right) for _, _, left, right in sorted(found)]
+    return [(left, right) for _, _, left, right in sorted(ranked)]
 
 
 def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path) -> None:
     """Raise DataError if the two tokenizers differ on a sample text."""
     for text in _sample_texts(proto):
-        expected, found = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
-        if expected != found:
+        expected, converted = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
+        if expected != converted:
             raise DataError(
                 f"{path}: this sentencepiece model cannot be turned into a Hugging Face tokenizer: "
-                f"{text!r:.60} gives {found[:20]} instead of {expected[:20]}. Use the Hugging Face "
+                f"{text!r:.60} gives {converted[:20]} instead of {expected[:20]}. Use the Hugging Face "
                 "tokenizer folder of the model instead."
             )
         # sentencepiece writes an unknown piece as a question mark, Hugging Face by its name.
         known = processor.unk_id() not in expected
-        if known and processor.decode(expected) != tokenizer.decode(found, skip_special_tokens=False):
+        if known and processor.decode(expected) != tokenizer.decode(converted, skip_special_tokens=False):
             raise DataError(
                 f"{path}: this sentencepiece model cannot be turned into a Hugging Face tokenizer: "
                 f"{text!r:.60} decodes differently. Use the Hugging Face tokenizer folder of the model "
@@ -327,7 +331,8 @@ class Tokenizer:
         try:
             with time_limit(MAX_TEMPLATE_SECONDS):
                 return self._render(list(messages), list(tools) if tools else None, where)
-        except Exception as error:  # a template is a program: jinja2's errors, TypeError, KeyError, ...
+        # A template is a program: it may raise jinja2's errors, TypeError, KeyError and others.
+        except Exception as error:
             raise DataError(
                 f"{where}: the chat template of {self.source} refuses these messages "
                 f"({type(error).__name__}: {error}). Correct the roles or their order in the row, or the "
@@ -352,13 +357,14 @@ class Tokenizer:
             return text
 
         arguments = tool_arguments(messages)
-        texts = [each for each in arguments if isinstance(each, str)]
+        texts = [argument for argument in arguments if isinstance(argument, str)]
         other_form = with_arguments(messages, where, as_text=not texts) if arguments else messages
         if other_form == messages:
             return render(messages)
         try:
             rendered = render(messages)
-        except Exception:  # whatever the template raises of this form
+        # The template may raise anything if it does not know this form.
+        except Exception:
             return render(other_form)
         encoded_once = all(text in rendered and json.dumps(text, ensure_ascii=False) not in rendered for text in texts)
         return rendered if encoded_once else render(other_form)
@@ -379,7 +385,8 @@ def save_backend(backend: PreTrainedTokenizerBase, folder: str | Path) -> None:
     config = read_json_file(path)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    for leftover in ("is_local", "local_files_only"):  # how it was loaded, not what it is
+    # These entries tell how the tokenizer was loaded, and would be read again as settings.
+    for leftover in ("is_local", "local_files_only"):
         config.pop(leftover, None)
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -431,7 +438,8 @@ def _tokenizer_folder(source: str, trust_remote_code: bool) -> Path:
         suffixes = (*TOKENIZER_SUFFIXES, ".py") if trust_remote_code else TOKENIZER_SUFFIXES
         patterns = [f"*{suffix}" for suffix in suffixes]
         endpoint = os.environ.get("HF_ENDPOINT")
-        with user_code(partial(_not_loaded, source)):  # the library raises what it likes of hubs and caches
+        # huggingface_hub passes on any error of its HTTP library and of caches.
+        with user_code(partial(_not_loaded, source)):
             folder = Path(snapshot_download(source, allow_patterns=patterns, endpoint=endpoint))
     _check_sizes(file for file in folder.iterdir() if file.suffix in TOKENIZER_SUFFIXES and file.is_file())
     return folder
@@ -461,7 +469,8 @@ def _load_hugging_face(source: str, folder: Path, trust_remote_code: bool) -> Pr
     if (folder / "tokenizer.json").is_file() and named in GENERIC_CLASSES:
         loader: Any = transformers.PreTrainedTokenizerFast
     else:
-        loader = transformers.AutoTokenizer  # imports all that models need, for four seconds
+        # Importing this class loads all that models need, which takes four seconds.
+        loader = transformers.AutoTokenizer
         options["trust_remote_code"] = trust_remote_code
 
     # transformers raises OSError, ValueError, KeyError or bare Exception for bad files. Code in a folder may raise
@@ -485,10 +494,10 @@ def _check_sizes(files: Iterable[Path]) -> None:
 
 def _stop_tokens(folder: Path) -> list[int]:
     """Return further end-of-sequence tokens from the model's generation_config.json."""
-    found = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if found is None:
+    stop_ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if stop_ids is None:
         return []
-    return [found] if isinstance(found, int) else list(found)
+    return [stop_ids] if isinstance(stop_ids, int) else list(stop_ids)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -496,8 +505,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = read_json_file(path)
-        return found
+        content: dict[str, Any] = read_json_file(path)
+        return content
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not valid JSON ({error}). Copy the file again from its source.") from error
 

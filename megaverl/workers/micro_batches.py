@@ -17,8 +17,8 @@ from megaverl.algorithms import (
     aggregations,
     episode_shares,
     finalize,
+    make_denominators,
     non_finite_token,
-    of_counts,
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
@@ -333,7 +333,7 @@ def run_updates(
             chosen = batch.held.places_of(planned.samples) if batch.held is not None else planned.samples
             mask = mini_batch_mask(batch.response_mask, chosen)
             parts = None if of_episodes is None else of_episodes[planned.samples]
-            mini = MiniBatch(mask, of_counts(num_tokens[planned.samples], parts), planned.number)
+            mini = MiniBatch(mask, make_denominators(num_tokens[planned.samples], parts), planned.number)
             extra = select(mini) if select else {}
             own = None if of_episodes is None else of_held(batch, of_episodes)
             given = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators, own)}

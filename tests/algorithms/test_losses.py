@@ -22,7 +22,7 @@ from megaverl.algorithms import (
     kl_estimators,
     kl_loss,
     likelihood_sum,
-    of_counts,
+    make_denominators,
     policy_losses,
     ppo_clip,
     value_losses,
@@ -340,7 +340,7 @@ def test_an_episode_weighs_as_one_sequence_however_its_rows_are_split(case: Case
         mask = case.mask * torch.tensor([[each == part] for each in parts])
         inputs = {
             "response_mask": mask,
-            "denominators": of_counts(num_tokens[mine], shares[mine]),
+            "denominators": make_denominators(num_tokens[mine], shares[mine]),
             "episode_shares": shares,
         }
         weights = entry(inputs, dtype=torch.float64, **options)
