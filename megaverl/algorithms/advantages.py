@@ -335,8 +335,10 @@ def check_finite_tokens(mask: Tensor, **values: Tensor) -> None:
         DataError: see `non_finite_token`.
     """
     for name, tensor in values.items():
-        if found := non_finite_token(name, tensor, mask):
-            raise DataError(f"{found} Look at the reward function, the advantage estimator and the model's log-probs.")
+        if problem := non_finite_token(name, tensor, mask):
+            raise DataError(
+                f"{problem} Look at the reward function, the advantage estimator and the model's log-probs."
+            )
 
 
 @advantage_estimators.register("reinforce_plus_plus", of_groups=True)

@@ -478,7 +478,7 @@ def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
 
 def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:
     """Return log-probs without gradient for tokens that train, else 0; at most 0."""
-    return [torch.where(active, each.detach(), 0.0).clamp(max=0.0) for each in log_probs]
+    return [torch.where(active, values.detach(), 0.0).clamp(max=0.0) for values in log_probs]
 
 
 def _held_back(tokens: Tokens, log_probs: Tensor, weights: Tensor, far: Tensor, ratio_max: float | None) -> LossOutput:

@@ -28,7 +28,7 @@ def _output(losses: Tensor, chosen: Tensor, rejected: Tensor, weights: Tensor) -
 
 def _rewards(beta: float, weights: Tensor, *log_ratios: Tensor) -> list[Tensor]:
     """Return beta h for each log-ratio, 0 for padding."""
-    return [beta * finite_where(weights != 0, each) for each in log_ratios]
+    return [beta * finite_where(weights != 0, ratios) for ratios in log_ratios]
 
 
 @preference_losses.register("hinge")
@@ -403,8 +403,8 @@ def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
         A scalar; 0 for no samples.
     """
     kept = log_ratios.detach()
-    kinds = [kept[each].mean() for each in (desirable, ~desirable) if bool(each.any())]
-    return torch.stack(kinds).mean() if kinds else kept.new_zeros(())
+    means = [kept[is_kind].mean() for is_kind in (desirable, ~desirable) if bool(is_kind.any())]
+    return torch.stack(means).mean() if means else kept.new_zeros(())
 
 
 def matched(values: Tensor, others: Tensor) -> Tensor:

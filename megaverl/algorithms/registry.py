@@ -56,8 +56,10 @@ class Entry(Generic[T]):
         """
         missing = [name for name in self.inputs if inputs.get(name) is None]
         if missing:
-            given = sorted(name for name, value in inputs.items() if value is not None)
-            raise DataError(f"{self.kind} '{self.name}' needs {_names(missing)}, and was given only {_names(given)}")
+            available = sorted(name for name, value in inputs.items() if value is not None)
+            raise DataError(
+                f"{self.kind} '{self.name}' needs {_names(missing)}, and was given only {_names(available)}"
+            )
         self.check_options(options)
         wanted = {name: inputs[name] for name in self.inputs}
         wanted |= {name: inputs[name] for name in self.optional_inputs if inputs.get(name) is not None}
@@ -65,9 +67,9 @@ class Entry(Generic[T]):
             return self.function(**wanted, **options)
         with user_code(self._failed, keep=MegaverlError):
             result = self.function(**wanted, **options)
-            found = self.problem(result, inputs) if self.problem is not None else None
-        if found:
-            raise ConfigError(f"{self.kind} '{self.name}' returned {found}")
+            problem = self.problem(result, inputs) if self.problem is not None else None
+        if problem:
+            raise ConfigError(f"{self.kind} '{self.name}' returned {problem}")
         return result
 
     def _failed(self, error: BaseException) -> ConfigError:
@@ -188,10 +190,10 @@ def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | N
     Args:
         where: place of the value in a result, for the message, such as "as loss ".
     """
-    found = getattr(value, "shape", None)
-    if found is None:
+    actual = getattr(value, "shape", None)
+    if actual is None:
         return f"{where}{type(value).__name__}; expected a tensor of shape {list(shape)}"
-    return None if tuple(found) == tuple(shape) else f"{where}shape {list(found)}; expected {list(shape)}"
+    return None if tuple(actual) == tuple(shape) else f"{where}shape {list(actual)}; expected {list(shape)}"
 
 
 def _hint(name: str, known: list[str]) -> str:

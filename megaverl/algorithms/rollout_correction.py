@@ -159,8 +159,8 @@ def reject(
         low: lower limit, since k1 may be negative. None: no limit.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
-    held = bounded(log_rho)
-    values = {"k1": -log_rho, "k2": 0.5 * log_rho.square(), "k3": torch.expm1(held) - held}[estimator]
+    log_ratio = bounded(log_rho)
+    values = {"k1": -log_rho, "k2": 0.5 * log_rho.square(), "k3": torch.expm1(log_ratio) - log_ratio}[estimator]
     count = response_mask.sum(dim=1, keepdim=True)
     if over == "max":
         values = torch.where(response_mask, values, -torch.inf).amax(dim=1, keepdim=True).where(count > 0, 0.0)

@@ -146,10 +146,10 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
         mistakes.append("--verify, --logits: dequantised weights have nothing to be compared with, leave these out")
     if kind == "gguf" and "RANK" in os.environ:
         mistakes.append("torchrun: a .gguf file is converted by one process, leave it away")
-    given = [f"--{name}" for name in GRID if getattr(arguments, name) not in (None, 1)]
-    given += ["--prefix"] if arguments.prefix else []
-    if to == "hf" and given:
-        mistakes.append(f"{', '.join(given)}: only for a Megatron target (--to megatron)")
+    megatron_options = [f"--{name}" for name in GRID if getattr(arguments, name) not in (None, 1)]
+    megatron_options += ["--prefix"] if arguments.prefix else []
+    if to == "hf" and megatron_options:
+        mistakes.append(f"{', '.join(megatron_options)}: only for a Megatron target (--to megatron)")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
 

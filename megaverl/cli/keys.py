@@ -130,22 +130,23 @@ def _models(arguments: argparse.Namespace) -> int:
     from megaverl.models.folder import ANY, NAMED, support_of
 
     if arguments.folder is not None:
-        found = support_of(arguments.folder, trust_remote_code=arguments.trust_remote_code)
-        print("\n".join(map(_support, found)))
+        supports = support_of(arguments.folder, trust_remote_code=arguments.trust_remote_code)
+        print("\n".join(map(_support, supports)))
         return 0
     width = max(map(len, ARCHITECTURES))
-    heads = [each.what for each in NAMED]
+    heads = [support.what for support in NAMED]
     print(f"{'':{width}}  " + "".join(f"{head:<10}" for head in heads).rstrip())
     for architecture in ARCHITECTURES:
-        print(f"{architecture:{width}}  " + "".join(f"{'yes' if each.works else '-':<10}" for each in NAMED).rstrip())
+        cells = "".join(f"{'yes' if support.works else '-':<10}" for support in NAMED)
+        print(f"{architecture:{width}}  {cells}".rstrip())
     print("\nany other")
-    print("\n".join(_support(each) for each in ANY))
+    print("\n".join(_support(support) for support in ANY))
     return 0
 
 
-def _support(each: Support) -> str:
+def _support(support: Support) -> str:
     """Format one kind of support, such as training or export, as a line: name, yes or no, reason."""
-    return f"{each.what:<9} {'yes' if each.works else 'no':<4} {each.why}"
+    return f"{support.what:<9} {'yes' if support.works else 'no':<4} {support.why}"
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:
@@ -199,13 +200,13 @@ def _next_parts(begin: str, end: str) -> Iterator[str]:
     Args:
         end: added to a complete key.
     """
-    found = set()
+    completions = set()
     for entry in described_keys(Config):
         # `.N.` stands for an index into a list of sections. It cannot be typed as it is, so it is not offered.
         if entry.key.startswith(begin) and ".N." not in entry.key:
             rest = entry.key[len(begin) :]
-            found.add(begin + rest.partition(".")[0] + ("." if "." in rest else end))
-    yield from sorted(found)
+            completions.add(begin + rest.partition(".")[0] + ("." if "." in rest else end))
+    yield from sorted(completions)
 
 
 COMMANDS = {

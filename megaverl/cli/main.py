@@ -126,8 +126,8 @@ def parser_of(name: str, command: Subcommand | None = None) -> argparse.Argument
 
 def _command(name: str) -> Subcommand:
     """Import the module of a command, and return the command."""
-    found: Subcommand = importlib.import_module(f"megaverl.cli.{COMMANDS[name][0]}").COMMANDS[name]
-    return found
+    command: Subcommand = importlib.import_module(f"megaverl.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    return command
 
 
 def _run(name: str, argv: list[str]) -> int:

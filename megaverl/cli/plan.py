@@ -112,14 +112,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from megaverl.planner.report import as_dict, as_text, survey
     from megaverl.planner.simulator import default_lengths
 
-    given = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
-    given |= {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
+    machine_fields = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
+    machine_fields |= {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
     try:
         _refuse_offline(arguments)
         if arguments.auto:
-            return _auto(arguments, given)
+            return _auto(arguments, machine_fields)
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
-        machine = hardware.machine(**given) if hardware else Machine(**given)
+        machine = hardware.machine(**machine_fields) if hardware else Machine(**machine_fields)
         # Not checked against a number of ranks here: `survey` judges the layout together with the model.
         config = read_config(arguments)
         if hardware is not None:
@@ -181,17 +181,17 @@ def _refuse_offline(arguments: argparse.Namespace) -> None:
         )
 
 
-def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+def _auto(arguments: argparse.Namespace, machine_fields: dict[str, Any]) -> int:
     """Print the five best layouts (`plan --auto`), and write the best one as a recipe if `--write` is given.
 
     Args:
-        given: fields of `Machine` from the command line, in bytes or bytes per second.
+        machine_fields: fields of `Machine` from the command line, in bytes or bytes per second.
     """
     from megaverl.planner.search import LayoutSearch, as_text, chosen_recipe
     from megaverl.planner.simulator import likely_lengths
 
     hardware = Hardware.read(arguments.hardware or "h100")
-    machine = hardware.machine(**given)
+    machine = hardware.machine(**machine_fields)
     make = layered(arguments.config, arguments.overrides)
     config = make({})
     _check_fields(config, hardware)
@@ -200,10 +200,10 @@ def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     lengths = likely_lengths(config, arguments.prompt_tokens, arguments.response_tokens)
     began = time.monotonic()
     search = LayoutSearch(make, spec, world, hardware, machine=machine, lengths=lengths, staleness=arguments.staleness)
-    found = search.best()
-    print(as_text(found, time.monotonic() - began, hardware))
+    layouts = search.best()
+    print(as_text(layouts, time.monotonic() - began, hardware))
     if arguments.write is not None:
-        text = chosen_recipe(found, arguments.config, arguments.write, arguments.overrides, hardware, world)
+        text = chosen_recipe(layouts, arguments.config, arguments.write, arguments.overrides, hardware, world)
         Path(arguments.write).write_text(text, encoding="utf-8")
         # Loaded again the way a run will load it, so that a recipe that cannot run is reported now.
         load_config(arguments.write, [], check_paths=False, world_size=world)
@@ -290,7 +290,7 @@ def _plugin(arguments: argparse.Namespace) -> int:
     return FAILED if broken else 0
 
 
-def _key_values(given: Sequence[str]) -> Mapping[str, object]:
+def _key_values(texts: Sequence[str]) -> Mapping[str, object]:
     """Parse options of the form `key=value`.
 
     A value may be a number, a boolean, a list, a mapping or text: the types that a plug-in expects are not known here.
@@ -298,16 +298,16 @@ def _key_values(given: Sequence[str]) -> Mapping[str, object]:
     Raises:
         ConfigError: an option without `=`, or a value that is not valid YAML.
     """
-    found = {}
-    for text in given:
+    options = {}
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"{text}: expected key=value.")
         try:
-            found[key] = read_argument(value, Any, lambda path: Any, (key,))
+            options[key] = read_argument(value, Any, lambda path: Any, (key,))
         except BadYaml as error:
             raise ConfigError(f"{key}: {error}") from error
-    return found
+    return options
 
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
@@ -345,24 +345,26 @@ def _check_data(arguments: argparse.Namespace) -> int:
     from megaverl.data.sources import open_source
 
     if arguments.config is not None:
-        found = examine_run(load_any(arguments.config, arguments.sources), arguments.tokenizer)
+        results = examine_run(load_any(arguments.config, arguments.sources), arguments.tokenizer)
     elif arguments.sources:
         data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31 - 1, too_long="drop")
         encoder, images = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else (None, None)
         # Without a tokenizer it is not known whether the model takes images, so that column is not checked.
         ignored = () if encoder else (data.images.key,)
         columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images, ignored=ignored)
-        of_hub = {name: getattr(arguments, name) for name in ("split", "subset", "revision")}
-        places = [SourceConfig(path=path, **of_hub) for path in arguments.sources]
-        found = {place.path: examine(open_source(place), encoder, columns) for place in places}
+        hub_options = {name: getattr(arguments, name) for name in ("split", "subset", "revision")}
+        places = [SourceConfig(path=path, **hub_options) for path in arguments.sources]
+        results = {place.path: examine(open_source(place), encoder, columns) for place in places}
     else:
         raise UsageError("give sources, or --config FILE")
     if arguments.json:
-        print(json.dumps({name: examined.as_dict() for name, examined in found.items()}, indent=2, ensure_ascii=False))
+        print(
+            json.dumps({name: examined.as_dict() for name, examined in results.items()}, indent=2, ensure_ascii=False)
+        )
     else:
         most = None if arguments.all else SHOWN
-        print("\n\n".join(examined.as_text(name, most) for name, examined in found.items()))
-    return FAILED if any(examined.errors for examined in found.values()) else 0
+        print("\n\n".join(examined.as_text(name, most) for name, examined in results.items()))
+    return FAILED if any(examined.errors for examined in results.values()) else 0
 
 
 _WIDTH = max(map(len, KINDS))

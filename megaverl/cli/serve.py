@@ -29,6 +29,7 @@ from megaverl.rollout.serving import MODULE, check_start, default_arguments, wat
 # Environment variables through which the command configures the middleware in its server's process.
 PER_JOB = "MEGAVERL_PER_JOB"
 TOKEN = "VLLM_API_KEY"
+
 # Default port for each kind of server.
 PORTS = {"rollout": 8000, "reward": 8001}
 # A server that generates for a run gets new weights while it runs, and takes and returns token ids.
@@ -93,25 +94,29 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
     is_rollout = arguments.what == "rollout"
     if is_rollout and arguments.judge:
         raise UsageError("--judge is an option of `megaverl serve reward`")
-    more = {"VLLM_SERVER_DEV_MODE": "1"} if is_rollout else {PER_JOB: str(arguments.per_job)}
+    variables = {"VLLM_SERVER_DEV_MODE": "1"} if is_rollout else {PER_JOB: str(arguments.per_job)}
     if arguments.token_env is not None:
         if not environment.get(arguments.token_env):
             raise UsageError(f"--token-env: no variable {arguments.token_env} is set")
         # Arguments of a process can be read by every user of the machine, its environment cannot.
-        more[TOKEN] = environment[arguments.token_env]
-    kind = [] if arguments.judge else ["--runner", "pooling", "--convert", "classify"]
-    kind = list(ROLLOUT_ARGUMENTS) if is_rollout else kind
+        variables[TOKEN] = environment[arguments.token_env]
+    if is_rollout:
+        kind = list(ROLLOUT_ARGUMENTS)
+    elif arguments.judge:
+        kind = []
+    else:
+        kind = ["--runner", "pooling", "--convert", "classify"]
     address = ["--host", arguments.host, "--port", str(port)]
     guard = TokenGuard if is_rollout else JobQueues
-    given = shlex.split(arguments.vllm)
-    defaults = default_arguments(arguments.model, given)
+    vllm_arguments = shlex.split(arguments.vllm)
+    defaults = default_arguments(arguments.model, vllm_arguments)
     middleware = ["--middleware", f"{__name__}.{guard.__name__}"]
-    return ["serve", arguments.model, *kind, *address, *middleware, *defaults, *given], more
+    return ["serve", arguments.model, *kind, *address, *middleware, *defaults, *vllm_arguments], variables
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     """Start vLLM's server, and wait until it ends."""
-    command, more = server_command(arguments, os.environ)
+    command, variables = server_command(arguments, os.environ)
     what, host, port = arguments.what, arguments.host, arguments.port or PORTS[arguments.what]
     check_start(arguments.model, host, port)
     log = arguments.log or Path("runs", "serve", f"{what}_{port}.log")
@@ -123,7 +128,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             print(f"to add it to a run: megaverl rollout-pool add RUN {url}", flush=True)
 
     print(f"starting vLLM's server; its log: {log}", flush=True)
-    return watch_server([sys.executable, "-m", MODULE, *command], {**os.environ, **more}, log, host, port, tell)
+    return watch_server([sys.executable, "-m", MODULE, *command], {**os.environ, **variables}, log, host, port, tell)
 
 
 # An ASGI application's function that sends one message to the client.
@@ -259,19 +264,21 @@ def _list(rollout: RolloutConfig, urls: list[str], *, as_json: bool) -> int:
     """
     from megaverl.rollout.server_pool import connect, token_of
 
-    token, found = token_of(rollout.servers), []
+    token, servers = token_of(rollout.servers), []
     for url in urls:
         server = connect(rollout.servers, url, token)
         try:
             server.healthy()
-            found.append({"url": url, "answers": True, "weights": server.weight_version()})
+            servers.append({"url": url, "answers": True, "weights": server.weight_version()})
         except MegaverlError as error:
-            found.append({"url": url, "answers": False, "why": str(error)})
+            servers.append({"url": url, "answers": False, "why": str(error)})
     if as_json:
-        print(json.dumps(found, indent=2))
-    for each in found if not as_json else ():
-        print(f"{each['url']}  " + (f"answers, weights {each['weights']}" if each["answers"] else str(each["why"])))
-    return 0 if all(each["answers"] for each in found) else FAILED
+        print(json.dumps(servers, indent=2))
+    else:
+        for entry in servers:
+            state = f"answers, weights {entry['weights']}" if entry["answers"] else entry["why"]
+            print(f"{entry['url']}  {state}")
+    return 0 if all(entry["answers"] for entry in servers) else FAILED
 
 
 COMMANDS = {

@@ -97,24 +97,24 @@ def _init(arguments: argparse.Namespace) -> int:
     recipe_file, rewards_file = folder / "train.yaml", folder / "rewards.py"
     if recipe_file.exists():
         raise UsageError(f"{recipe_file} is there, and stays as it is. Name another folder, or remove it")
-    asked = "The model: a Hugging Face folder, or org/name on the hub"
-    model = _asked(arguments.model, "--model", asked, wrong=_wrong_model)
-    asked = "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub"
-    data = _asked(arguments.data, "--data", asked, wrong=_wrong_data)
+    question = "The model: a Hugging Face folder, or org/name on the hub"
+    model = _ask(arguments.model, "--model", question, wrong=_wrong_model)
+    question = "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub"
+    data = _ask(arguments.data, "--data", question, wrong=_wrong_data)
     columns, answers = _columns(data, arguments.prompt_key, arguments.answer_key)
     # GSM8K's answers end in "#### NUMBER".
     likely = "gsm8k" if "####" in answers else "function"
-    asked = f"How a response is judged: {', '.join(JUDGES)}"
-    judge = _asked(arguments.reward, "--reward", asked, likely, wrong=_among(JUDGES))
-    asked = "The algorithm: grpo, ppo, ..."
-    algorithm = _asked(arguments.algorithm, "--algorithm", asked, "grpo", wrong=_among(PRESETS))
+    question = f"How a response is judged: {', '.join(JUDGES)}"
+    judge = _ask(arguments.reward, "--reward", question, likely, wrong=_one_of(JUDGES))
+    question = "The algorithm: grpo, ppo, ..."
+    algorithm = _ask(arguments.algorithm, "--algorithm", question, "grpo", wrong=_one_of(PRESETS))
     ranks = str(count_gpus() or min(2, os.cpu_count() or 1))
-    given = None if arguments.nproc is None else str(arguments.nproc)
-    nproc = _asked(given, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc)
+    nproc_option = None if arguments.nproc is None else str(arguments.nproc)
+    nproc = _ask(nproc_option, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc)
 
     # Paths in the recipe are absolute, so that it can be used from every folder.
     rewards_path = os.path.abspath(rewards_file)
-    model, data = _from_everywhere(model), _from_everywhere(data)
+    model, data = _absolute_path(model), _absolute_path(data)
     reward = {"function": f"{rewards_path}:score"} if judge == "function" else {"name": judge}
     values: dict[str, Any] = {
         "run.name": folder.resolve().name or "mine",
@@ -126,15 +126,15 @@ def _init(arguments: argparse.Namespace) -> int:
         "reward": [reward],
         "algorithm.name": algorithm,
         "algorithm.group_size": 8,
-        **_of_model(model),
+        **_model_keys(model),
         "actor.optimizer.lr": 1e-6,
         "trainer.steps": 100,
         "checkpoint.save_interval": 20,
         "checkpoint.keep_last_k": 2,
     }
-    layout, why = _layout(values, int(nproc))
+    layout, why = _choose_layout(values, int(nproc))
     values |= layout
-    text = _as_text(values, why)
+    text = _format_recipe(values, why)
     folder.mkdir(parents=True, exist_ok=True)
     if judge == "function" and not rewards_file.exists():
         rewards_file.write_text(FUNCTION.format(path=rewards_file), encoding="utf-8")
@@ -150,7 +150,7 @@ def _init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _from_everywhere(path: str) -> str:
+def _absolute_path(path: str) -> str:
     """Return the absolute path of a file or folder of this machine. Names on a hub and modules are returned unchanged.
 
     `rows.py:train` keeps the part after the colon, the name of a function in the file.
@@ -160,23 +160,23 @@ def _from_everywhere(path: str) -> str:
     return f"{os.path.abspath(file)}{colon}{function}" if is_here else path
 
 
-def _asked(
-    given: str | None, option: str, question: str, default: str | None = None, *, wrong: Callable[[str], str]
+def _ask(
+    option_value: str | None, option: str, question: str, default: str | None = None, *, wrong: Callable[[str], str]
 ) -> str:
     """Return an option's value, the answer given on a terminal, or the default.
 
     On a terminal the question is repeated until the answer is right.
 
     Args:
-        given: the option's value. None: ask.
+        option_value: the option's value. None: ask.
         wrong: returns what is wrong with a value, or an empty text.
 
     Raises:
         UsageError: the value is wrong, or there is none and no terminal to ask on.
     """
-    asks = given is None and sys.stdin.isatty()
+    asks = option_value is None and sys.stdin.isatty()
     while True:
-        value = given
+        value = option_value
         if asks:
             value = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
         value = value or default
@@ -190,7 +190,7 @@ def _asked(
         print(mistake)
 
 
-def _among(known: Collection[str]) -> Callable[[str], str]:
+def _one_of(known: Collection[str]) -> Callable[[str], str]:
     """Build a check that accepts only the known names."""
     return lambda value: "" if value in known else f"there is no `{value}`.{did_you_mean(value, known)}"
 
@@ -234,24 +234,27 @@ def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple
     from megaverl.data.sources import kind_of, open_source
 
     if kind_of(data) in ("own", "hub"):
-        return _named(prompt_key or PROMPTS[0], answer_key or ANSWERS[0]), ""
+        return _column_keys(prompt_key or PROMPTS[0], answer_key or ANSWERS[0]), ""
     row = open_source(data)[0]
     prompt = prompt_key or next((name for name in PROMPTS if name in row), None)
     answer = answer_key or next((name for name in ANSWERS if name in row), None)
     for option, name in (("--prompt-key", prompt), ("--answer-key", answer)):
-        if name is None and option == "--prompt-key" or name is not None and name not in row:
+        # An answer is optional: without an option and without a likely column, there is none.
+        is_unclear = name is None and option == "--prompt-key"
+        is_missing = name is not None and name not in row
+        if is_unclear or is_missing:
             missing = f"there is no column {name}" if name else "which column holds the prompt is not clear"
             raise UsageError(f"{option}: {missing} in {data}, which has {', '.join(row)}")
-    return _named(prompt or "", answer or ANSWERS[0]), str(row.get(answer or "", ""))
+    return _column_keys(prompt or "", answer or ANSWERS[0]), str(row.get(answer or "", ""))
 
 
-def _named(prompt: str, answer: str) -> dict[str, Any]:
+def _column_keys(prompt: str, answer: str) -> dict[str, Any]:
     """Return the keys that name the prompt and answer columns, without those that equal the default."""
     keys = {"data.prompt_key": (prompt, PROMPTS[0]), "data.answer_key": (answer, ANSWERS[0])}
     return {key: name for key, (name, default) in keys.items() if name != default}
 
 
-def _of_model(model: str) -> dict[str, Any]:
+def _model_keys(model: str) -> dict[str, Any]:
     """Choose the training engine and the token limits that fit a model.
 
     Models that megatron-core cannot train get `actor.engine: fsdp`. The limits are left out if the model's context is
@@ -268,7 +271,7 @@ def _of_model(model: str) -> dict[str, Any]:
     return lengths if spec.architecture in ARCHITECTURES else {"actor.engine": "fsdp", **lengths}
 
 
-def _layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]:
+def _choose_layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]:
     """Choose the parallel layout for this machine's GPUs.
 
     Returns:
@@ -293,15 +296,19 @@ def _layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]
     return {**ON_GPUS, **chosen}, f"{best.grid}: of what fits the fastest, as predicted for {hardware.name}."
 
 
-def _as_text(values: Mapping[str, Any], why: str) -> str:
+def _format_recipe(values: Mapping[str, Any], why: str) -> str:
     """Format the keys as YAML sections, each key with the first sentence of its description as a comment.
 
     Args:
         why: sentence about the layout, for the comment at the top.
     """
-    meanings = {each.key: each.meaning for each in described_keys(Config)} | MEANINGS
-    lines = ["# Written by `megaverl init`. `megaverl keys SECTION` explains what else can be set; any key can also be"]
-    lines += ["# laid over this file on the command line: trainer.steps=5.", *([f"# {why}"] if why else [])]
+    meanings = {entry.key: entry.meaning for entry in described_keys(Config)} | MEANINGS
+    lines = [
+        "# Written by `megaverl init`. `megaverl keys SECTION` explains what else can be set; any key can also be",
+        "# laid over this file on the command line: trainer.steps=5.",
+    ]
+    if why:
+        lines.append(f"# {why}")
     open_sections: list[str] = []
     order = list(dict.fromkeys(key.partition(".")[0] for key in values))
     # `sorted` is stable: keys of one section are brought together, and otherwise keep their order.
@@ -309,13 +316,17 @@ def _as_text(values: Mapping[str, Any], why: str) -> str:
         *sections, name = key.split(".")
         for depth, section in enumerate(sections):
             if open_sections[depth : depth + 1] != [section]:
-                lines += [""] * (depth == 0) + [f"{'  ' * depth}{section}:"]
+                if depth == 0:
+                    lines.append("")
+                lines.append(f"{'  ' * depth}{section}:")
                 open_sections = sections[: depth + 1]
         open_sections = sections
         value = yaml.safe_dump(values[key], default_flow_style=True, width=200).removesuffix("...\n").strip()
         meaning = re.split(r"(?<=[.:;])\s", meanings.get(key, ""))[0].rstrip(".:;")
-        start = [""] if not sections else []
-        lines += [*start, f"{'  ' * len(sections)}{name}: {value}" + (f"  # {meaning}" if meaning else "")]
+        if not sections:
+            lines.append("")
+        comment = f"  # {meaning}" if meaning else ""
+        lines.append(f"{'  ' * len(sections)}{name}: {value}{comment}")
     return "\n".join(lines) + "\n"
 
 
@@ -334,7 +345,7 @@ def _recipes(arguments: argparse.Namespace) -> int:
     if not chosen:
         raise UsageError(f"no recipe has `{arguments.name}` in its name.{did_you_mean(arguments.name, names)}")
     print(f"in {recipes_folder()}; `megaverl recipes NAME` shows one, with the command that runs it")
-    print("\n".join(_listed(chosen)))
+    print("\n".join(_recipe_lines(chosen)))
     return 0
 
 
@@ -343,7 +354,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(recipes_folder()).with_suffix(""))
 
 
-def _listed(names: Sequence[str]) -> Iterator[str]:
+def _recipe_lines(names: Sequence[str]) -> Iterator[str]:
     """Yield a paragraph for each recipe, after a heading for each folder with what its recipes have in common.
 
     The heading's text is the first comment of the folder's base.yaml.
@@ -354,9 +365,11 @@ def _listed(names: Sequence[str]) -> Iterator[str]:
     for name in sorted(names, key=lambda name: (name.rpartition("/")[0], name)):
         above, _, last = name.rpartition("/")
         if above != folder:
-            folder, base = above, recipes_folder() / above / "base.yaml"
+            folder = above
+            base = recipes_folder() / above / "base.yaml"
             shared = _heading(base).partition(": ")[2] if base.is_file() else ""
-            yield "\n" + textwrap.fill(f"{above}: {shared}" if shared else above, columns) if above else ""
+            heading = f"{above}: {shared}" if shared else above
+            yield "\n" + textwrap.fill(heading, columns) if above else ""
         yield textwrap.fill(
             f"  {last:<{width}}"[:width] + _heading(recipe(name)), columns, subsequent_indent=" " * width
         )

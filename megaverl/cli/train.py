@@ -108,7 +108,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         notes = check_fields(config, command, dry_run=arguments.dry_run, with_trials=with_trials)
         checked = None
         # Ranks of a torchrun job check code and data after they have connected, once for all of them.
-        if not arguments.no_file_checks and (rank is None or arguments.dry_run and rank == 0):
+        reports = rank is None or (arguments.dry_run and rank == 0)
+        if reports and not arguments.no_file_checks:
             checked = check_code_and_data(config, command)
     except ConfigError as error:
         if not rank:
