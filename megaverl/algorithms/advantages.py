@@ -256,7 +256,9 @@ def _next_under_mask(values: Tensor, mask: Tensor, after: Tensor) -> Tensor:
 
 def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
     """Return x_t = terms_t + decay_t x_{t+1} along dim 1, by doubling: log2(length) passes, and no loop over tokens."""
-    total, factor, step = terms, decay, 1
+    total = terms
+    factor = decay
+    step = 1
     while step < terms.shape[1]:
         # total_t covers `step` terms from t on, and factor_t is the product of their decays.
         total = torch.cat([total[:, :-step] + factor[:, :-step] * total[:, step:], total[:, -step:]], dim=1)
@@ -324,7 +326,8 @@ def non_finite_token(name: str, values: Tensor, mask: Tensor) -> str | None:
     if not len(places):
         return None
     sample, token = places[0].tolist()
-    value, count = float(values[sample, token]), len(places)
+    value = float(values[sample, token])
+    count = len(places)
     return f"{name} of sample {sample} is {value} at response token {token} ({count} of {int(mask.sum())} tokens)."
 
 

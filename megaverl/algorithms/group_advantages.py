@@ -275,7 +275,8 @@ def raft(
         kept[members[order]] = True
     if right_from is not None:
         kept &= rewards >= right_from
-    lengths, total = response_mask.sum(dim=1), all_reduce or on_one_rank
+    lengths = response_mask.sum(dim=1)
+    total = all_reduce or on_one_rank
     scale = total(lengths.sum()) / total(lengths[kept].sum()).clamp(min=1)
     return _same_for_all_tokens(kept.double() * scale, rewards, response_mask)
 
@@ -382,7 +383,8 @@ class _Turns:
         if bool((ids < 0).any()) or bool((mask & (turn_ids < before)).any()):
             raise DataError("turn_ids must not be negative, and must not fall within a response")
         count = int(ids.max()) + 1 if ids.numel() else 0
-        self.ids, self.mask = ids, mask
+        self.ids = ids
+        self.mask = mask
         self.exist = torch.zeros(len(mask), count, dtype=torch.int64, device=mask.device)
         self.exist = self.exist.scatter_add(1, ids, mask.long()) > 0
 

@@ -99,7 +99,8 @@ def kl_loss(
         ConfigError: `kind` is unknown.
     """
     active = weights != 0
-    policy, reference = torch.where(active, log_probs, 0.0), torch.where(active, ref_log_probs, 0.0)
+    policy = torch.where(active, log_probs, 0.0)
+    reference = torch.where(active, ref_log_probs, 0.0)
     estimate = kl_estimators.get(kind)({"log_probs": policy, "ref_log_probs": reference})
     metrics = {"kl_loss": moments(estimate, active)}
     if gradient == "importance":
@@ -153,7 +154,9 @@ class AdaptiveKL:
         for name, number in (("coefficient", coef), ("target", target), ("gain", gain)):
             if not number > 0:
                 raise ConfigError(f"the {name} of an adaptive KL penalty must be above 0, found {number}")
-        self.coef, self.target, self.gain = coef, target, gain
+        self.coef = coef
+        self.target = target
+        self.gain = gain
 
     def update(self, kl: float) -> None:
         """Take one step towards the target.
@@ -192,7 +195,10 @@ class AdaptiveEntropy:
     """
 
     def __init__(self, coef: float, target: float, step: float) -> None:
-        self.coef, self.target, self.step, self.is_low = coef, target, step, True
+        self.coef = coef
+        self.target = target
+        self.step = step
+        self.is_low = True
 
     @property
     def weight(self) -> float:
@@ -207,7 +213,8 @@ class AdaptiveEntropy:
         """
         if not math.isfinite(entropy):
             raise TrainingStopped(f"the measured entropy is {entropy}: the policy's logits are not finite")
-        applied, self.is_low = self.weight, entropy <= self.target
+        applied = self.weight
+        self.is_low = entropy <= self.target
         self.coef = max(self.coef + (self.step if entropy < self.target else -self.step), 0.0)
         return applied
 

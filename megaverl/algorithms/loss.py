@@ -64,7 +64,8 @@ def explained_variance(returns: Tensor, value_error: Tensor) -> float:
     Returns:
         The explained variance, or 0.0 if the returns do not vary.
     """
-    spread, centre = variance(returns), mean(returns)
+    spread = variance(returns)
+    centre = mean(returns)
     # Rounding leaves this much of a constant.
     if spread <= 1e-12 * max(1.0, centre * centre):
         return 0.0
@@ -183,7 +184,8 @@ def combine(*terms: tuple[float, LossOutput]) -> LossOutput:
     """
     if not terms:
         raise ValueError("combine() needs at least one loss")
-    loss, metrics = None, MetricSums()
+    loss = None
+    metrics = MetricSums()
     for coefficient, term in terms:
         share = coefficient * term.loss if coefficient else term.loss.detach() * 0.0
         loss = share if loss is None else loss + share

@@ -94,7 +94,8 @@ def outcome_cross_entropy(
     per_token = implicit_rewards(
         torch.where(response_mask, log_probs, 0.0), torch.where(response_mask, ref_log_probs, 0.0), beta=beta
     )
-    scores, outcome = per_token.sum(dim=1), correct.to(log_probs.dtype)
+    scores = per_token.sum(dim=1)
+    outcome = correct.to(log_probs.dtype)
     losses = torch.nn.functional.binary_cross_entropy_with_logits(scores, outcome, reduction="none")
     active = weights != 0
     metrics = {

@@ -138,7 +138,8 @@ def dual_clip(
     ratio = bounded(log_ratio).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    surrogate, floor = torch.minimum(unclipped, clipped), clip_dual * advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    floor = clip_dual * advantages
     on_floor = (advantages < 0) & (surrogate < floor)
     loss = -(weights * torch.where(on_floor, floor, surrogate)).sum()
     metrics = ratio_metrics(log_ratio, active, (clipped < unclipped) | on_floor)
@@ -310,7 +311,8 @@ def gmpo(
         log_ratio = torch.where(trained_tokens, log_ratio, log_ratio.detach())
     limited = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio)
     limited = torch.where(advantages < 0, limited.clamp(min=-clip_low), limited)
-    ratio, gains = bounded(mean_over_tokens(limited, counted)).exp(), mean_over_tokens(advantages, counted)
+    ratio = bounded(mean_over_tokens(limited, counted)).exp()
+    gains = mean_over_tokens(advantages, counted)
     loss = -(weights.sum(dim=1, keepdim=True) * ratio * gains).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, limited.detach() != log_ratio.detach()))
 
@@ -355,7 +357,8 @@ def vespo(
     """
     if importance_weights is not None and correction_in == "advantages":
         others = 1.0 if correction_factors is None else correction_factors
-        correction_factors, importance_weights = importance_weights * others, None
+        correction_factors = importance_weights * others
+        importance_weights = None
     tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
     (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
     log_terms = log_ratio.detach()
@@ -472,7 +475,8 @@ def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
     # expm1 computes 1 - p accurately for small p. If p is 1 up to rounding, the other tokens still have some
     # probability.
     smallest = torch.finfo(mu.dtype).tiny
-    others_mu, others_pi = -torch.expm1(sampled_log_probs), (-torch.expm1(log_probs)).clamp(min=smallest)
+    others_mu = -torch.expm1(sampled_log_probs)
+    others_pi = (-torch.expm1(log_probs)).clamp(min=smallest)
     return mu * (sampled_log_probs - log_probs) + torch.special.xlogy(others_mu, others_mu / others_pi)
 
 

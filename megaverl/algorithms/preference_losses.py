@@ -87,10 +87,8 @@ def ipo(
     chosen = _difference(chosen_log_probs, ref_chosen_log_probs, active)
     rejected = _difference(rejected_log_probs, ref_rejected_log_probs, active)
     if average_log_prob:
-        chosen, rejected = (
-            mean_log_probs(chosen, chosen_lengths, active),
-            mean_log_probs(rejected, rejected_lengths, active),
-        )
+        chosen = mean_log_probs(chosen, chosen_lengths, active)
+        rejected = mean_log_probs(rejected, rejected_lengths, active)
     losses = (chosen - rejected - 1.0 / (2.0 * beta)).square()
     return LossOutput((weights * losses).sum(), pair_metrics(beta * chosen, beta * rejected, active))
 
@@ -263,7 +261,8 @@ def bradley_terry(
     Metrics: `preference_accuracy`, `margin`, `chosen_reward`, `rejected_reward`.
     """
     active = weights != 0
-    chosen, rejected = finite_where(active, chosen_rewards), finite_where(active, rejected_rewards)
+    chosen = finite_where(active, chosen_rewards)
+    rejected = finite_where(active, rejected_rewards)
     wanted = 0.0 if margins is None else torch.where(active, margins, 0.0)
     losses = -logsigmoid(chosen - rejected - wanted) + center_coef * (chosen + rejected).square()
     return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))

@@ -60,7 +60,8 @@ def robust(
         For the others see the module.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    right, wrong = logsigmoid(chosen - rejected), logsigmoid(rejected - chosen)
+    right = logsigmoid(chosen - rejected)
+    wrong = logsigmoid(rejected - chosen)
     losses = (label_smoothing * wrong - (1.0 - label_smoothing) * right) / (1.0 - 2.0 * label_smoothing)
     return _output(losses, chosen, rejected, weights)
 

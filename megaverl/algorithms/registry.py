@@ -113,7 +113,8 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, kind: str, problem: Problem | None = None) -> None:
-        self.kind, self.problem = kind, problem
+        self.kind = kind
+        self.problem = problem
         self._entries: dict[str, Entry[T]] = {}
 
     def register(self, name: str, *, of_groups: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -169,7 +170,9 @@ def _entry(
     Raises:
         ConfigError: a parameter has no name of its own, such as `**options`.
     """
-    inputs, optional_inputs, options = [], [], {}
+    inputs = []
+    optional_inputs = []
+    options = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(

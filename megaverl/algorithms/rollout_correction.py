@@ -194,7 +194,8 @@ def off_policy_mask(
     """
     log_rho = _log_rho(log_probs, rollout_log_probs, response_mask)
     left = -log_rho.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
-    masked, kept = (left > high) & (advantages < 0), torch.where(left.isnan(), left, 1.0)
+    masked = (left > high) & (advantages < 0)
+    kept = torch.where(left.isnan(), left, 1.0)
     return _correction(log_rho, response_mask, torch.where(masked, 0.0, kept), masked)
 
 
@@ -220,7 +221,8 @@ def _log_rho(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> 
 
 def _correction(log_rho: Tensor, mask: Tensor, factors: Tensor, touched: Tensor) -> Correction:
     """Return factors with their metrics."""
-    factors, log_rho = torch.where(mask, factors, 0.0), bounded(log_rho)
+    factors = torch.where(mask, factors, 0.0)
+    log_rho = bounded(log_rho)
     metrics = {
         "mismatch_ratio": moments(log_rho.exp(), mask),
         "mismatch_kl": moments(torch.expm1(log_rho) - log_rho, mask),

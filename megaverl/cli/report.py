@@ -119,7 +119,8 @@ def _watch(arguments: argparse.Namespace) -> int:
 
     from megaverl.monitoring.report import RunView
 
-    console, view = Console(highlight=False, markup=False), RunView(arguments.run)
+    console = Console(highlight=False, markup=False)
+    view = RunView(arguments.run)
     view.update()
     if arguments.once or not console.is_terminal:
         console.print(view.render(console.width))
@@ -217,7 +218,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from megaverl.monitoring.doctor import as_dict, as_text
     from megaverl.monitoring.doctor.examine import examine
 
-    trials, generate = not arguments.no_trials, not arguments.no_generation
+    trials = not arguments.no_trials
+    generate = not arguments.no_generation
     options = {"trials": trials, "generate": generate, "gpu": arguments.gpu}
     if arguments.timeout is not None:
         options["timeout"] = arguments.timeout

@@ -117,7 +117,9 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
 def _serve(arguments: argparse.Namespace) -> int:
     """Start vLLM's server, and wait until it ends."""
     command, variables = server_command(arguments, os.environ)
-    what, host, port = arguments.what, arguments.host, arguments.port or PORTS[arguments.what]
+    what = arguments.what
+    host = arguments.host
+    port = arguments.port or PORTS[arguments.what]
     check_start(arguments.model, host, port)
     log = arguments.log or Path("runs", "serve", f"{what}_{port}.log")
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -264,7 +266,8 @@ def _list(rollout: RolloutConfig, urls: list[str], *, as_json: bool) -> int:
     """
     from megaverl.rollout.server_pool import connect, token_of
 
-    token, servers = token_of(rollout.servers), []
+    token = token_of(rollout.servers)
+    servers = []
     for url in urls:
         server = connect(rollout.servers, url, token)
         try:

@@ -94,7 +94,8 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     """Ask for what no option gives, then write train.yaml and, for the reward `function`, rewards.py."""
     folder = Path(arguments.folder)
-    recipe_file, rewards_file = folder / "train.yaml", folder / "rewards.py"
+    recipe_file = folder / "train.yaml"
+    rewards_file = folder / "rewards.py"
     if recipe_file.exists():
         raise UsageError(f"{recipe_file} is there, and stays as it is. Name another folder, or remove it")
     question = "The model: a Hugging Face folder, or org/name on the hub"
@@ -114,7 +115,8 @@ def _init(arguments: argparse.Namespace) -> int:
 
     # Paths in the recipe are absolute, so that it can be used from every folder.
     rewards_path = os.path.abspath(rewards_file)
-    model, data = _absolute_path(model), _absolute_path(data)
+    model = _absolute_path(model)
+    data = _absolute_path(data)
     reward = {"function": f"{rewards_path}:score"} if judge == "function" else {"name": judge}
     values: dict[str, Any] = {
         "run.name": folder.resolve().name or "mine",

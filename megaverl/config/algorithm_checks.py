@@ -54,7 +54,8 @@ BY_LOSS = ("algorithm.name", "algorithm.policy_loss")
 BY_AGGREGATION = ("algorithm.name", "algorithm.loss_aggregation")
 # Policy losses without a ratio to the sampling policy, and estimators for which that is no problem: raft learns kept
 # samples like answers, and none has no advantages.
-WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")
+WITHOUT_RATIO = ("policy_gradient", "gpg")
+NOT_OF_SAMPLES = ("raft", "none")
 WITH_RATIO = "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
 
 
@@ -65,7 +66,8 @@ def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
     yield from mistakes
     loss, mistakes = named_function("algorithm.policy_loss", "policy_losses", algorithm.policy_loss_name)
     yield from mistakes
-    key, name = "algorithm.loss_aggregation", algorithm.aggregation_name
+    key = "algorithm.loss_aggregation"
+    name = algorithm.aggregation_name
     aggregation, mistakes = named_function(key, "aggregations", name, AGGREGATION_INPUTS, ("max_tokens",))
     yield from mistakes
     yield from _batches(config)
@@ -151,7 +153,8 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
     """Yield mistakes in the advantage estimator, such as inputs that a training step does not have."""
-    algorithm, key = config.algorithm, "algorithm.advantage"
+    algorithm = config.algorithm
+    key = "algorithm.advantage"
     name = algorithm.advantage_name
     inputs = estimator.inputs
     unknown = [other for other in inputs if other not in ESTIMATOR_INPUTS]
@@ -273,17 +276,16 @@ def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list
     """Return the token selector's signature (None if unknown) and its mistakes."""
     name = algorithm.token_selector_name
     if algorithm.token_selector is None and name not in registered("token_selectors"):
-        key, text = (
-            "algorithm.policy_loss",
-            f"found {yaml_text(name)}, which reads selected, and has no selector of its ",
-        )
+        key = "algorithm.policy_loss"
+        text = f"found {yaml_text(name)}, which reads selected, and has no selector of its "
         return None, [ConfigIssue(key, f"{text}own. Name one: algorithm.token_selector.")]
     return named_function("algorithm.token_selector", "token_selectors", name, SELECTOR_INPUTS)
 
 
 def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """Yield mistakes in the value loss, for an estimator with a critic."""
-    name, options = algorithm.value_loss, algorithm.value_loss_options
+    name = algorithm.value_loss
+    options = algorithm.value_loss_options
     loss, mistakes = named_function("algorithm.value_loss", "value_losses", name, VALUE_LOSS_INPUTS)
     yield from mistakes
     if loss is None:
@@ -303,7 +305,8 @@ def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 def _corrections(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
     """Yield mistakes in `algorithm.correction`."""
-    correction, key = algorithm.correction, "algorithm.correction"
+    correction = algorithm.correction
+    key = "algorithm.correction"
     yield from _correction(correction, key)
     for index, part in enumerate(correction.also):
         yield from _correction(part, f"{key}.also.{index}")
@@ -359,7 +362,9 @@ def _correction(correction: CorrectionPart, at: str) -> Iterator[ConfigIssue]:
 def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
     """Yield settings that cannot be combined with the advantage estimator."""
     yield from _unread_by_estimator(config.algorithm, estimator)
-    algorithm, name, options = config.algorithm, config.algorithm.advantage_name, config.algorithm.advantage_options
+    algorithm = config.algorithm
+    name = config.algorithm.advantage_name
+    options = config.algorithm.advantage_options
     if name == "distillation" and config.reference.path in (None, config.model.path):
         yield ConfigIssue(
             "reference.path",
@@ -399,7 +404,8 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
 
 def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> Iterator[ConfigIssue]:
     """Yield keys that this estimator does not read, and options that are set by a key of `algorithm` too."""
-    name, options = algorithm.advantage_name, estimator.options
+    name = algorithm.advantage_name
+    options = estimator.options
     readers = {"gamma": "gamma" in options, "lam": "lam" in options, "normalize_by_std": "normalize_std" in options}
     readers["normalize_advantages"] = "values" in estimator.inputs
     readers["bootstrap_truncated"] = "last_values" in estimator.optional_inputs
@@ -419,7 +425,8 @@ def loss_conflicts(
     algorithm: AlgorithmConfig, loss: Registered, aggregation: Registered | None
 ) -> Iterator[ConfigIssue]:
     """Yield settings that cannot be combined with the policy loss or the aggregation."""
-    name, options = algorithm.policy_loss_name, algorithm.policy_loss_options
+    name = algorithm.policy_loss_name
+    options = algorithm.policy_loss_options
     if "clip_dual" in loss.options:
         high = options.get("clip_high", algorithm.clip_range_high or algorithm.clip_range or 0.2)
         dual = options.get("clip_dual", 3.0)

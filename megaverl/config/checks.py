@@ -151,7 +151,8 @@ def _overlap(config: Config) -> Iterator[ConfigIssue]:
 
 def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:
     """Yield data that the command needs and the configuration does not name."""
-    data, fix = config.data, "Give one or more JSONL or Parquet files:"
+    data = config.data
+    fix = "Give one or more JSONL or Parquet files:"
     if command in REINFORCING and not data.train:
         yield ConfigIssue("data.train", f"is empty. {fix} data.train=FILE.")
     if command == "sft" and not (config.sft.train or data.train):

@@ -181,7 +181,8 @@ def _unread(key: str, what: str, why: str, role: str) -> ConfigIssue:
 
 def _shard_size(role: str, fsdp: FsdpConfig, num_ranks: int | None) -> Iterator[ConfigIssue]:
     """Yield mistakes in `fsdp.shard_size` for `num_ranks` data-parallel ranks (None: unknown)."""
-    size, key = fsdp.shard_size, f"{role}.fsdp.shard_size"
+    size = fsdp.shard_size
+    key = f"{role}.fsdp.shard_size"
     if size is None:
         return
     if fsdp.sharding_strategy != "hybrid_shard":

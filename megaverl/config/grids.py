@@ -75,7 +75,8 @@ def smallest_world(config: Config, command: str = "train") -> int:
         grid: GridConfig = getattr(config, role)
         # The dense grid (tp x cp) and the expert grid (etp x ep) cover the same ranks of a stage, so both must divide
         # them.
-        dense, expert = grid.tp * grid.cp, (grid.etp or grid.tp) * grid.ep
+        dense = grid.tp * grid.cp
+        expert = (grid.etp or grid.tp) * grid.ep
         sizes.append(grid.pp * math.lcm(dense, expert))
     return math.lcm(*sizes)
 
@@ -137,7 +138,12 @@ def grid_mistakes(
 
 def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
     """Yield mistakes in which roles share ranks: roles that read or update the same state must be colocated."""
-    shares, islands = lambda role: placement.colocated(role, "actor"), len(placement.islands)
+
+    def shares(role: str) -> bool:
+        """Return whether a role shares the actor's ranks."""
+        return placement.colocated(role, "actor")
+
+    islands = len(placement.islands)
     if config.environment.agents == "own" and not placement.is_colocated:
         message = "is own, several actors on one engine: all roles on the same ranks. Leave it, or the placement, out."
         yield ConfigIssue("environment.agents", message, involves=("placement",))
@@ -203,7 +209,8 @@ def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPla
     """Return which ranks each role will have, or None if that is unknown before the nodes have met, or impossible."""
     wanted, mistakes = config.placement.wanted()
     unknown = bool(os.environ.get(CLAIMS)) or any(place.nodes or place.num_nodes for place in wanted.values())
-    grids, islands = role_grids(config, used_roles(config, command)), config.placement.actor_islands
+    grids = role_grids(config, used_roles(config, command))
+    islands = config.placement.actor_islands
     size = world_size or (None if mistakes or unknown else smallest_placed_world(wanted, grids, islands=islands))
     if mistakes or unknown or size is None or problems_of(wanted, size, grids, islands=islands):
         return None
@@ -270,7 +277,8 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Con
 def _engine_against_model(rollout: RolloutConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
     """Yield mistakes in the rollout engine's tensor-parallel size and quantization for this model."""
     # With expert parallelism vLLM keeps each expert whole on one rank, so tp need not divide an expert's dimensions.
-    tp, experts_whole = rollout.tp, bool(rollout.vllm.get("enable_expert_parallel"))
+    tp = rollout.tp
+    experts_whole = bool(rollout.vllm.get("enable_expert_parallel"))
     for misfit in misfits(spec, tp=tp, etp=1 if experts_whole else tp, engine=True):
         yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
     if spec.attention_sinks and (method := rollout.vllm.get("quantization")):

@@ -354,7 +354,8 @@ def _written(loc: tuple[int | str, ...], values: Any) -> bool:
 
 def _message(detail: ErrorDetails, path: Key) -> str:
     """Return the message for one of pydantic's errors."""
-    kind, context = detail["type"], detail.get("ctx", {})
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key." + _suggest(path)
     if kind == "missing":
@@ -478,7 +479,8 @@ _CONVERTED = {
 }
 FLAT: dict[str, Flat] = {name: _CONVERTED.get(name, Flat(key)) for name, key in FLAT_NAMES.items()}
 # prompts_per_step is the product of these two.
-PER_GPU, NUM_GPUS = "data.batch_size_per_gpu", "engine.num_gpus"
+PER_GPU = "data.batch_size_per_gpu"
+NUM_GPUS = "engine.num_gpus"
 
 
 def translate(source: YamlSource) -> None:

@@ -214,7 +214,8 @@ class PlacementConfig(Section):
 
     def wanted(self) -> tuple[dict[str, Wanted], list[ConfigIssue]]:
         """Parse every role's entry. Returns the parsed entries by role, and the mistakes in the others."""
-        wanted, mistakes = {}, []
+        wanted = {}
+        mistakes = []
         for role in ROLES:
             short = getattr(self, role + _DEVICES, None)
             value = getattr(self, role)
@@ -223,7 +224,8 @@ class PlacementConfig(Section):
                 if value is not None:
                     mistakes.append(ConfigIssue(key + _DEVICES, f"is set, and so is {key}. Use one of them."))
                     continue
-                key, value = key + _DEVICES, short
+                key = key + _DEVICES
+                value = short
             if value is None:
                 continue
             try:

@@ -19,7 +19,8 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import QUANTIZATIONS
 
 _KEY = "rollout.sampling_rules"
-PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
+PROMPT = "data.max_prompt_tokens"
+RESPONSE = "rollout.sampling.max_tokens"
 # Lengths that `fitted_lengths` may lower if the user sets none.
 DEFAULTS: dict[str, int] = {
     PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,
@@ -76,7 +77,8 @@ def _bounds(rollout: RolloutConfig) -> Iterator[ConfigIssue]:
 
 def _rules(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in `rollout.sampling_rules`."""
-    rules, group_size = config.rollout.sampling_rules, config.algorithm.group_size
+    rules = config.rollout.sampling_rules
+    group_size = config.algorithm.group_size
     for number, rule in enumerate(rules):
         key = f"{_KEY}.{number}"
         if not rule.changes:
@@ -95,7 +97,8 @@ def _rules(config: Config) -> Iterator[ConfigIssue]:
             )
 
 
-_PARTIAL, _IN_FLIGHT = "rollout.partial", "rollout.in_flight_updates"
+_PARTIAL = "rollout.partial"
+_IN_FLIGHT = "rollout.in_flight_updates"
 # Sampling fields that mean the same if a response is continued in a second request. Others, such as min_tokens, count
 # within one request.
 _GOES_ON = {*SAMPLING, "top_k", "min_p", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"}
@@ -107,7 +110,9 @@ def partial_mistakes(config: Config) -> Iterator[ConfigIssue]:
     Both continue unfinished responses after an update.
     """
     rollout = config.rollout
-    partial, wanted, limit = rollout.partial, config.data.prompts_per_step, rollout.max_staleness
+    partial = rollout.partial
+    wanted = config.data.prompts_per_step
+    limit = rollout.max_staleness
     if not rollout.in_flight_updates and rollout.in_flight_tokens is not None:
         yield ConfigIssue("rollout.in_flight_tokens", "is set, but in_flight_updates is false. Use true.")
     if partial is not None:
@@ -172,7 +177,8 @@ def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in the quantization of the engine's weights, which are quantized on arrival from the actor."""
-    key, method = "rollout.vllm.quantization", config.rollout.vllm.get("quantization")
+    key = "rollout.vllm.quantization"
+    method = config.rollout.vllm.get("quantization")
     if method is None:
         return
     if not isinstance(method, str) or method not in QUANTIZATIONS:
@@ -199,7 +205,8 @@ def speculation_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in generating without training, and in training on stored rollouts."""
-    trainer, resume = config.trainer, config.checkpoint.resume
+    trainer = config.trainer
+    resume = config.checkpoint.resume
     if trainer.rollout_only and trainer.replay_rollouts is not None:
         yield ConfigIssue("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
     if trainer.rollout_only and resume not in ("auto", "unfinished", "never"):
@@ -212,7 +219,8 @@ def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in `algorithm.dynamic_sampling`."""
-    dynamic, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+    dynamic = config.algorithm.dynamic_sampling
+    key = "algorithm.dynamic_sampling"
     if dynamic.metric is None:
         for name in dynamic.changed():
             yield ConfigIssue(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
@@ -257,7 +265,8 @@ def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int]
     Returns:
         The chosen lengths by key, and a sentence for the user; both empty if the defaults fit.
     """
-    prompt, response = _at(values, PROMPT), _at(values, RESPONSE)
+    prompt = _at(values, PROMPT)
+    response = _at(values, RESPONSE)
     command_limit = _at(values, OWN_RESPONSE.get(command, RESPONSE))
     limit = response if command_limit is None or command_limit is MISSING else command_limit
     known_lengths = [length for length in (prompt, response, limit) if length is not MISSING]
@@ -284,11 +293,13 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         yield ConfigIssue(RESPONSE, f"found {yaml_text(max_tokens)}; expected an integer of at least 1.")
         return
-    response, length = RESPONSE, max_tokens
+    response = RESPONSE
+    length = max_tokens
     if command in OWN_RESPONSE:
         section, _, name = OWN_RESPONSE[command].partition(".")
         if (command_limit := getattr(getattr(config, section), name)) is not None:
-            response, length = OWN_RESPONSE[command], command_limit
+            response = OWN_RESPONSE[command]
+            length = command_limit
     longest = config.data.max_prompt_tokens + length
     both = f"{PROMPT}={config.data.max_prompt_tokens} + {response}={length} = {longest}"
     if spec and longest > spec.max_positions:

@@ -135,7 +135,8 @@ class Config(Section):
             return raw
         raw = dict(raw)
         for role, shared in INHERITED.items():
-            actor, section = _mapping(raw.get("actor")), raw.get(role, {})
+            actor = _mapping(raw.get("actor"))
+            section = raw.get(role, {})
             if isinstance(section, dict):
                 actor_engine = actor.get("engine", "megatron")
                 # Settings of one engine make no sense for a role that runs on another.
@@ -184,7 +185,9 @@ class Config(Section):
         place: Callable[[str], str] = lambda key: "",
     ) -> None:
         """Record warnings, automatic choices and origin. Called once, by `load_config`."""
-        self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
+        self._warnings = tuple(warnings)
+        self._choices = tuple(choices)
+        self._chosen = chosen or {}
         self._made_by = MadeBy(make, place)
 
     def with_vllm(self, fields: Mapping[str, Any], why: str) -> Config:
@@ -254,7 +257,9 @@ class Config(Section):
 
         That needs the same base model, in the same layout, on the same ranks.
         """
-        actor, reference, place = self.actor, self.reference, self.placement
+        actor = self.actor
+        reference = self.reference
+        place = self.placement
         # A teacher is asked for hidden states, an actor for logits. One pass cannot give both.
         if self.algorithm.divergence_name is not None:
             return False
@@ -280,7 +285,8 @@ class Config(Section):
     @property
     def samples_at_once(self) -> int:
         """Number of responses that the engines work on at once: those of a step, or more with `rollout.partial`."""
-        partial, wanted = self.rollout.partial, self.data.prompts_per_step
+        partial = self.rollout.partial
+        wanted = self.data.prompts_per_step
         return (wanted if partial is None else partial.num_groups(wanted)) * self.algorithm.group_size
 
     @property

@@ -158,7 +158,8 @@ def type_text(annotation: Any) -> str:
     plain = {int: "int", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "anything"}
     if annotation in plain:
         return plain[annotation]
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0])
     if origin is Literal:

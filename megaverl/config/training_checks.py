@@ -38,7 +38,8 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
         role: the role's section.
         num_updates: optimizer steps in the whole run.
     """
-    at, scheduler = f"{name}.scheduler", role.scheduler
+    at = f"{name}.scheduler"
+    scheduler = role.scheduler
     for key, allowed in (
         ("lr_decay_style", DECAY_STYLES),
         ("lr_wsd_decay_style", WSD_STYLES),
@@ -52,7 +53,8 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
     if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
         yield ConfigIssue(at, "lr_warmup_steps and lr_decay_steps must be integers of at least 0.")
         return
-    warmup, decay = scheduler.get("lr_warmup_steps", 0), scheduler.get("lr_decay_steps", num_updates)
+    warmup = scheduler.get("lr_warmup_steps", 0)
+    decay = scheduler.get("lr_decay_steps", num_updates)
     if warmup and warmup >= decay:
         source = "lr_decay_steps" if "lr_decay_steps" in scheduler else "the run's optimizer steps"
         yield ConfigIssue(
@@ -69,7 +71,8 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
 
 def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[ConfigIssue]:
     """Yield settings that rule out router replay: the engine reports no experts, or the actor cannot replay them."""
-    key, mode = "actor.router_replay", config.actor.router_replay
+    key = "actor.router_replay"
+    mode = config.actor.router_replay
     if mode == "off":
         return
     for wrong, involved, why in (
@@ -105,7 +108,8 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
     trained = {"actor": True, "critic": config.uses_critic, "reward_model": config.trains_reward_model}
     for role in (role for role, is_used in trained.items() if is_used):
         section = getattr(config, role)
-        lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
+        lr = section.optimizer.get("lr")
+        min_lr = section.optimizer.get("min_lr")
         if lr is None or not (is_number(lr) and lr > 0):
             yield ConfigIssue(f"{role}.optimizer.lr", f"found {yaml_text(lr)}; expected a number above 0.")
         elif min_lr is not None and is_number(min_lr) and not 0 <= min_lr <= lr:
@@ -251,7 +255,9 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
     These are settings of a separate critic model, and settings that would let a value loss alone move the policy.
     """
-    critic, actor, algorithm = config.critic, config.actor, config.algorithm
+    critic = config.critic
+    actor = config.actor
+    algorithm = config.algorithm
     if not critic.share_backbone:
         return
     if not config.estimator_reads("values"):
@@ -289,7 +295,8 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in the adaptive entropy bonus and in the rollout filter."""
-    algorithm, key = config.algorithm, "algorithm.entropy_target"
+    algorithm = config.algorithm
+    key = "algorithm.entropy_target"
     if algorithm.entropy_target is None and algorithm.changed("entropy_step"):
         text = f"found {algorithm.entropy_step}, but {key} is null: the weight is fixed. Set a target."
         yield ConfigIssue("algorithm.entropy_step", text)
@@ -307,8 +314,11 @@ def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in `algorithm.opponent_beta`: opponents drawn from a mixture of policy and reference (Nash-MD)."""
-    algorithm, rollout, key = config.algorithm, config.rollout, "algorithm.opponent_beta"
-    beta, name = algorithm.opponent_beta, algorithm.advantage_name
+    algorithm = config.algorithm
+    rollout = config.rollout
+    key = "algorithm.opponent_beta"
+    beta = algorithm.opponent_beta
+    name = algorithm.advantage_name
     if (beta is None) != (name != "nash_md"):
         text = f"found {yaml_text(beta)}, and the advantage is {name}: only nash_md compares with opponents."
         yield ConfigIssue(key, text, involves=("algorithm.advantage",))
@@ -342,7 +352,8 @@ def opponent_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def program_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
     """Yield settings that cannot be combined with a user-defined step (`trainer.program`)."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
+    rollout = config.rollout
     if trainer.program is None or command not in ("train", "quickstart"):
         return
     everywhere = {
@@ -369,7 +380,8 @@ def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
     Such a teacher reads the text of a single turn.
     """
-    algorithm, key = config.algorithm, "reference.tokenizer"
+    algorithm = config.algorithm
+    key = "reference.tokenizer"
     tokens = "a teacher of other tokens"
     if algorithm.advantage_name != "distillation":
         yield ConfigIssue(
@@ -411,8 +423,10 @@ def other_tokenizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Yield mistakes in `algorithm.distillation` and in the teacher."""
-    algorithm, key = config.algorithm, "algorithm.distillation"
-    distillation, name = algorithm.distillation, algorithm.divergence_name
+    algorithm = config.algorithm
+    key = "algorithm.distillation"
+    distillation = algorithm.distillation
+    name = algorithm.divergence_name
     if config.reference.tokenizer is not None:
         yield from other_tokenizer_mistakes(config)
     if name is None:
@@ -439,7 +453,8 @@ def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
         )
     # Both models compute the same vocabulary part on each rank, so the divergence needs no exchange of logits.
     for grid in ("engine", "tp", "pp", "cp", "vpp"):
-        actors, references = getattr(config.actor, grid), getattr(config.reference, grid)
+        actors = getattr(config.actor, grid)
+        references = getattr(config.reference, grid)
         if actors != references:
             yield ConfigIssue(
                 f"reference.{grid}",

@@ -77,7 +77,8 @@ def forms_of(kind: Any) -> Forms:
     }
     if isinstance(kind, type | None) and kind in simple:
         return simple[kind]
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Annotated:
         return forms_of(arguments[0])
     if origin is Literal:

@@ -235,7 +235,8 @@ def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key
         return
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
-        name, line = str(key_node.value), key_node.start_mark.line + 1
+        name = str(key_node.value)
+        line = key_node.start_mark.line + 1
         path = (*at, name)
         if name in seen and name != "<<":
             source.add(

@@ -152,7 +152,8 @@ def _begins(prompts: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     What precedes the response is either `prompts` [B, S] as given, padding included, in every row, or each prompt
     without padding.
     """
-    generated, lengths = tensors["generated_ids"], tensors["prompt_lengths"].long()
+    generated = tensors["generated_ids"]
+    lengths = tensors["prompt_lengths"].long()
     width = prompts.shape[1]
     if generated.shape[1] >= width and torch.equal(generated[:, :width], prompts):
         return torch.full_like(lengths, width)

@@ -129,7 +129,8 @@ def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part
 
     Each state omits parts without samples at its end. These are combined first, as most sums then meet no other.
     """
-    back, meet = second[::-1], max(0, len(first) + len(second) - num_ranks)
+    back = second[::-1]
+    meet = max(0, len(first) + len(second) - num_ranks)
     alone = len(first) - meet
     met = [(a + b, left + right) for (a, left), (b, right) in zip(first[alone:], back[:meet], strict=True)]
     return sorted(first[:alone] + met + back[meet:], key=itemgetter(0), reverse=True)

@@ -179,7 +179,8 @@ class MixedSampler(PromptSampler):
         super().__init__(sum(sizes), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint, digests=digests)
         if empty := [number for number, size in enumerate(sizes) if not size]:
             raise DataError(f"source {empty[0] + 1} has no rows left, but a weight. Leave it out.")
-        self.sizes, self.weights = tuple(sizes), tuple(weights)
+        self.sizes = tuple(sizes)
+        self.weights = tuple(weights)
         self.mixture = Mixture(weights, seed)
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
@@ -400,7 +401,9 @@ def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str
     encoded = encoder.encode(read.prompt, where, read.tools, read.images or ())
     if encoded is None:
         return None
-    text, ids, messages = encoded.text, encoded.token_ids, encoder.messages(read.prompt)
+    text = encoded.text
+    ids = encoded.token_ids
+    messages = encoder.messages(read.prompt)
     return PromptRecord(index, read.prompt, text, ids, read.reference, read.extra, where, messages, read.images)
 
 

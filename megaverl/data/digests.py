@@ -15,7 +15,8 @@ WHOLE_FILE = 16 * 2**20
 """Bytes of a file up to which all of it is read; of larger ones samples."""
 
 # Number and bytes of samples that are read of a large file.
-NUM_SAMPLES, SAMPLE = 64, 16 * 2**10
+NUM_SAMPLES = 64
+SAMPLE = 16 * 2**10
 # Bytes read at the beginning and in the middle of every column chunk of a Parquet file.
 CHUNK_SAMPLE = 4 * 2**10
 

@@ -162,7 +162,9 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     Args:
         tokenizer: replaces the configuration's tokenizer.
     """
-    data, model, results = config.data, config.model, {}
+    data = config.data
+    model = config.model
+    results = {}
     too_long = "drop" if data.too_long == "error" else data.too_long
     encoder, images = encoder_of(
         data.model_copy(update={"too_long": too_long}),

@@ -117,7 +117,8 @@ class Images:
     """Reads the images of rows according to `data.images`."""
 
     def __init__(self, config: ImagesConfig, processor: ImageProcessor) -> None:
-        self.config, self.processor = config, processor
+        self.config = config
+        self.processor = processor
 
     @classmethod
     def of(cls, config: ImagesConfig, folder: str | Path, tokenizer: Tokenizer) -> Images | None:
@@ -144,11 +145,13 @@ class Images:
         """
         entries = column if isinstance(column, list | tuple) else [column]
         images = [entry for entry in entries if entry is not None]
-        key, values = self.config.key, list[Any]()
+        key = self.config.key
+        values = list[Any]()
         if images and None not in parts and IN_TEXT not in _text(prompt):
             prompt = _before(prompt, MARK * len(images))
             parts = [None] * len(images) + list(parts)
-        waiting, written = iter(parts), 0
+        waiting = iter(parts)
+        written = 0
 
         def put(text: str) -> str:
             nonlocal written
@@ -279,7 +282,8 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
     Raises:
         DataError: a part is of another kind.
     """
-    texts, images = [], []
+    texts = []
+    images = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):

@@ -131,7 +131,10 @@ class PreferenceReader:
     def __init__(
         self, encoder: PromptEncoder, columns: PreferenceColumns, *, max_tokens: int, pairs_only: bool = True
     ) -> None:
-        self.encoder, self.columns, self.max_tokens, self.pairs_only = encoder, columns, max_tokens, pairs_only
+        self.encoder = encoder
+        self.columns = columns
+        self.max_tokens = max_tokens
+        self.pairs_only = pairs_only
 
     def check(self, dataset: PromptDataset) -> None:
         """Read every row, so that a bad one fails the run before it starts.

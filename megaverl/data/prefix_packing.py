@@ -153,7 +153,8 @@ def plan_packed_micro_batches(
             len(sample_plan[0]),
         )
         if not best or rating < best_rating:
-            best, best_rating = sample_plan, rating
+            best = sample_plan
+            best_rating = rating
         if rating[:2] == (-least, False) and busiest <= GOOD_ENOUGH * share:
             break
     return best
@@ -201,18 +202,22 @@ def _bundles(
     prompts: Sequence[int],
 ) -> list[_Bundle]:
     """Group consecutive units into `parts` parts of similar size, or more if a part exceeds `cap` tokens."""
-    size, result = -(-len(units) // parts), []
+    size = -(-len(units) // parts)
+    result = []
     for start in range(0, len(units), size):
-        part, tokens = _Bundle(), 0
+        part = _Bundle()
+        tokens = 0
         for unit in units[start : start + size]:
-            own_tokens, shared_tokens = 0, 0
+            own_tokens = 0
+            shared_tokens = 0
             for sample in unit:
                 own_tokens += lengths[sample] - shared[sample]
             if fresh := {prompts[sample]: shared[sample] for sample in unit if prompts[sample] not in part.beginnings}:
                 shared_tokens = sum(fresh.values())
             if part.samples and tokens + own_tokens + shared_tokens > cap:
                 result.append(part)
-                part, tokens = _Bundle(), 0
+                part = _Bundle()
+                tokens = 0
                 fresh = {prompts[sample]: shared[sample] for sample in unit}
                 shared_tokens = sum(fresh.values())
             part.samples += unit

@@ -113,7 +113,8 @@ def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
         {"content"} if calls else set()
     ):
         raise DataError(f'{where} must be like {{"role": "user", "content": "..."}}; found {message!r:.80}.')
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if calls and content is None:
         content = ""
     if role not in ROLES:
@@ -140,7 +141,8 @@ class PromptEncoder:
     def __init__(
         self, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None, image_token: int | None = None
     ) -> None:
-        self.tokenizer, self.image_token = tokenizer, image_token
+        self.tokenizer = tokenizer
+        self.image_token = image_token
         self.format = prompt_format or PromptFormat()
         self.uses_chat_template = self.format.chat_template == "auto" and tokenizer.chat_template is not None
 

@@ -202,7 +202,8 @@ class FirstRows:
     """First rows of another source."""
 
     def __init__(self, rows: RowSource, count: int) -> None:
-        self._rows, self._count = rows, count
+        self._rows = rows
+        self._count = count
         self.where = rows.where
         self.fingerprint = f"{rows.fingerprint}-first-{count}"
 
@@ -241,7 +242,8 @@ class OwnRows:
     """Rows of a user's class. Whatever its methods raise becomes a DataError."""
 
     def __init__(self, rows: RowSource, name: str) -> None:
-        self._rows, self._name = rows, name
+        self._rows = rows
+        self._name = name
 
     def __len__(self) -> int:
         with raised_by(self._name):
@@ -574,7 +576,8 @@ def open_rows(paths: str | Path | Sequence[str | Path]) -> RowSource:
 
 def _running_sum(sizes: Sequence[int]) -> list[int]:
     """Return the cumulative sums of `sizes`."""
-    total, ends = 0, []
+    total = 0
+    ends = []
     for size in sizes:
         total += size
         ends.append(total)

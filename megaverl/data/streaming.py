@@ -68,7 +68,9 @@ class FilesReader:
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
         # The place is a byte in a JSONL file, and a row in a Parquet file.
-        self._file, self._place, self._line = 0, 0, 0
+        self._file = 0
+        self._place = 0
+        self._line = 0
         self._parquet: tuple[int, ParquetFile] | None = None
 
     def read(self) -> Row | None:
@@ -78,7 +80,9 @@ class FilesReader:
             row = self._parquet_row(path) if path.suffix == ".parquet" else self._line_of(path)
             if row is not None:
                 return row
-            self._file, self._place, self._line = self._file + 1, 0, 0
+            self._file = self._file + 1
+            self._place = 0
+            self._line = 0
         self._file = 0
         return None
 
@@ -93,7 +97,9 @@ class FilesReader:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a position that `state` returned."""
-        self._file, self._place, self._line = int(state["file"]), int(state["place"]), int(state["line"])
+        self._file = int(state["file"])
+        self._place = int(state["place"])
+        self._line = int(state["line"])
 
     def _line_of(self, path: Path) -> Row | None:
         """Return the next row of a JSONL file, or None at its end."""
@@ -128,7 +134,8 @@ class NumberedReader:
     files: Sequence[Path] = ()
 
     def __init__(self, rows: RowSource) -> None:
-        self._rows, self._next = rows, 0
+        self._rows = rows
+        self._next = 0
 
     def read(self) -> Row | None:
         """Return the next row, or None once after the last one."""
@@ -203,14 +210,17 @@ class HubReader:
         """Go to a position that `state` returned."""
         self._restored = copy.deepcopy(state["stream"])
         self._data.load_state_dict(copy.deepcopy(state["stream"]))
-        self._rows, self._next = iter(self._data), int(state["next"])
+        self._rows = iter(self._data)
+        self._next = int(state["next"])
 
 
 class FirstReader:
     """Reader of the first rows of another reader, repeatedly."""
 
     def __init__(self, reader: SourceReader, count: int) -> None:
-        self._reader, self._count, self._read = reader, count, 0
+        self._reader = reader
+        self._count = count
+        self._read = 0
         self._begin = reader.state()
 
     def read(self) -> Row | None:
@@ -279,10 +289,13 @@ class StreamedPrompts:
         self._fingerprints = [reader.fingerprint for reader in self._readers]
         self._written = written_times([path for reader in self._readers for path in reader.files])
         self.notes: list[str] = []
-        self._encoder, self._columns = encoder, columns
-        self._seed, self._buffer = seed, shuffle_buffer
+        self._encoder = encoder
+        self._columns = columns
+        self._seed = seed
+        self._buffer = shuffle_buffer
         self.position = self.num_dropped = 0
-        self._block, self._within = 0, 0
+        self._block = 0
+        self._within = 0
         self._rows: list[Row] = []
         self._block_digest = ""
         self._read = self._passes = self._current = 0
@@ -382,7 +395,8 @@ class StreamedPrompts:
                 f"{'; '.join(changed)}. Restore the data and these settings, or start a new run from the saved weights."
             )
         self.notes = self._compare_times(state.get("written", {}))
-        self.position, self.num_dropped = int(state["position"]), int(state["dropped"])
+        self.position = int(state["position"])
+        self.num_dropped = int(state["dropped"])
         self._block = int(state["block"])
         self._restore(state["begin"])
         if state["within"]:
@@ -451,10 +465,14 @@ class StreamedPrompts:
 
     def _restore(self, place: Mapping[str, Any]) -> None:
         """Go to positions that `_place` returned."""
-        self._read, self._passes, self._current = int(place["read"]), int(place["passes"]), int(place["current"])
+        self._read = int(place["read"])
+        self._passes = int(place["passes"])
+        self._current = int(place["current"])
         for reader, state in zip(self._readers, place["readers"], strict=True):
             reader.restore(state)
-        self._begin, self._rows, self._within = dict(place), [], 0
+        self._begin = dict(place)
+        self._rows = []
+        self._within = 0
 
 
 class PromptStream:
@@ -470,7 +488,8 @@ class PromptStream:
     notes: Sequence[str] = ()
 
     def __init__(self, dataset: PromptDataset, sampler: PromptSampler) -> None:
-        self.dataset, self.sampler = dataset, sampler
+        self.dataset = dataset
+        self.sampler = sampler
         self.position = 0
 
     def take(self, count: int) -> list[PromptRecord]:

@@ -138,7 +138,8 @@ def make_task(
         )
     width = task.width(num_digits)
     draw = random.Random(f"{name}/{num_digits}/{seed}")
-    wanted, possible = num_train + num_held_out, 10**width
+    wanted = num_train + num_held_out
+    possible = 10**width
     # With few problems, go through all of them in random order. With many, draw: duplicates are rare.
     numbers = (
         iter(draw.sample(range(possible), possible))

@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 # Character that sentencepiece uses for a space.
 SPACE = "\u2581"
 # Values of `SentencePiece.Type`.
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+BYTE = 6
 NOT_MERGED = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 # Values of `TrainerSpec.ModelType`.
-UNIGRAM, BPE = 1, 2
+UNIGRAM = 1
+BPE = 2
 
 # Suffixes of files that tokenizer classes read.
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -168,7 +172,8 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
 
     kept = {piece.piece: piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type == USER_DEFINED}
     pieces = [(kept.get(piece.piece, piece.piece), piece.score) for piece in proto.pieces]
-    rules, trained = proto.normalizer_spec, proto.trainer_spec
+    rules = proto.normalizer_spec
+    trained = proto.trainer_spec
     if trained.model_type == UNIGRAM:
         model: Any = models.Unigram(pieces, unk_id=trained.unk_id, byte_fallback=trained.byte_fallback)
     else:
@@ -221,7 +226,8 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
 def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path) -> None:
     """Raise DataError if the two tokenizers differ on a sample text."""
     for text in _sample_texts(proto):
-        expected, converted = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
+        expected = processor.encode(text)
+        converted = tokenizer.encode(text, add_special_tokens=False).ids
         if expected != converted:
             raise DataError(
                 f"{path}: this sentencepiece model cannot be turned into a Hugging Face tokenizer: "

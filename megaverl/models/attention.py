@@ -215,7 +215,9 @@ def _attend(
         q, k, v, look, scale = _with_sinks(q, k, v, look, scale, sinks)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
         # On CPUs the backward kernel for bfloat16 takes up to four times as long as that for float32.
-        q, k, v = q.float(), k.float(), v.float()
+        q = q.float()
+        k = k.float()
+        v = v.float()
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=look, is_causal=look is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -273,7 +275,8 @@ class SharedKVAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project [s, b, hidden] to query [s, b, heads / tp, head_dim] and key, value [s, b, 1, head_dim]."""
         mixed, _ = self.linear_qkv(hidden_states)
-        group, num_groups = self.pg_collection.tp, self.config.num_query_groups
+        group = self.pg_collection.tp
+        num_groups = self.config.num_query_groups
         ranks_per_group = group.size() // num_groups
         group_number, place_in_group = divmod(group.rank(), ranks_per_group)
         all_heads = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
@@ -374,7 +377,8 @@ class LocalLatentAttention(LatentAttention):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        latent, hidden = config.kv_lora_rank + config.qk_pos_emb_head_dim, config.hidden_size
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        hidden = config.hidden_size
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank)

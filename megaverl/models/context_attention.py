@@ -117,7 +117,8 @@ class CutPacking(Packing):
 
 def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Segment], list[int]]:
     """Return the segments with queries between `begin` and `end`, cut at `end`, and their numbers of queries."""
-    pieces, counts = [], []
+    pieces = []
+    counts = []
     for beginning, common, place, length in segments:
         last = min(place + length, end)
         if max(place, begin) < last:
@@ -136,7 +137,8 @@ def pack_part(
         part: the rank.
     """
     tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
-    longest, halves = int(tensors["positions"].max()) + 1, []
+    longest = int(tensors["positions"].max()) + 1
+    halves = []
     for (begin, end), (pieces, counts) in zip(_halves(len(tensors["source"]), part), chunks, strict=True):
         keys, _ = spans([(*piece, False) for piece in pieces], len(tensors["source"]))
         ends = [place + length - begin for _, _, place, length in pieces]
@@ -190,7 +192,8 @@ def pack_for_engine(
     total = sum(filled)
     filled += [-total % multiple_of] if total % multiple_of else []
     begins = [sum(filled[:number]) for number in range(len(filled))]
-    source, sequence_begins = torch.zeros(sum(filled), dtype=torch.int64), iter(begins)
+    source = torch.zeros(sum(filled), dtype=torch.int64)
+    sequence_begins = iter(begins)
     starts = []
     for number, length in enumerate(lengths):
         begin = next(sequence_begins) if length else 0

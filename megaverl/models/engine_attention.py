@@ -119,7 +119,9 @@ def _kinds(config: TransformerConfig) -> set[str]:
 
 def why_not_cut(config: TransformerConfig) -> str:
     """Return why Transformer Engine cannot split sequences over context-parallel ranks, or "" if it can."""
-    kinds, tp_size, cp_size = _kinds(config), config.tensor_model_parallel_size, config.context_parallel_size
+    kinds = _kinds(config)
+    tp_size = config.tensor_model_parallel_size
+    cp_size = config.context_parallel_size
     if unknown := kinds - {"p2p", "a2a", "all_gather"}:
         return f"megatron.cp_comm_type={', '.join(sorted(unknown))} is not among p2p, a2a and all_gather"
     if config.softmax_type != "vanilla" and kinds != {"a2a"}:
@@ -146,13 +148,15 @@ def why_padded(config: TransformerConfig) -> str:
         return f"Transformer Engine {LOWEST_ENGINE} or later is needed, and {get_te_version()} is installed"
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
         return "attention is in FP8 (megatron.fp8_dot_product_attention, megatron.fp8_multi_head_attention)"
-    tp_size, is_cut = config.tensor_model_parallel_size, config.context_parallel_size > 1
+    tp_size = config.tensor_model_parallel_size
+    is_cut = config.context_parallel_size > 1
     if is_cut and _kinds(config) != {"p2p"}:
         return "Transformer Engine takes packed rows cut over ranks with megatron.cp_comm_type=p2p alone"
     groups = config.num_query_groups
     keys = values = config.kv_channels
     if config.multi_latent_attention:
-        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+        keys = config.qk_head_dim + config.qk_pos_emb_head_dim
+        values = config.v_head_dim
         groups = config.num_attention_heads
     sinks = {} if config.softmax_type == "vanilla" else {"softmax_type": config.softmax_type}
     # Some layers may have a window and others none. Every kind of layer must be supported.

@@ -103,7 +103,8 @@ def _in_vllm(architecture: str) -> Support:
     return Support("vllm", True, version)
 
 
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+CAUSAL = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
 
 
 def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:

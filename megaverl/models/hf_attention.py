@@ -23,7 +23,8 @@ NAME = "megaverl"
 # Arguments of transformers' attention functions that `attend` does not support -> reason for a message.
 NOT_COMPUTED = {"softcap": "attention's scores are capped", "s_aux": "attention has sinks"}
 # Names of layer kinds in transformers' `layer_types`.
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 
 
 @dataclass
@@ -52,7 +53,8 @@ _current = _Current()
 @contextmanager
 def packed(packing: Packing | None) -> Iterator[None]:
     """Make forward and backward passes inside read rows packed as `packing` says. None: each row is one sequence."""
-    before, _current.packing = _current.packing, packing
+    before = _current.packing
+    _current.packing = packing
     try:
         yield
     finally:

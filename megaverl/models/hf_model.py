@@ -54,7 +54,8 @@ class PolicyModule(nn.Module):
         self, model: PreTrainedModel, num_values: int, gives_hidden: bool, dtype: torch.dtype, router_loss: bool = False
     ) -> None:
         super().__init__()
-        self.model, self.gives_hidden = model, gives_hidden
+        self.model = model
+        self.gives_hidden = gives_hidden
         backbone = model.base_model
         if backbone is model and (num_values or gives_hidden):
             raise ModelError(f"{type(model).__name__}: transformers does not say which of its modules is the backbone.")
@@ -112,9 +113,12 @@ class PolicyModule(nn.Module):
                 the routers' loss or None.
         """
         options: dict[str, Any] = {"position_ids": positions} if self._positions else {}
-        module, self._drawn = self.model.base_model if self.gives_hidden else self.model, None
+        module = self.model.base_model if self.gives_hidden else self.model
+        self._drawn = None
         if self._takes_images and seen is not None:
-            options, self._drawn, tokens = {"position_ids": seen.positions, **seen.given}, tokens, seen.places
+            options = {"position_ids": seen.positions, **seen.given}
+            self._drawn = tokens
+            tokens = seen.places
         self._sees_none = "pixel_values" not in options
         loss = None
         # Only the whole model computes the router loss, and it insists on logits: one position is the fewest.
@@ -122,7 +126,8 @@ class PolicyModule(nn.Module):
             module, options["output_router_logits"] = self.model, True
             options |= {"logits_to_keep": 1} if self.gives_hidden else {}
         outputs = module(input_ids=tokens, use_cache=False, **options)
-        hidden, self._seen = self._seen, None
+        hidden = self._seen
+        self._seen = None
         if router_loss:
             loss = outputs.aux_loss
         output: Any = outputs[0] if self.gives_hidden else outputs.logits
@@ -415,7 +420,8 @@ def shard_module(
     model = module.model
     for block in [*vision_blocks_of(model), *blocks_of(model)]:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if getattr(head, "weight", None) is not embeddings.weight:
         fully_shard(embeddings, reshard_after_forward=reshard_after_forward, **options)
     # The rest (norms, heads) is gathered first and used last, so it stays gathered from the forward to the backward

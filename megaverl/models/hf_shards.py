@@ -218,7 +218,8 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
     """
     if size == 1:
         return TensorCuts()
-    name, key = type(model).__name__, f"{role}.tp={size}"
+    name = type(model).__name__
+    key = f"{role}.tp={size}"
     inner = {part: style for part, style in (getattr(model, "tp_plan", None) or {}).items() if ".*." in part}
     other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
     if not inner or other or VisionReader.of(model.config) is not None:
@@ -228,7 +229,8 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
     for heads in HEADS:
         if (count := getattr(config, heads, None)) and count % size:
             raise ConfigError(f"{key}: it does not divide the model's {count} {heads}. Choose one that does.")
-    axes, partial = {}, set()
+    axes = {}
+    partial = set()
     for parameter, tensor in model.named_parameters():
         layer, _, kind = re.sub(r"\.\d+\.", ".*.", parameter).rpartition(".")
         style = inner.get(layer)

@@ -141,7 +141,8 @@ def _fetch(
     path: str, open_hub: Callable[[], HuggingFaceHub | ModelScopeHub], trust_remote_code: bool, with_weights: bool
 ) -> ModelFiles:
     """Download the small files on the first rank of each machine, start downloading weights, and share the results."""
-    rank, machines = dist.get_rank(), gather_json(os.environ.get("GROUP_RANK", "0"))
+    rank = dist.get_rank()
+    machines = gather_json(os.environ.get("GROUP_RANK", "0"))
     # The first rank of the job on each machine downloads for that machine.
     leader = machines.index(machines[rank]) == rank
     local_files: list[Any] = [machines[rank], None, []]
@@ -235,7 +236,9 @@ class HuggingFaceHub:
     """
 
     def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
-        self._path, self._revision, self._local_dir = path, revision, local_dir
+        self._path = path
+        self._revision = revision
+        self._local_dir = local_dir
         self._endpoint = endpoint or os.environ.get("HF_ENDPOINT")
         self._commit = revision
         self._cached_only = False
@@ -353,7 +356,10 @@ class ModelScopeHub:
     """Access to ModelScope with the optional package `modelscope`."""
 
     def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
-        self._path, self._revision, self._local_dir, self._endpoint = path, revision, local_dir, endpoint
+        self._path = path
+        self._revision = revision
+        self._local_dir = local_dir
+        self._endpoint = endpoint
         try:
             self._api = importlib.import_module("modelscope.hub.api").HubApi(endpoint=endpoint)
             self._download = importlib.import_module("modelscope.hub.file_download").model_file_download

@@ -85,7 +85,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed, wide = _scaled(x, inverse), grad.to(_wide(grad))
+        normed = _scaled(x, inverse)
+        wide = grad.to(_wide(grad))
         product = (wide * normed).reshape(-1, x.shape[-1])
         by_weight = product.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         mean = product.mv(weight.to(product.dtype)).div_(x.shape[-1]).view_as(inverse)
@@ -173,7 +174,8 @@ class ValuesBesideLogits(ValueHead):
     def take(self) -> torch.Tensor:
         """Return the values of the last forward pass, [b, s, num_values] float32. Can be called once per pass."""
         assert self._seen is not None, "there was no forward pass, or its values were taken"
-        hidden, self._seen = self._seen, None
+        hidden = self._seen
+        self._seen = None
         return self(hidden)[0].transpose(0, 1)
 
 
@@ -235,7 +237,8 @@ class HiddenHead:
     """
 
     def __init__(self, layer: Any, group: dist.ProcessGroup) -> None:
-        self._layer, self._group = layer, group
+        self._layer = layer
+        self._group = group
         self._tied: torch.Tensor | None = None
         layer.forward = self
 

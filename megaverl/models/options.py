@@ -353,7 +353,8 @@ def yarn_options(spec: ModelSpec) -> dict[str, Any]:
     if spec.mla is not None or scaling.get("rope_type") != "yarn":
         return {}
     factor = float(scaling["factor"])
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    mscale = scaling.get("mscale")
+    mscale_all_dim = scaling.get("mscale_all_dim")
     if scaling.get("attention_factor") is not None and factor > 1:
         # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1).
         mscale = (scaling["attention_factor"] - 1.0) / (0.1 * math.log(factor))

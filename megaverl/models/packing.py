@@ -97,11 +97,13 @@ class DensePacking(Packing):
         if len(self.wholes):
             width = self.wholes.shape[1]
             mask = None if window is None or window >= width else self._mask(width, width, None, window)
-            keys, values = _gather(key, self.wholes), _gather(value, self.wholes)
+            keys = _gather(key, self.wholes)
+            values = _gather(value, self.wholes)
             outputs.append(attend(_gather(query, self.wholes), keys, values, mask))
         if len(self.later_queries):
             mask = self._mask(self.later_queries.shape[1], self.later_keys.shape[1], self.later_offsets, window)
-            keys, values = _gather(key, self.later_keys), _gather(value, self.later_keys)
+            keys = _gather(key, self.later_keys)
+            values = _gather(value, self.later_keys)
             outputs.append(attend(_gather(query, self.later_queries), keys, values, mask))
         flat = torch.cat([out.transpose(1, 2).flatten(2).flatten(0, 1) for out in outputs])
         return flat.index_select(0, self.place)
@@ -179,7 +181,8 @@ def pack(
                 later.append((beginning, common, place, count, False))
             elif count or common:
                 wholes.append((beginning, common, place, count, not number))
-    total, padding = row.total, -row.total % multiple_of
+    total = row.total
+    padding = -row.total % multiple_of
     all_wholes, whole_mask = spans(wholes, total)
     keys, _ = spans(later, total)
     queries, query_mask = spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
@@ -216,13 +219,15 @@ def pack_segments(
     tensors: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int]
 ) -> VarlenPacking:
     """Return the packing of these segments, in which only the last `counts` tokens of each are queries."""
-    queries, keys = torch.tensor(counts), torch.tensor([common + count for _, common, _, count in segments])
+    queries = torch.tensor(counts)
+    keys = torch.tensor([common + count for _, common, _, count in segments])
     places = [
         torch.arange(first, first + count)
         for beginning, common, place, own_count in segments
         for first, count in ((beginning, common), (place, own_count))
     ]
-    zero, has_shared = torch.zeros(1, dtype=torch.int32), any(common for _, common, _, _ in segments)
+    zero = torch.zeros(1, dtype=torch.int32)
+    has_shared = any(common for _, common, _, _ in segments)
     return VarlenPacking(
         qkv_format="sbhd",
         cu_seqlens_q=torch.cat([zero, queries.cumsum(0, dtype=torch.int32)]),
@@ -273,7 +278,8 @@ class _Row:
             members.setdefault(group, []).append(sequence)
         for sequences in members.values():
             common = shared[sequences[0]] if len(sequences) > 1 else 0
-            beginning, parts = self._lay(sequences[0], 0, common), []
+            beginning = self._lay(sequences[0], 0, common)
+            parts = []
             for sequence in sequences:
                 place = self._lay(sequence, common, lengths[sequence] - common)
                 self.starts[sequence] = place + shared[sequence] - common
@@ -380,7 +386,8 @@ class MicroBatch:
     def __post_init__(self) -> None:
         if self.num_response_columns < 0:
             self.num_response_columns = int(self.response_lengths.max()) if self.samples.numel() else 0
-            self.predicting, self.predicted = self._predicting(), self.response_mask
+            self.predicting = self._predicting()
+            self.predicted = self.response_mask
             self.targets = self.tokens[self.predicting.row, self.predicting.position + 1]
             self.last = self._last()
 

@@ -71,7 +71,8 @@ class ReplayedRouter:
             weights: [tokens], 1 for tokens that count in the statistics. None: no statistics.
             is_kept: whether a backward pass follows.
         """
-        self._expected, self._is_kept = (experts, weights), is_kept
+        self._expected = (experts, weights)
+        self._is_kept = is_kept
 
     def forget(self) -> None:
         """Drop everything that is still expected, as after a failed pass."""
@@ -98,7 +99,8 @@ class ReplayedRouter:
         values, router_choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         is_forward = self._expected is not None
         if is_forward:
-            expected, self._expected = self._expected, None
+            expected = self._expected
+            self._expected = None
             # A forward pass without gradients that has a backward pass is activation checkpointing: it will be
             # recomputed.
             if self._is_kept and not torch.is_grad_enabled():
@@ -151,8 +153,10 @@ class RouterReplay:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, grid: Grid) -> None:
-        self._grid, self._is_sequence_parallel = grid, config.sequence_parallel
-        self._num_layers, self._num_experts = config.num_layers, config.num_moe_experts
+        self._grid = grid
+        self._is_sequence_parallel = config.sequence_parallel
+        self._num_layers = config.num_layers
+        self._num_experts = config.num_moe_experts
         # Keyed by the layer's number, counted from 0.
         self._routers: dict[int, ReplayedRouter] = {}
         self._layers_by_model: dict[int, list[int]] = {}
@@ -236,7 +240,8 @@ def counted(counts: torch.Tensor) -> dict[str, float]:
     counts = counts[sums[:, TOKENS] > 0]
     if not len(counts):
         return {}
-    load, sums = counts[:, :-4], counts[:, -4:].sum(dim=0)
+    load = counts[:, :-4]
+    sums = counts[:, -4:].sum(dim=0)
     even = load.mean(dim=1, keepdim=True)
     metrics = {
         "moe/load_max": float((load / even).max()),

@@ -103,9 +103,11 @@ class VisionReader:
         """
         if packing is None:
             columns = torch.arange(tokens.shape[1]).expand_as(tokens)
-            drawn, positions = columns >= prompt_lengths.unsqueeze(1), columns
+            drawn = columns >= prompt_lengths.unsqueeze(1)
+            positions = columns
         else:
-            drawn, positions = torch.zeros_like(tokens, dtype=torch.bool), packing.positions.unsqueeze(0)
+            drawn = torch.zeros_like(tokens, dtype=torch.bool)
+            positions = packing.positions.unsqueeze(0)
             for first, count in zip(packing.starts.tolist(), response_lengths.tolist(), strict=True):
                 drawn[0, first + 1 : first + 1 + count] = True
         # The policy may sample the image token in a response. There it is an ordinary token without an image.
@@ -146,7 +148,8 @@ def rope_positions(
     places = iter(is_image.flatten().nonzero()[:, 0].tolist())
     inside: list[tuple[slice, torch.Tensor]] = []
     for time, height, width in grids:
-        rows, columns = height // merge, width // merge
+        rows = height // merge
+        columns = width // merge
         count = time * rows * columns
         first = next(places)
         for _ in range(count - 1):
@@ -183,7 +186,8 @@ def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
     """
     tower: Any = tower_of(model)
     config = model.config.vision_config
-    merge, time = int(config.spatial_merge_size), int(config.temporal_patch_size)
+    merge = int(config.spatial_merge_size)
+    time = int(config.temporal_patch_size)
     values = int(getattr(config, "in_channels", 3)) * time * int(config.patch_size) ** 2
     grid = torch.tensor([[1, merge, merge]], device=device)
     features = tower(torch.zeros(merge * merge, values, device=device), grid_thw=grid)

@@ -63,7 +63,8 @@ class _Divergences(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, index, *teacher_tensors, totals, slope_sums, floors = ctx.saved_tensors
         divergence, shard, temperature, top_k = ctx.options
-        student, teacher = Distributions(rows, index, weight), Distributions(*teacher_tensors)
+        student = Distributions(rows, index, weight)
+        teacher = Distributions(*teacher_tensors)
         gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
         for part in _parts(student) if shard.valid else ():
             both = [_scaled(model.logits(part, shard.valid), temperature) for model in (student, teacher)]

@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 # Elements of whole logits that are processed at once: a 128th of them, within these bounds. An intermediate result then
 # takes 1 to 16 MiB in float32, and three of them a twentieth of 16-bit logits.
-SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 18, 1 << 22
+SMALLEST_CHUNK = 1 << 18
+LARGEST_CHUNK = 1 << 22
 # Bytes of logits that are computed from hidden states at a time.
 CHUNK_BYTES = 32 * 2**20
 # Used instead of -inf, so that differences and products with 0 stay finite: e^-10000 is 0 in float32.
-LOWEST, NEGLIGIBLE = -1e30, -1e4
+LOWEST = -1e30
+NEGLIGIBLE = -1e4
 
 
 class Drawn(NamedTuple):
@@ -167,7 +169,8 @@ class Gradients:
     """
 
     def __init__(self, distributions: Distributions, valid: int, *, with_weight: bool) -> None:
-        self._distributions, self._valid = distributions, valid
+        self._distributions = distributions
+        self._valid = valid
         self.rows = torch.zeros_like(distributions.rows, memory_format=torch.contiguous_format)
         self._weight = None
         if distributions.weight is not None and with_weight:
@@ -184,16 +187,15 @@ class Gradients:
 
     def put(self, part: slice, by_logits: torch.Tensor) -> None:
         """Add the chunk `part`, given the gradient of its logits [m, valid]."""
-        weight, index, flat = (
-            self._distributions.weight,
-            self._distributions.index,
-            self.rows.view(-1, self.rows.shape[-1]),
-        )
+        weight = self._distributions.weight
+        index = self._distributions.index
+        flat = self.rows.view(-1, self.rows.shape[-1])
         grad = by_logits.to(self.rows.dtype)
         if weight is None:
             out = flat[:, : self._valid]
         else:
-            out, by_rows = flat, grad @ weight[: self._valid]
+            out = flat
+            by_rows = grad @ weight[: self._valid]
             if self._weight is not None:
                 self._weight[: self._valid] += grad.t() @ self._distributions.select_rows(part)
             grad = by_rows
@@ -302,7 +304,8 @@ class _LogProbs(torch.autograd.Function):
         local = local.clamp(0, max(shard.valid - 1, 0))
         for part in distributions.parts() if shard.valid else ():
             by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
-            sums, where = (log_total[part, None], entropy[part, None]), (local[part, None], here[part, None])
+            sums = (log_total[part, None], entropy[part, None])
+            where = (local[part, None], here[part, None])
             logits = distributions.logits(part, shard.valid)
             gradients.put(part, _logit_gradient(logits, *where, by, sums, drawn.select(part)))
         return gradients.rows, gradients.weight, None, None, None, None, None

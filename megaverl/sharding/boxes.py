@@ -41,7 +41,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 def cut(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
     """Return the box of a whole array, narrowed to `[start, stop)` along one axis."""
-    starts, stops = [0] * len(shape), list(shape)
+    starts = [0] * len(shape)
+    stops = list(shape)
     starts[axis], stops[axis] = start, stop
     return Box(tuple(starts), tuple(stops))
 
@@ -69,7 +70,8 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     if common is None:
         return [box]
     rest = []
-    start, stop = list(box.start), list(box.stop)
+    start = list(box.start)
+    stop = list(box.stop)
     for axis, (low, high) in enumerate(zip(common.start, common.stop, strict=True)):
         if start[axis] < low:
             rest.append(Box(tuple(start), (*stop[:axis], low, *stop[axis + 1 :])))
@@ -104,7 +106,8 @@ def carry(inner: Box, outer: Box, target: Box) -> Box:
         if end - base != 1
     ]
     axes = iter(offsets)
-    start, stop = list(target.start), list(target.stop)
+    start = list(target.start)
+    stop = list(target.stop)
     for axis, size in enumerate(target.shape):
         if size != 1:
             low, high = next(axes)
@@ -180,7 +183,8 @@ class BoxIndex:
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the number of each box that intersects `box`, and the intersection."""
-        low, high = 0, len(self._boxes)
+        low = 0
+        high = len(self._boxes)
         if self._axis is not None:
             low = bisect_right(self._reach, box.start[self._axis])
             high = bisect_left(self._starts, box.stop[self._axis])

@@ -89,15 +89,19 @@ class Layout:
                 an empty one, are left out.
         """
         shard_boxes = {name: box for name, box in shard_boxes.items() if box.numel}
-        pieces, views = [], {}
+        pieces = []
+        views = {}
         for piece in self.pieces:
             name = self.stored_in(piece.local)
             if name not in shard_boxes:
                 continue
-            local, part, shift = name, shard_boxes[name], shard_boxes[name].start
+            local = name
+            part = shard_boxes[name]
+            shift = shard_boxes[name].start
             if piece.local in self.views:
                 part, view = self.views[piece.local][1].inside(part)
-                local, shift = f"{name}.{view}", part.start
+                local = f"{name}.{view}"
+                shift = part.start
                 views[local] = (name, view)
             if common := intersect(piece.local_box, part):
                 box = carry(common, piece.local_box, piece.box)

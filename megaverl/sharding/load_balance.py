@@ -204,7 +204,9 @@ class Deal:
     """
 
     def __init__(self, pool: Sequence[int], start: int, wanted: Mapping[int, Sequence[ShardRange]]) -> None:
-        self.pool, self.start, self.wanted = pool, start, wanted
+        self.pool = pool
+        self.start = start
+        self.wanted = wanted
         self._ranks = list(wanted)
         numbers = [sum(part.high - part.low for part in wanted[rank]) for rank in self._ranks]
         self._firsts = [0, *accumulate(numbers)]
@@ -215,7 +217,8 @@ class Deal:
     def fetched(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
         """Yield (holder, part) for everything that a rank receives."""
         place = self._place[rank]
-        low, high = self._firsts[place], self._firsts[place + 1]
+        low = self._firsts[place]
+        high = self._firsts[place + 1]
         while low < high:
             turn = self._turn_of(low)
             end = min(self._first_of(turn + 1), high)
@@ -225,7 +228,8 @@ class Deal:
     def served(self, place: int) -> Iterator[tuple[int, ShardRange]]:
         """Yield (rank, part) for everything that the holder at a place of the pool sends."""
         turn = (place - self.start) % len(self.pool)
-        low, high = self._first_of(turn), self._first_of(turn + 1)
+        low = self._first_of(turn)
+        high = self._first_of(turn + 1)
         while low < high:
             number = bisect_right(self._firsts, low) - 1
             end = min(self._firsts[number + 1], high)
@@ -238,7 +242,8 @@ class Deal:
         for part in self.wanted[rank]:
             if first >= high:
                 return
-            start, stop = max(low - first, 0), min(high - first, part.high - part.low)
+            start = max(low - first, 0)
+            stop = min(high - first, part.high - part.low)
             if start < stop:
                 yield other, part._replace(low=part.low + start, high=part.low + stop)
             first += part.high - part.low
@@ -270,7 +275,8 @@ class Dealer:
         dest: RankLayouts,
         node_of: Sequence[int],
     ) -> None:
-        self._holders, self._node_of = frozenset(classes), node_of
+        self._holders = frozenset(classes)
+        self._node_of = node_of
         self._pools = self._make_pools(source)
         self._place = {key: {rank: i for i, rank in enumerate(pool)} for key, pool in self._pools.items()}
         self._deals: dict[int, list[Deal]] = {key: [] for key in self._pools}

@@ -117,7 +117,9 @@ class _Model:
         transformer_engine: bool,
         layer_split: Sequence[int] | None,
     ) -> None:
-        self._spec, self._shape, self._padded = spec, shape, padded_vocab_size
+        self._spec = spec
+        self._shape = shape
+        self._padded = padded_vocab_size
         self._starts = _stage_starts(spec, shape, layer_split)
         self._num_stages = len(self._starts) - 1
         problems = [*self._problems(weights)]
@@ -221,7 +223,9 @@ class _Model:
 
     def _problems(self, weights: Sequence[Weight]) -> Iterator[str]:
         """Yield what the grid does not divide."""
-        spec, shape, tp = self._spec, self._shape, self._shape.tp
+        spec = self._spec
+        shape = self._shape
+        tp = self._shape.tp
         yield from map(str, misfits(spec, tp=tp, etp=shape.expert_tp, ep=shape.ep))
         vocabulary = next((weight for weight in weights if weight.split is Split.VOCAB), None)
         if vocabulary and (self._padded % tp or self._padded < vocabulary.shape[0]):
@@ -257,12 +261,14 @@ def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] 
 def _interleaved(fused: Sequence[Weight], num_groups: int, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
     """Yield the rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
     run = sum(weight.shape[0] for weight in fused) // tp
-    low, high = tp_rank * run, (tp_rank + 1) * run
+    low = tp_rank * run
+    high = (tp_rank + 1) * run
     row = 0
     for group in range(num_groups):
         for number, weight in enumerate(fused):
             height = weight.shape[0] // num_groups
-            start, stop = max(low, row) - row, min(high, row + height) - row
+            start = max(low, row) - row
+            stop = min(high, row + height) - row
             if start < stop:
                 yield number, cut(weight.shape, 0, group * height + start, group * height + stop)
             row += height
@@ -346,7 +352,8 @@ def _candidates(
     if layer_name is None:
         yield CheckpointKey(local, ())
         return
-    layer, name = int(layer_name[1]), layer_name[2]
+    layer = int(layer_name[1])
+    name = layer_name[2]
     index: tuple[int, ...] = ()
     expert = LOCAL_EXPERT.fullmatch(name)
     if expert:

@@ -195,7 +195,8 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
 
 def not_computed(described: Described) -> Iterator[str]:
     """Yield a message for everything that would be computed differently from transformers."""
-    architecture, values = described.architecture, described.values
+    architecture = described.architecture
+    values = described.values
     allowed = {**ONLY[""], **ONLY.get(architecture, {})}
     if architecture not in (*WITH_OPTIONAL_BIAS, *WITH_ATTENTION_BIAS):
         allowed["attention_bias"] = (False, None)
@@ -252,7 +253,8 @@ def _heads(described: Described) -> Iterator[str]:
         if values["head_dim"] != values["qk_rope_head_dim"]:
             yield f"{described.says('head_dim')}; only {described.named('qk_rope_head_dim')} is computed. {AGAIN}"
         return
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    heads = values["num_attention_heads"]
+    kv_heads = values["num_key_value_heads"]
     if heads % kv_heads:
         named = [described.named(key) for key in ("num_key_value_heads", "num_attention_heads")]
         yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
@@ -260,8 +262,10 @@ def _heads(described: Described) -> Iterator[str]:
 
 def _windows(described: Described) -> Iterator[str]:
     """Yield problems with a sliding window that would not be computed as written."""
-    values, architecture = described.values, described.architecture
-    window, layer_types = values.get("sliding_window"), values.get("layer_types") or []
+    values = described.values
+    architecture = described.architecture
+    window = values.get("sliding_window")
+    layer_types = values.get("layer_types") or []
     if architecture == "GptOssForCausalLM":
         if any(kind != ("full_attention" if i % 2 else SLIDING) for i, kind in enumerate(layer_types)):
             yield f"layer_types is {layer_types}; windows are computed in every other layer, the first first. {AGAIN}"
@@ -305,7 +309,8 @@ def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
         The window in tokens, including the query's own; None for full attention. Then whether each layer has the
             window; empty if all have.
     """
-    values, architecture = described.values, described.architecture
+    values = described.values
+    architecture = described.architecture
     window = values.get("sliding_window")
     if architecture == "GptOssForCausalLM":
         return window, tuple(layer % 2 == 0 for layer in range(values["num_hidden_layers"]))
@@ -333,7 +338,8 @@ def _is_felt(window: int | None, values: dict[str, Any]) -> bool:
 
 def _rope(described: Described) -> Iterator[str]:
     """Yield problems with the rotary embedding."""
-    rope, kind = described.rope, described.rope.get("rope_type")
+    rope = described.rope
+    kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
     supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
     if kind not in supported:
@@ -375,7 +381,8 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
             f"always. Remove the key, or use another model."
         )
     if described.architecture in (*WITH_LATENT_ATTENTION, "GptOssForCausalLM"):
-        ours, engines = yarn_attention_factor(rope), _yarn_attention_factor_in_vllm(described)
+        ours = yarn_attention_factor(rope)
+        engines = _yarn_attention_factor_in_vllm(described)
         if not math.isclose(ours, engines, rel_tol=1e-6):
             settings = {key: rope[key] for key in ("attention_factor", "mscale", "mscale_all_dim") if key in rope}
             yield (
@@ -388,7 +395,8 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float:
     """Return YaRN's factor on rotated queries and keys, as in transformers' `_compute_yarn_parameters`."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    mscale_all_dim = rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
     return yarn_mscale(rope["factor"], 1.0)
@@ -404,14 +412,17 @@ def _yarn_attention_factor_in_vllm(described: Described) -> float:
     rope = described.rope
     if described.architecture not in WITH_LATENT_ATTENTION:
         return yarn_mscale(rope["factor"], 1.0)
-    mscale, mscale_all_dim = rope.get("mscale", 1.0) or 0.0, rope.get("mscale_all_dim", 0.0) or 0.0
+    mscale = rope.get("mscale", 1.0) or 0.0
+    mscale_all_dim = rope.get("mscale_all_dim", 0.0) or 0.0
     return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
 
 
 def _experts(described: Described) -> Iterator[str]:
     """Yield problems with routed experts."""
-    values, keys = described.values, EXPERT_KEYS[described.architecture]
-    num_experts, per_token = values[keys.number], values["num_experts_per_tok"]
+    values = described.values
+    keys = EXPERT_KEYS[described.architecture]
+    num_experts = values[keys.number]
+    per_token = values["num_experts_per_tok"]
     if per_token > num_experts:
         yield f"{described.says('num_experts_per_tok')}, of {num_experts} experts. {AGAIN}"
         return
@@ -438,7 +449,8 @@ def _experts(described: Described) -> Iterator[str]:
 
 def _groups_of_experts(described: Described, num_experts: int, per_token: int) -> Iterator[str]:
     """Yield problems with groups of experts."""
-    groups, chosen = described.values["n_group"], described.values["topk_group"]
+    groups = described.values["n_group"]
+    chosen = described.values["topk_group"]
     size, rest = divmod(num_experts, groups)
     if rest or chosen > groups or per_token > chosen * size:
         yield (

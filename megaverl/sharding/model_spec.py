@@ -216,7 +216,8 @@ class ModelSpec:
                 f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
                 f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"
             )
-        written_type, model_type = config.get("model_type"), MODEL_TYPES[architecture]
+        written_type = config.get("model_type")
+        model_type = MODEL_TYPES[architecture]
         if written_type != model_type and is_model_type(written_type):
             raise ModelError(
                 f"{source}: model_type is {written_type!r} and the architecture {architecture}, whose type is "
@@ -288,7 +289,8 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
     vocab_size = number("vocab_size", 0)
     if not vocab_size:
         raise ModelError(f"{source}: none of {', '.join(OTHER_NAMES['vocab_size'])} is a number above 0. {AGAIN}")
-    hidden, heads = number("hidden_size", 0), number("num_attention_heads", 1)
+    hidden = number("hidden_size", 0)
+    heads = number("num_attention_heads", 1)
     tied = next((part[key] for part in parts if (key := "tie_word_embeddings") in part), True)
     return {
         "architecture": str((config.get("architectures") or ["unnamed"])[0]),
@@ -324,9 +326,12 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read(described: Described) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    architecture, values, rope = described.architecture, described.values, described.rope
+    architecture = described.architecture
+    values = described.values
+    rope = described.rope
     num_heads = values["num_attention_heads"]
-    is_gemma, is_gpt_oss = architecture == "GemmaForCausalLM", architecture == "GptOssForCausalLM"
+    is_gemma = architecture == "GemmaForCausalLM"
+    is_gpt_oss = architecture == "GptOssForCausalLM"
     is_partly_rotary = architecture in PARTLY_ROTARY
     fields = {
         "architecture": architecture,
@@ -373,7 +378,8 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
 
 def _read_experts(described: Described) -> MoESpec:
     """Return the routed experts."""
-    values, keys = described.values, EXPERT_KEYS[described.architecture]
+    values = described.values
+    keys = EXPERT_KEYS[described.architecture]
     width = values[keys.width]
     moe = MoESpec(
         num_experts=values[keys.number],
@@ -464,7 +470,8 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
         ep: expert-parallel size.
         engine: the sizes are vLLM's, which can split experts that have biases. megatron-core (0.16 to 0.19) cannot.
     """
-    moe, kv_heads = spec.moe, spec.num_kv_heads
+    moe = spec.moe
+    kv_heads = spec.num_kv_heads
 
     def fits_kv(size: int) -> bool:
         return not kv_heads % size or not (size % kv_heads or 2 * kv_heads * spec.head_dim % size)
@@ -479,7 +486,8 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
         by_tp[f"{shared} units of the shared experts"] = _divides(shared)
     checked = [_misfit("tp", tp, by_tp, spec.num_heads)]
     if moe is not None:
-        width, experts = moe.ffn_hidden_size, moe.num_experts
+        width = moe.ffn_hidden_size
+        experts = moe.num_experts
         by_etp = {f"{width} units of an expert": _divides(width)}
         if spec.linear_bias and not engine:
             by_etp = {"experts, which stay whole as they have biases": lambda size: size == 1}

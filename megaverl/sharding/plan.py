@@ -206,7 +206,8 @@ class _Planner(Sequence[Plan]):
 
     def _plan(self, rank: int) -> Plan:
         """Return the plan of one rank."""
-        source_class, dest_class = self._source.class_of[rank], self._dest.class_of[rank]
+        source_class = self._source.class_of[rank]
+        dest_class = self._dest.class_of[rank]
         copies: list[ShardRange] = []
         incoming: dict[int, list[ShardRange]] = {}
         outgoing: dict[int, list[ShardRange]] = {}
@@ -237,7 +238,8 @@ class _Planner(Sequence[Plan]):
 
     def _transfers(self, source: int, dest: int, parts: list[ShardRange]) -> tuple[Transfer, ...]:
         """Return what goes from one rank to another, in an order that both know: by group, tensor and box."""
-        source_class, dest_class = self._source.class_of[source], self._dest.class_of[dest]
+        source_class = self._source.class_of[source]
+        dest_class = self._dest.class_of[dest]
         # The plans of a large job hold tens of millions of transfers. Creating the tuples directly skips the named
         # tuple's constructor.
         new = tuple.__new__
@@ -257,10 +259,12 @@ class _Planner(Sequence[Plan]):
         key = (number, shards, source_class, dest_class)
         if key not in self._rows:
             group = self._groups[number]
-            held_by, wanted_by = self._source.layouts[source_class].by_tensor, self._dest.layouts[dest_class].by_tensor
+            held_by = self._source.layouts[source_class].by_tensor
+            wanted_by = self._dest.layouts[dest_class].by_tensor
             self._rows[key] = rows = []
             for tensor in group.tensors:
-                held, wanted = held_by[tensor], wanted_by[tensor]
+                held = held_by[tensor]
+                wanted = wanted_by[tensor]
                 # Tensors of a group differ at most in the places of their boxes inside fused local tensors.
                 shape = (number, shards, _places(held), _places(wanted))
                 if shape not in self._merged:
@@ -296,7 +300,8 @@ class _Planner(Sequence[Plan]):
         problems = []
         for group in self._groups:
             for number, box in group.missing.items():
-                by_tensor, rank = self._dest.layouts[number].by_tensor, self._dest.ranks[number][0]
+                by_tensor = self._dest.layouts[number].by_tensor
+                rank = self._dest.ranks[number][0]
                 problems += [
                     f"{tensor}: rank {rank} needs {box} for {by_tensor[tensor][0].local}, but no rank holds it"
                     for tensor in group.tensors
@@ -355,7 +360,8 @@ def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]
     count = 0
     while count != len(merged):
         count = len(merged)
-        pending, merged = merged, []
+        pending = merged
+        merged = []
         for overlap in pending:
             joined = _join(merged[-1], overlap) if merged else None
             if joined is None:
@@ -369,7 +375,9 @@ def _join(a: _Overlap, b: _Overlap) -> _Overlap | None:
     """Return the union of two adjacent intersections, or None."""
     if (a.source_local, a.dest_local) != (b.source_local, b.dest_local):
         return None
-    box, source_box, dest_box = join(a.box, b.box), join(a.source_box, b.source_box), join(a.dest_box, b.dest_box)
+    box = join(a.box, b.box)
+    source_box = join(a.source_box, b.source_box)
+    dest_box = join(a.dest_box, b.dest_box)
     if box is None or source_box is None or dest_box is None:
         return None
     # Boxes may lie side by side in one tensor and below each other in another. They are adjacent everywhere, but no

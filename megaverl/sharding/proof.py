@@ -94,7 +94,8 @@ class _Checker:
         if id(plan.dest_layout) not in self._sound:
             _check_layout(plan.dest_layout, plan.rank)
             self._sound[id(plan.dest_layout)] = plan.dest_layout
-        source, dest = self._index_of(plan.source_layout), self._index_of(plan.dest_layout)
+        source = self._index_of(plan.source_layout)
+        dest = self._index_of(plan.dest_layout)
         written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
         read: set[tuple[object, ...]] = set()
         for sender, receiver, transfers in _traffic(plan):
@@ -224,7 +225,8 @@ def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piec
         common = intersect(piece.local_box, box) if alike else None
         if common is not None:
             inside += common.numel
-            here, there = carry(common, piece.local_box, piece.box), carry(common, box, transfer.box)
+            here = carry(common, piece.local_box, piece.box)
+            there = carry(common, box, transfer.box)
             if here != there:
                 raise ReshardError(
                     f"{_where(transfer)}: {local} {common} on rank {rank} is the place of {here}, not of {there}."
@@ -238,7 +240,8 @@ def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piec
 
 def _refuse_difference(plans: Sequence[Plan], sender: int, receiver: int) -> None:
     """Raise ReshardError with the first difference between what one rank sends and the other expects."""
-    sent, expected = plans[sender].sends.get(receiver, ()), plans[receiver].receives.get(sender, ())
+    sent = plans[sender].sends.get(receiver, ())
+    expected = plans[receiver].receives.get(sender, ())
     for a, b in zip(sent, expected, strict=False):
         if a != b:
             raise ReshardError(f"rank {sender} sends {_where(a)}, where rank {receiver} expects {_where(b)}.")

@@ -54,7 +54,8 @@ def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int
         return moves_of(plans[rank]) if rank < len(plans) else []
     for wanting_rank, rows in dest.items():
         _check_wanted(wanting_rank, rows, holder)
-    local_rows, wanted = frozenset(source.get(rank, ())), dest.get(rank, ())
+    local_rows = frozenset(source.get(rank, ()))
+    wanted = dest.get(rank, ())
     asking = sorted(peer for peer, rows in dest.items() if not local_rows.isdisjoint(rows))
     outgoing = [Move(rank, peer, tuple(row for row in dest[peer] if row in local_rows)) for peer in asking]
     parts: dict[int, list[int]] = {}

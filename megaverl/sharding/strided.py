@@ -63,7 +63,8 @@ def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
     Raises:
         NotStrided: a stride is not a multiple of its axis's stride, or there are too many parts.
     """
-    pending, parts = [_plain(copy)], 0
+    pending = [_plain(copy)]
+    parts = 0
     while pending:
         candidate = pending.pop()
         split = _split(candidate, side, strides)
@@ -99,7 +100,8 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
     """Return two or more parts of a copy that is not settled, or None if it is settled."""
     start = getattr(copy, f"{side}_start")
     for axis in range(1, len(strides)):
-        end, unit = strides[axis - 1], strides[axis]
+        end = strides[axis - 1]
+        unit = strides[axis]
         axis_loops = sorted(
             (loop for loop in copy.loops if unit <= getattr(loop, side) < end), key=lambda o: getattr(o, side)
         )
@@ -268,7 +270,8 @@ def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) ->
     """
     source_axes = [axis for axis, size in enumerate(source_shape) if size > 1]
     dest_axes = [axis for axis, size in enumerate(dest_shape) if size > 1]
-    source_strides, dest_strides = dense_strides(source_shape), dense_strides(dest_shape)
+    source_strides = dense_strides(source_shape)
+    dest_strides = dense_strides(dest_shape)
     for half in settle(copy, "source", [source_strides[axis] for axis in source_axes] or [1]):
         for part in settle(half, "dest", [dest_strides[axis] for axis in dest_axes] or [1]):
             # Source axis -> the loop that becomes an axis of the box. All other loops are unrolled. Long loops are kept
@@ -301,9 +304,11 @@ def _box(
     dest_strides: Sequence[int],
 ) -> tuple[Box, Strides, Box]:
     """Return one box of a copy whose loops `kept` are its axes."""
-    low, at = _unravel(copy.source_start, source_strides), _unravel(copy.dest_start, dest_strides)
+    low = _unravel(copy.source_start, source_strides)
+    at = _unravel(copy.dest_start, dest_strides)
     high = tuple(start + (kept[axis].turns if axis in kept else 1) for axis, start in enumerate(low))
-    counts, steps = [1] * len(at), [1] * len(at)
+    counts = [1] * len(at)
+    steps = [1] * len(at)
     moving = []
     for source_axis in sorted(kept):
         loop = kept[source_axis]

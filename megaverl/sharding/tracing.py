@@ -438,7 +438,8 @@ class ModuleWeights:
     @property
     def renamed(self) -> dict[str, str]:
         """Name in the module -> name in the files, for tensors that are otherwise equal."""
-        pieces, num_pieces = self.layout.by_tensor, dict.fromkeys(self.layout.local_shapes, 0)
+        pieces = self.layout.by_tensor
+        num_pieces = dict.fromkeys(self.layout.local_shapes, 0)
         for piece in self.layout.pieces:
             num_pieces[self.layout.stored_in(piece.local)] += 1
         return {

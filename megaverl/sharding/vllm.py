@@ -129,7 +129,8 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
         place = max(reached.get(number, (0, 0))[0] for number in holders)
         used = {number: reached[number][1] if reached.get(number, (-1, 0))[0] == place else 0 for number in holders}
         if any(used[number] and used[number] + numel > max_numel for number, numel in holders.items()):
-            place, used = place + 1, dict.fromkeys(holders, 0)
+            place = place + 1
+            used = dict.fromkeys(holders, 0)
         reached |= {number: (place, used[number] + numel) for number, numel in holders.items()}
         parts += [set() for _ in range(place + 1 - len(parts))]
         parts[place] |= tensors

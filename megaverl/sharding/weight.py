@@ -102,7 +102,8 @@ class StackedPart(NamedTuple):
 def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
     """Return one of `tp` parts of adjacent experts. The split size must be divisible by `tp`."""
     axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(weight.split)
-    start, stop = [experts.start] + [0] * (len(weight.shape) - 1), [experts.stop, *weight.shape[1:]]
+    start = [experts.start] + [0] * (len(weight.shape) - 1)
+    stop = [experts.stop, *weight.shape[1:]]
     if axis is not None:
         run = weight.shape[axis] // tp
         start[axis], stop[axis] = tp_rank * run, (tp_rank + 1) * run

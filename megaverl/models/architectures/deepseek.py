@@ -10,8 +10,12 @@ from megaverl.models.architectures import llama
 from megaverl.models.architectures.table import Layers, Rule
 from megaverl.sharding.weight import Split
 
-WHOLE, ROWS, COLUMNS = Split.REPLICATED, Split.COLUMN, Split.ROW
-FUSED, Q_UP, KV_UP = "fused_qkv_a_proj", "linear_q_up_proj", "linear_kv_up_proj"
+WHOLE = Split.REPLICATED
+ROWS = Split.COLUMN
+COLUMNS = Split.ROW
+FUSED = "fused_qkv_a_proj"
+Q_UP = "linear_q_up_proj"
+KV_UP = "linear_kv_up_proj"
 BIAS = "mlp.gate.e_score_correction_bias"
 SHARED_FC1 = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj")
 

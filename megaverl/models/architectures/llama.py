@@ -7,8 +7,10 @@ Llama. Mixtral replaces every MLP with routed experts.
 from megaverl.models.architectures.table import Layers, Rule
 from megaverl.sharding.weight import Split
 
-HIDDEN, QKV = ("hidden",), ("self_attention.linear_qkv", "self_attn.qkv_proj")
-FC1, FC2 = ("mlp.linear_fc1", "mlp.gate_up_proj"), ("mlp.linear_fc2", "mlp.down_proj")
+HIDDEN = ("hidden",)
+QKV = ("self_attention.linear_qkv", "self_attn.qkv_proj")
+FC1 = ("mlp.linear_fc1", "mlp.gate_up_proj")
+FC2 = ("mlp.linear_fc2", "mlp.down_proj")
 
 
 def norm(name: str, megatron: str, transformer_engine: str | None = None) -> Rule:

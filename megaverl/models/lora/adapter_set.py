@@ -74,7 +74,10 @@ class AdapterSet(ABC):
     def __init__(
         self, low_ranks: Mapping[str, LowRank], lora: LoraConfig, grid: Grid, role: str, trained: Sequence[Weight]
     ) -> None:
-        self.config, self.grid, self.role, self.low_ranks = lora, grid, role, low_ranks
+        self.config = lora
+        self.grid = grid
+        self.role = role
+        self.low_ranks = low_ranks
         self.trained = tuple(weight.name for weight in trained)
         self.weights = [*factor_weights(low_ranks), *trained]
 
@@ -139,7 +142,8 @@ class Merge:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._adapters, self.scaling = adapters, scaling
+        self._adapters = adapters
+        self.scaling = scaling
         self.written = written_to(layout, adapters)
         self.brought = frozenset(name for key, adapter in adapters.items() for name in (key, adapter.a, adapter.b))
         all_factors = factor_layout(layout, adapters, names_of_factors)
@@ -182,7 +186,8 @@ def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling:
     if target.dtype in (torch.float32, torch.float64):
         matrix.addmm_(b.to(target.dtype), a.to(target.dtype), alpha=scaling)
         return
-    a, b = a.float(), b.float()
+    a = a.float()
+    b = b.float()
     # Chunks bound the float32 copies of 16-bit weights.
     for part in split(whole(tuple(matrix.shape)), CHUNK):
         rows, columns = part.slices
@@ -213,7 +218,9 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    group, rank, folder = adapters.grid.world, adapters.grid.rank, Path(folder)
+    group = adapters.grid.world
+    rank = adapters.grid.rank
+    folder = Path(folder)
     everything = whole_layout([(weight.name, weight.shape) for weight in adapters.weights])
     plan = make_plan(
         adapters.layout_of, lambda other: everything if other == 0 else EMPTY, adapters.grid.shape.world_size, rank
@@ -277,7 +284,9 @@ def load_adapters(adapters: AdapterSet, folder: str | Path) -> None:
 
 def _load(adapters: AdapterSet, folder: Path) -> None:
     """Load a peft folder into this rank's parts of the adapters."""
-    config, lora, key = read_config(folder), adapters.config, f"{adapters.role}.lora"
+    config = read_config(folder)
+    lora = adapters.config
+    key = f"{adapters.role}.lora"
     wrong = [f"{name} is {config[name]!r}" for name, plain in PLAIN.items() if (config.get(name) or plain) != plain]
     if config.get("peft_type") != "LORA" or wrong:
         what = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])

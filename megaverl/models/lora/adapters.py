@@ -95,14 +95,18 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.split = parts[0].low_rank.weight.split
-        self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.scaling = lora.alpha / lora.rank
+        self.dropout = lora.dropout
         self.sequence_parallel = bool(config.sequence_parallel) and grid.shape.tp > 1
         self.tp_group: dist.ProcessGroup = grid.tp_group
-        self.context_rank, self.context_size = grid.coords.cp, grid.shape.cp
+        self.context_rank = grid.coords.cp
+        self.context_size = grid.shape.cp
         self.active = True
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
         shared = self.sequence_parallel
-        is_row, is_column = self.split is Split.ROW, self.split not in (Split.ROW, Split.REPLICATED)
+        is_row = self.split is Split.ROW
+        is_column = self.split not in (Split.ROW, Split.REPLICATED)
         # With sequence parallelism a whole factor sees only a part of the sequence, so its gradient must be summed.
         for low_rank, _, ((top, left), (bottom, right)) in parts:
             a = initial_factor(low_rank, seed)[:, left:right]
@@ -301,7 +305,9 @@ class LinearAdapter(nn.Module):
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank, lora: LoraConfig) -> None:
         super().__init__()
-        self.scaling, self.dropout, self.active = lora.alpha / lora.rank, lora.dropout, True
+        self.scaling = lora.alpha / lora.rank
+        self.dropout = lora.dropout
+        self.active = True
         device = layer.weight.device
         for name, shape in zip(FACTORS, low_rank.shapes.values(), strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device)))
@@ -400,7 +406,8 @@ class HFAdapters(AdapterSet):
         self._chosen = layer_factors(model, sharded, lora, role)
         other_trained = [weight for weight in sharded.weights if weight.name in trained]
         super().__init__(self._chosen.low_ranks, lora, grid, role, other_trained)
-        self._seed, self._num_shards = seed, num_shards
+        self._seed = seed
+        self._num_shards = num_shards
         self._adapters: list[LinearAdapter] = []
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -419,7 +426,8 @@ class HFAdapters(AdapterSet):
         Args:
             parameters: this rank's parameters, by their names in the model's `state_dict`.
         """
-        layout, factors = self.layout_of(self.grid.rank), self._chosen.factors
+        layout = self.layout_of(self.grid.rank)
+        factors = self._chosen.factors
         self.parameters = {name: parameters[name] for name in layout.local_shapes}
         with torch.no_grad():
             for piece in layout.pieces:
