@@ -65,7 +65,12 @@ class KeptSamples(NamedTuple):
 
 
 def keep_groups(
-    scores: Tensor, group_ids: Tensor, prompt_ids: Tensor | None = None, *, wanted: int, last_round: bool = False
+    scores: Tensor,
+    group_ids: Tensor,
+    prompt_ids: Tensor | None = None,
+    *,
+    wanted: int,
+    last_round: bool = False,
 ) -> KeptSamples:
     """Return the first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
 
@@ -204,7 +209,12 @@ def gae(
 
 
 def whiten(
-    values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, all_reduce: AllReduce | None = None
+    values: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    eps: float = 1e-8,
+    all_reduce: AllReduce | None = None,
 ) -> Tensor:
     """Scale values under the mask to variance 1 and, with `shift_mean`, shift them to mean 0.
 
@@ -346,7 +356,11 @@ def check_finite_tokens(mask: Tensor, **values: Tensor) -> None:
 
 @advantage_estimators.register("reinforce_plus_plus", of_groups=True)
 def reinforce_plus_plus(
-    token_rewards: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None, *, gamma: float = 1.0
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    all_reduce: AllReduce | None = None,
+    *,
+    gamma: float = 1.0,
 ) -> Advantages:
     """Compute REINFORCE++, arXiv 2501.03262, eq. 8 to 10 of version 2: rewards-to-go, normalized over the whole batch.
 

@@ -57,7 +57,11 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
 
 @token_selectors.register("kl_cov")
 def largest_covariances(
-    log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, fraction: float = 0.002
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    fraction: float = 0.002,
 ) -> Tensor:
     """Select the tokens with the largest covariance, KL-Cov's rule (arXiv 2505.22617, eq. 13).
 

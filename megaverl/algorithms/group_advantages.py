@@ -144,7 +144,10 @@ def gpg(
 
 @advantage_estimators.register("reinforce_plus_plus_baseline", of_groups=True)
 def reinforce_plus_plus_baseline(
-    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None
+    rewards: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    all_reduce: AllReduce | None = None,
 ) -> Advantages:
     """Compute REINFORCE++ with baseline, arXiv 2501.03262, appendix A of version 2.
 
@@ -189,7 +192,12 @@ def gdpo(
 
 @advantage_estimators.register("pass_at_k", of_groups=True)
 def pass_at_k_advantages(
-    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
+    rewards: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    k: int,
+    right_from: float = 1.0,
 ) -> Advantages:
     """Compute pass@k training, arXiv 2508.10751, section 2.4, its analytical form, eqs. 11, 12, 14 and 15.
 

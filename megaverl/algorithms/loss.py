@@ -385,7 +385,12 @@ value_losses: Registry[LossOutput] = Registry("value loss", loss_problem)
 
 @value_losses.register("clipped")
 def clipped(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_range: float | None = 0.2
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+    *,
+    clip_range: float | None = 0.2,
 ) -> LossOutput:
     """Compute the squared error with the value kept near its old one, arXiv 2005.12729, section 3 ("value clipping").
 

@@ -115,7 +115,11 @@ LOWEST = math.log(torch.finfo(torch.float32).tiny)
 
 @advantage_estimators.register("distillation")
 def distillation(
-    rollout_log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, limit: float = 20.0
+    rollout_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    limit: float = 20.0,
 ) -> Advantages:
     """Return advantages for the gradient of KL(student || teacher), token by token.
 

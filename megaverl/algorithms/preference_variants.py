@@ -116,7 +116,11 @@ def sppo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor
 
 @preference_losses.register("apo_zero")
 def apo_zero(
-    chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 0.1,
 ) -> LossOutput:
     """Compute anchored preference optimization, APO-zero of arXiv 2408.06266, section 4 (from memory).
 
@@ -129,7 +133,11 @@ def apo_zero(
 
 @preference_losses.register("apo_down")
 def apo_down(
-    chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 0.1,
 ) -> LossOutput:
     """Compute anchored preference optimization, APO-down of arXiv 2408.06266, section 4 (from memory).
 

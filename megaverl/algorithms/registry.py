@@ -163,7 +163,11 @@ class Registry(Generic[T]):
 
 
 def _entry(
-    kind: str, name: str, function: Callable[..., T], problem: Problem | None, of_groups: bool = False
+    kind: str,
+    name: str,
+    function: Callable[..., T],
+    problem: Problem | None,
+    of_groups: bool = False,
 ) -> Entry[T]:
     """Return the entry for a function, read from its signature.
 

@@ -83,7 +83,11 @@ def token_mask(
 
 @corrections.register("sequence_truncate")
 def sequence_truncate(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, *, high: float = 2.0
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    high: float = 2.0,
 ) -> Correction:
     """Compute truncated importance sampling of whole responses: min(prod_t rho_t, high) at every token.
 

@@ -60,7 +60,11 @@ Exit code: 0 where nothing fails, else 1.
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="default: report.html in the (first) run's folder"
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the (first) run's folder",
     )
     parser.add_argument("--serve", action="store_true", help="write nothing; serve the page while the runs go on")
     parser.add_argument(
@@ -172,7 +176,11 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
     parser.add_argument("--step", type=int, metavar="N", help="counted from 1; default: the last that was profiled")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="default: trace_N.json.gz in the run's folder"
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="default: trace_N.json.gz in the run's folder",
     )
 
 

@@ -163,7 +163,12 @@ def _absolute_path(path: str) -> str:
 
 
 def _ask(
-    option_value: str | None, option: str, question: str, default: str | None = None, *, wrong: Callable[[str], str]
+    option_value: str | None,
+    option: str,
+    question: str,
+    default: str | None = None,
+    *,
+    wrong: Callable[[str], str],
 ) -> str:
     """Return an option's value, the answer given on a terminal, or the default.
 

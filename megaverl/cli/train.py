@@ -332,7 +332,11 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     # Only the process that starts the ranks makes their files. Under torchrun the ranks would race for them.
     elif "RANK" not in os.environ:
         config = load_config(
-            arguments.config, arguments.overrides, command="quickstart", check_paths=False, choose=not_yet
+            arguments.config,
+            arguments.overrides,
+            command="quickstart",
+            check_paths=False,
+            choose=not_yet,
         )
         check_builds()
         check_packages(config, "quickstart")

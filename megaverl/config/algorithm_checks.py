@@ -422,7 +422,9 @@ def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> I
 
 
 def loss_conflicts(
-    algorithm: AlgorithmConfig, loss: Registered, aggregation: Registered | None
+    algorithm: AlgorithmConfig,
+    loss: Registered,
+    aggregation: Registered | None,
 ) -> Iterator[ConfigIssue]:
     """Yield settings that cannot be combined with the policy loss or the aggregation."""
     name = algorithm.policy_loss_name

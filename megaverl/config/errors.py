@@ -180,7 +180,11 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def named_function(
-    key: str, registry: str, name: str, available: Sequence[str] | None = None, settable: Sequence[str] | None = None
+    key: str,
+    registry: str,
+    name: str,
+    available: Sequence[str] | None = None,
+    settable: Sequence[str] | None = None,
 ) -> tuple[Registered | None, list[ConfigIssue]]:
     """Look up a function that the configuration names, and check what it reads.
 
@@ -216,7 +220,11 @@ def named_function(
 
 
 def option_mistakes(
-    key: str, name: str, values: Mapping[str, Any], function: Registered, involves: str = "algorithm.name"
+    key: str,
+    name: str,
+    values: Mapping[str, Any],
+    function: Registered,
+    involves: str = "algorithm.name",
 ) -> Iterator[ConfigIssue]:
     """Yield mistakes in a function's options: unknown, missing, of a wrong type, or out of range.
 
@@ -246,7 +254,12 @@ def option_mistakes(
 
 
 def loss_mistakes(
-    section: str, registry: str, name: str, options: dict[str, Any], *, has_margins: bool = False
+    section: str,
+    registry: str,
+    name: str,
+    options: dict[str, Any],
+    *,
+    has_margins: bool = False,
 ) -> Iterator[ConfigIssue]:
     """Yield mistakes in a preference or reward-model loss: its name, its options, and the inputs that it reads.
 

@@ -145,7 +145,10 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
     for name in _SIZES:
         if (size := getattr(section, name)) not in (1, None):
             yield _unread(
-                f"{role}.{name}", f"found {size}", f"has no {_SIZES[name]} groups: it cuts weights over all ranks", role
+                f"{role}.{name}",
+                f"found {size}",
+                f"has no {_SIZES[name]} groups: it cuts weights over all ranks",
+                role,
             )
     for name in section.megatron:
         yield _unread(f"{role}.megatron.{name}", "is set", "trains the Hugging Face model, not megatron-core's", role)
@@ -158,7 +161,10 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
             yield _unread(f"{role}.optimizer.{name}", "is set", reads, role)
     if (kind := optimizer.get("optimizer", "adam")) != "adam":
         yield _unread(
-            f"{role}.optimizer.optimizer", f"found {yaml_text(kind)}", "steps with torch's AdamW: use adam", role
+            f"{role}.optimizer.optimizer",
+            f"found {yaml_text(kind)}",
+            "steps with torch's AdamW: use adam",
+            role,
         )
     # Adapters and torch.compile are built for whole weights; tensor parallelism splits them.
     if section.tp > 1:

@@ -82,7 +82,10 @@ def smallest_world(config: Config, command: str = "train") -> int:
 
 
 def grid_mistakes(
-    config: Config, command: str, spec: ModelSpec | None, world_size: int | None
+    config: Config,
+    command: str,
+    spec: ModelSpec | None,
+    world_size: int | None,
 ) -> Iterator[ConfigIssue]:
     """Yield mistakes in grids and placement.
 
@@ -324,7 +327,10 @@ def placement_mistakes(
 
 
 def resolve_placement(
-    placement: PlacementConfig, grids: Mapping[str, GridSizes | None], size: int, nodes: Sequence[Node] | None = None
+    placement: PlacementConfig,
+    grids: Mapping[str, GridSizes | None],
+    size: int,
+    nodes: Sequence[Node] | None = None,
 ) -> ResolvedPlacement:
     """Return which ranks each role has.
 

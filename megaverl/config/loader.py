@@ -196,7 +196,9 @@ def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -
 
 
 def _read(
-    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[Override], command: Command
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[Override],
+    command: Command,
 ) -> tuple[YamlSource, str]:
     """Read the file and the overrides, and fill in lengths that fit the model's context.
 
@@ -242,7 +244,9 @@ def _first_of_each_key(mistakes: list[ConfigIssue]) -> list[ConfigIssue]:
 
 
 def _not_moot(
-    mistakes: list[ConfigIssue], earlier_mistakes: list[ConfigIssue], source: YamlSource
+    mistakes: list[ConfigIssue],
+    earlier_mistakes: list[ConfigIssue],
+    source: YamlSource,
 ) -> list[ConfigIssue]:
     """Return the mistakes that do not depend on a key which is itself wrong, with the places of their keys."""
     wrong = [mistake.key for mistake in earlier_mistakes]

@@ -406,16 +406,31 @@ class PassthroughClass:
 _core = "megatron.core."
 TARGETS: dict[str, PassthroughClass] = {
     "megatron": PassthroughClass(
-        _core + "transformer.transformer_config", "TransformerConfig", _MEGATRON_CORE, MEGATRON, MEGATRON_VALUES
+        _core + "transformer.transformer_config",
+        "TransformerConfig",
+        _MEGATRON_CORE,
+        MEGATRON,
+        MEGATRON_VALUES,
     ),
     "optimizer": PassthroughClass(
-        _core + "optimizer.optimizer_config", "OptimizerConfig", _MEGATRON_CORE, OPTIMIZER, OPTIMIZER_VALUES
+        _core + "optimizer.optimizer_config",
+        "OptimizerConfig",
+        _MEGATRON_CORE,
+        OPTIMIZER,
+        OPTIMIZER_VALUES,
     ),
     "scheduler": PassthroughClass(
-        _core + "optimizer_param_scheduler", "OptimizerParamScheduler", _MEGATRON_CORE, SCHEDULER, SCHEDULER_VALUES
+        _core + "optimizer_param_scheduler",
+        "OptimizerParamScheduler",
+        _MEGATRON_CORE,
+        SCHEDULER,
+        SCHEDULER_VALUES,
     ),
     "ddp": PassthroughClass(
-        _core + "distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", _MEGATRON_CORE, DDP
+        _core + "distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig",
+        _MEGATRON_CORE,
+        DDP,
     ),
     "vllm": PassthroughClass("vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM, VLLM_VALUES),
     "speculative_config": PassthroughClass("vllm.config.speculative", "SpeculativeConfig", _VLLM, SPECULATIVE),

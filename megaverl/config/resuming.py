@@ -78,7 +78,10 @@ RULES = (
         holds=lambda config, before, now: config.data.streaming,
     ),
     ResumeRule(
-        ("sft.batch_size", "data.shuffle"), "refused", "The place in the rows is counted by it.", stages=("sft",)
+        ("sft.batch_size", "data.shuffle"),
+        "refused",
+        "The place in the rows is counted by it.",
+        stages=("sft",),
     ),
     ResumeRule(
         ("preference.batch_size", "data.shuffle"),

@@ -22,7 +22,12 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, validate_by_name=True, validate_by_alias=True, allow_inf_nan=False
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        allow_inf_nan=False,
     )
     # True for sections that may be written as one text, such as `model: org/name`.
     may_be_text: ClassVar[bool] = False

@@ -266,7 +266,11 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
         match statement:
             case ast.AnnAssign(target=ast.Name(id=key)) if "ClassVar" not in ast.unparse(statement.annotation):
                 fields[key] = External(
-                    key, statement.annotation, _default(statement.value), _docline(following), source
+                    key,
+                    statement.annotation,
+                    _default(statement.value),
+                    _docline(following),
+                    source,
                 )
     constructors = (
         statement for statement in body if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"

@@ -197,7 +197,11 @@ def reward_model_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]
     section = config.reward_model
     has_margins = config.preference.margin_key is not None and (command == "reward" or not config.mixes_reward_model)
     yield from loss_mistakes(
-        "reward_model", "reward_model_losses", section.loss, section.options, has_margins=has_margins
+        "reward_model",
+        "reward_model_losses",
+        section.loss,
+        section.options,
+        has_margins=has_margins,
     )
 
 
@@ -224,7 +228,10 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
             )
         if entry.update == "preference":
             yield from loss_mistakes(
-                "preference", "preference_losses", config.preference.loss, config.preference.options
+                "preference",
+                "preference_losses",
+                config.preference.loss,
+                config.preference.options,
             )
             if "desirable" in signature_of("preference_losses", config.preference.loss).reads:
                 text = f"found {yaml_text(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."

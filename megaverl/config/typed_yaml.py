@@ -330,7 +330,11 @@ class _Construction:
     """Builds values from a node tree, reading each scalar by the type of the key at its path."""
 
     def __init__(
-        self, type_at: TypeAt, note: Callable[[Key, str], None] | None = None, *, is_argument: bool = False
+        self,
+        type_at: TypeAt,
+        note: Callable[[Key, str], None] | None = None,
+        *,
+        is_argument: bool = False,
     ) -> None:
         self._type_at = type_at
         self._note = note

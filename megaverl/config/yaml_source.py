@@ -94,7 +94,9 @@ class YamlSource:
 
 
 def read_source(
-    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[Override], defaults: dict[str, Any] | None = None
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[Override],
+    defaults: dict[str, Any] | None = None,
 ) -> YamlSource:
     """Read a file, merge the overrides and resolve `${...}`. Mistakes are recorded, not raised.
 
@@ -161,7 +163,10 @@ def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[
 
 
 def _over_base(
-    source: YamlSource, values: dict[str, Any], places: dict[Key, str], files: tuple[Path, ...]
+    source: YamlSource,
+    values: dict[str, Any],
+    places: dict[Key, str],
+    files: tuple[Path, ...],
 ) -> dict[str, Any]:
     """Return `values` merged over those of the base file that they name, and record their places.
 

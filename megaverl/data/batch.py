@@ -270,7 +270,11 @@ class RolloutBatch:
         )
 
     def pad_to(
-        self, *, samples: int | None = None, prompt: int | None = None, response: int | None = None
+        self,
+        *,
+        samples: int | None = None,
+        prompt: int | None = None,
+        response: int | None = None,
     ) -> RolloutBatch:
         """Pad to this many rows, prompt tokens or response tokens. None leaves a dimension unchanged.
 

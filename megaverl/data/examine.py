@@ -127,7 +127,10 @@ class Examined:
 
 
 def examine(
-    rows: RowSource, encoder: PromptEncoder | None, columns: Columns, preferences: PreferenceColumns | None = None
+    rows: RowSource,
+    encoder: PromptEncoder | None,
+    columns: Columns,
+    preferences: PreferenceColumns | None = None,
 ) -> Examined:
     """Examine every row without stopping at mistakes.
 
@@ -188,7 +191,11 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
 
 
 def encoder_of(
-    data: DataConfig, tokenizer: str, *, model: str | None = None, trust_remote_code: bool = False
+    data: DataConfig,
+    tokenizer: str,
+    *,
+    model: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PromptEncoder, Images | None]:
     """Return the prompt encoder and image reader that a run with this section `data` would use.
 

@@ -129,7 +129,11 @@ class Images:
         return cls(config, ImageProcessor(Path(folder), tokenizer, config.processor))
 
     def write_images(
-        self, prompt: str | list[Message], parts: Values, column: Any, where: str
+        self,
+        prompt: str | list[Message],
+        parts: Values,
+        column: Any,
+        where: str,
     ) -> tuple[str | list[Message], list[SharedItem]]:
         """Return the prompt with its images written into it, and the images in that order.
 

@@ -129,7 +129,12 @@ class PreferenceReader:
     """
 
     def __init__(
-        self, encoder: PromptEncoder, columns: PreferenceColumns, *, max_tokens: int, pairs_only: bool = True
+        self,
+        encoder: PromptEncoder,
+        columns: PreferenceColumns,
+        *,
+        max_tokens: int,
+        pairs_only: bool = True,
     ) -> None:
         self.encoder = encoder
         self.columns = columns
@@ -199,7 +204,9 @@ def pairs_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]
 
 
 def responses_of(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], group_ids: Sequence[int]
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    group_ids: Sequence[int],
 ) -> RolloutBatch:
     """Return a batch of given responses, as if an engine had generated them."""
     lengths = torch.tensor([len(response) for response in responses])

@@ -139,7 +139,10 @@ class PromptEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None, image_token: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt_format: PromptFormat | None = None,
+        image_token: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.image_token = image_token

@@ -169,7 +169,11 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
             return _encoded_images(saved.to_iterable_dataset() if streaming else saved)
         return _encoded_images(
             datasets.load_dataset(
-                source.path, source.subset, split=source.split, revision=source.revision, streaming=streaming
+                source.path,
+                source.subset,
+                split=source.split,
+                revision=source.revision,
+                streaming=streaming,
             )
         )
     except KeyError as error:

@@ -314,7 +314,10 @@ class StreamedPrompts:
         while len(taken) < count:
             row = self._next()
             record = make_record(
-                self._columns.read(row.columns, row.where), self._encoder, self.position + len(taken), row.where
+                self._columns.read(row.columns, row.where),
+                self._encoder,
+                self.position + len(taken),
+                row.where,
             )
             if record is None:
                 self.num_dropped += 1

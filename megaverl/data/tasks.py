@@ -118,7 +118,12 @@ class TaskData:
 
 
 def make_task(
-    name: str, *, num_train: int = 2048, num_held_out: int = 256, num_digits: int = 5, seed: int = 0
+    name: str,
+    *,
+    num_train: int = 2048,
+    num_held_out: int = 256,
+    num_digits: int = 5,
+    seed: int = 0,
 ) -> TaskData:
     """Return rows of the task `name`. Equal arguments give equal rows.
 

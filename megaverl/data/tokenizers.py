@@ -93,7 +93,10 @@ def train_sentencepiece(
 
     def train(size: int) -> None:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=written, vocab_size=size, **options
+            sentence_iterator=iter(lines),
+            model_writer=written,
+            vocab_size=size,
+            **options,
         )
 
     try:

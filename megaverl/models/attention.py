@@ -108,12 +108,19 @@ class CausalAttention(nn.Module):
         return attend_packed(q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset)
 
     def _attend_rows(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        look: torch.Tensor | None,
     ) -> torch.Tensor:
         return attend_rows(q, k, v, look, self.softmax_scale, self.window, self.softmax_offset)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the sinks, sharded by heads, as megatron-core's attention stores them."""
         state = self.state_dict(prefix="", keep_vars=True)
@@ -219,7 +226,13 @@ def _attend(
         k = k.float()
         v = v.float()
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=look, is_causal=look is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=look,
+        is_causal=look is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.to(dtype)
 
@@ -271,7 +284,10 @@ class SharedKVAttention(SelfAttention):
     """
 
     def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project [s, b, hidden] to query [s, b, heads / tp, head_dim] and key, value [s, b, 1, head_dim]."""
         mixed, _ = self.linear_qkv(hidden_states)
@@ -309,7 +325,12 @@ class LatentAttention(MLASelfAttention):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: Any, *args: Any, pg_collection: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        *args: Any,
+        pg_collection: Any,
+        **kwargs: Any,
     ) -> None:
         queries = ModuleSpec(submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         submodules = dataclasses.replace(submodules, linear_q_proj=queries)

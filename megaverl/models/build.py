@@ -49,7 +49,10 @@ WHOLE = Part(0, 1)
 
 
 def block_spec(
-    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, pp_rank: int
+    spec: ModelSpec,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    pp_rank: int,
 ) -> TransformerBlockSubmodules:
     """Return the layer specification of one chunk.
 
@@ -58,7 +61,11 @@ def block_spec(
     """
     with_engine = uses_transformer_engine()
     block = get_gpt_decoder_block_spec(
-        config, with_engine, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+        config,
+        with_engine,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
     )
     # Layers of one kind share one specification object, so setting a part twice is harmless.
     for layer in block.layer_specs:
@@ -120,7 +127,13 @@ class _Scale:
 
 
 def build_model(
-    spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: int, seed: int, beside_logits: bool = False
+    spec: ModelSpec,
+    config: TransformerConfig,
+    grid: Grid,
+    *,
+    value_head: int,
+    seed: int,
+    beside_logits: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's model chunks on the platform's device: one, or one per virtual pipeline stage.
 
@@ -241,7 +254,10 @@ def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
 
 
 def layouts_of(
-    weights: Sequence[Weight], spec: ModelSpec, config: TransformerConfig, shape: GridShape
+    weights: Sequence[Weight],
+    spec: ModelSpec,
+    config: TransformerConfig,
+    shape: GridShape,
 ) -> Callable[[int], Layout]:
     """Return a function from a rank of the grid to the layout of these weights there.
 

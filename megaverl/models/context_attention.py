@@ -75,7 +75,11 @@ class ContextAttention(CausalAttention):
         return torch.cat([attend_packed(queries, k, v, half, *options) for half, queries in query_halves])
 
     def _attend_rows(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        look: torch.Tensor | None,
     ) -> torch.Tensor:
         assert look is None
         outputs = []
@@ -128,7 +132,13 @@ def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Seg
 
 
 def pack_part(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
+    part: Part,
 ) -> CutPacking:
     """Pack sequences like `pack`, and return the part of a context-parallel rank.
 
@@ -161,7 +171,13 @@ def pack_part(
 
 
 def pack_part_varlen(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
+    part: Part,
 ) -> VarlenPacking:
     """Pack sequences like `pack_part`, for kernels that take sequences of any lengths."""
     tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
@@ -169,7 +185,12 @@ def pack_part_varlen(
 
 
 def _cut(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], width: int, multiple_of: int, part: Part
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    width: int,
+    multiple_of: int,
+    part: Part,
 ) -> tuple[dict[str, torch.Tensor], list[tuple[list[Segment], list[int]]]]:
     """Return `Packing`'s fields for a rank, and the result of `_pieces` for each of its two chunks."""
     tensors, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
@@ -180,7 +201,13 @@ def _cut(
 
 
 def pack_for_engine(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
+    part: Part,
 ) -> VarlenPacking:
     """Pack sequences for Transformer Engine's context parallelism.
 

@@ -51,7 +51,12 @@ class PolicyModule(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, num_values: int, gives_hidden: bool, dtype: torch.dtype, router_loss: bool = False
+        self,
+        model: PreTrainedModel,
+        num_values: int,
+        gives_hidden: bool,
+        dtype: torch.dtype,
+        router_loss: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -219,12 +224,19 @@ def _use_liger(model: PreTrainedModel) -> None:
     if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"{key}: Liger has no kernels for {model.config.model_type} models. Leave it out.")
     monkey_patch._apply_liger_kernel_to_instance(
-        model=model, cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=True
+        model=model,
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
+        rms_norm=True,
     )
 
 
 def _from_config(
-    folder: str | Path, config: PretrainedConfig, attention: str | None, dtype: torch.dtype, trust_remote_code: bool
+    folder: str | Path,
+    config: PretrainedConfig,
+    attention: str | None,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Build the model with random or no data, depending on the current default device."""
     kinds: Any = attention
@@ -234,7 +246,10 @@ def _from_config(
     # Code that comes with a model may raise anything.
     with user_code(lambda error: not_built(folder, error)):
         model: PreTrainedModel = auto_class_of(config).from_config(
-            config, attn_implementation=kinds, dtype=dtype, trust_remote_code=trust_remote_code
+            config,
+            attn_implementation=kinds,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
         )
     return model
 

@@ -155,7 +155,11 @@ def _output_layer_parameters(model: PreTrainedModel) -> set[str]:
 
 
 def _weights(
-    shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, *, value_head: int, beside_logits: bool
+    shapes: Mapping[str, tuple[int, ...]],
+    spec: ModelSpec,
+    *,
+    value_head: int,
+    beside_logits: bool,
 ) -> list[Weight]:
     """Return the global arrays of a module. If the architecture has a table, they are described as in the table."""
     known: dict[str, Weight] = {}

@@ -138,7 +138,10 @@ def find_model(
 
 
 def _fetch(
-    path: str, open_hub: Callable[[], HuggingFaceHub | ModelScopeHub], trust_remote_code: bool, with_weights: bool
+    path: str,
+    open_hub: Callable[[], HuggingFaceHub | ModelScopeHub],
+    trust_remote_code: bool,
+    with_weights: bool,
 ) -> ModelFiles:
     """Download the small files on the first rank of each machine, start downloading weights, and share the results."""
     rank = dist.get_rank()

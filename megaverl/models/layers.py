@@ -139,7 +139,10 @@ class ValueHead(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Map [s, b, hidden] to ([s, b, num_values] float32, no bias). Signature of ColumnParallelLinear."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
@@ -157,7 +160,11 @@ class ValuesBesideLogits(ValueHead):
     """
 
     def __init__(
-        self, config: TransformerConfig, tp_group: dist.ProcessGroup, output_layer: nn.Module, num_values: int = 1
+        self,
+        config: TransformerConfig,
+        tp_group: dist.ProcessGroup,
+        output_layer: nn.Module,
+        num_values: int = 1,
     ) -> None:
         super().__init__(config, tp_group, num_values)
         self._seen: torch.Tensor | None = None
@@ -249,7 +256,10 @@ class HiddenHead:
         return weight
 
     def __call__(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Return the hidden states [s, b, hidden] of the whole sequence, and no bias.
 

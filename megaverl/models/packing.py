@@ -80,7 +80,12 @@ class DensePacking(Packing):
     place: torch.Tensor = None  # type: ignore[assignment]
 
     def attend(
-        self, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+        self,
+        attend: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
         """Compute attention within the sequences.
 
@@ -158,7 +163,12 @@ Segment = tuple[int, int, int, int]
 
 
 def pack(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int = 1,
 ) -> DensePacking:
     """Pack sequences into one row.
 
@@ -205,7 +215,12 @@ def pack(
 
 
 def pack_varlen(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int = 1,
 ) -> VarlenPacking:
     """Pack sequences like `pack`, for kernels of sequences of any lengths.
 
@@ -216,7 +231,9 @@ def pack_varlen(
 
 
 def pack_segments(
-    tensors: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int]
+    tensors: dict[str, torch.Tensor],
+    segments: Sequence[Segment],
+    counts: Sequence[int],
 ) -> VarlenPacking:
     """Return the packing of these segments, in which only the last `counts` tokens of each are queries."""
     queries = torch.tensor(counts)
@@ -240,7 +257,12 @@ def pack_segments(
 
 
 def laid_out(
-    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
 ) -> tuple[dict[str, torch.Tensor], list[Segment]]:
     """Return `Packing`'s fields, and the segments of the row in order: shared prompts, own parts, and padding."""
     row = _Row(lengths, shared, groups)

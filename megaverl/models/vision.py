@@ -127,7 +127,10 @@ class VisionReader:
 
 
 def rope_positions(
-    is_image: torch.Tensor, positions: torch.Tensor, grids: Sequence[Sequence[int]], merge: int
+    is_image: torch.Tensor,
+    positions: torch.Tensor,
+    grids: Sequence[Sequence[int]],
+    merge: int,
 ) -> torch.Tensor:
     """Return positions in time, height and width for rotary embeddings, [3, b, s] (arXiv 2409.12191, section 2.1).
 

@@ -102,7 +102,14 @@ def vocab_parallel_divergence(
     """
     shard = Shard.of(student.columns, vocab_size, group)
     divergences: torch.Tensor = _Divergences.apply(
-        student.rows, student.weight, student.index, teacher, divergence, shard, temperature, top_k
+        student.rows,
+        student.weight,
+        student.index,
+        teacher,
+        divergence,
+        shard,
+        temperature,
+        top_k,
     )
     return divergences
 

@@ -114,7 +114,11 @@ def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
 
 
 def _group(
-    source: RankLayouts, dest: RankLayouts, held: tuple[int, ...], wanted_by: tuple[int, ...], tensors: list[str]
+    source: RankLayouts,
+    dest: RankLayouts,
+    held: tuple[int, ...],
+    wanted_by: tuple[int, ...],
+    tensors: list[str],
 ) -> TensorGroup:
     """Return the group of tensors that are held and wanted alike."""
     shards = _shard_sets(source, held)

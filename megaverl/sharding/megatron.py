@@ -345,7 +345,11 @@ def checkpoint_layout(
 
 
 def _candidates(
-    local: str, spec: ModelSpec, with_engine: dict[str, str], *, transformer_engine: bool
+    local: str,
+    spec: ModelSpec,
+    with_engine: dict[str, str],
+    *,
+    transformer_engine: bool,
 ) -> Iterator[CheckpointKey]:
     """Yield the keys under which a parameter of the local layer spec may be stored, the likeliest first."""
     layer_name = LAYER.fullmatch(local)

@@ -502,7 +502,10 @@ def _divides(number: int) -> Callable[[int], bool]:
 
 
 def _misfit(
-    axis: Literal["tp", "etp", "ep"], size: int, parts: dict[str, Callable[[int], bool]], largest: int
+    axis: Literal["tp", "etp", "ep"],
+    size: int,
+    parts: dict[str, Callable[[int], bool]],
+    largest: int,
 ) -> Misfit | None:
     """Return the misfit of one axis, or None if `size` divides all parts."""
     broken = [words for words, fits in parts.items() if not fits(size)]

@@ -163,7 +163,12 @@ class _Planner(Sequence[Plan]):
     """Sequence of all ranks' plans, computed on access from tables that all ranks share."""
 
     def __init__(
-        self, source_layouts: Layouts, dest_layouts: Layouts, world: int, node_of: NodeOf, allow_unused: bool
+        self,
+        source_layouts: Layouts,
+        dest_layouts: Layouts,
+        world: int,
+        node_of: NodeOf,
+        allow_unused: bool,
     ) -> None:
         self._world = world
         self._source = RankLayouts(source_layouts, world)
@@ -340,7 +345,10 @@ class _Overlap(NamedTuple):
 
 
 def _overlaps(
-    group: TensorGroup, shards: tuple[int, ...], held: list[Piece], wanted: list[Piece]
+    group: TensorGroup,
+    shards: tuple[int, ...],
+    held: list[Piece],
+    wanted: list[Piece],
 ) -> Iterator[_Overlap]:
     """Yield the intersections of held and wanted pieces in some shard sets."""
     cells = [cell for number in shards for cell in group.shards[number].cells]

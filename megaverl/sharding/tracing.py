@@ -168,7 +168,11 @@ class Tracer(TorchDispatchMode):
         self._computed[key] = self._computed.get(key, frozenset()) | sources
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Record an operator that involves a source, and execute it on meta tensors only."""
         kwargs = kwargs or {}

@@ -230,7 +230,11 @@ def experts_of(num_experts: int, ep_size: int, ep_rank: int, placement: Placemen
 
 
 def _add_experts(
-    builder: LayoutBuilder, experts: dict[str, dict[int, list[Weight]]], held: range, tp_size: int, tp_rank: int
+    builder: LayoutBuilder,
+    experts: dict[str, dict[int, list[Weight]]],
+    held: range,
+    tp_size: int,
+    tp_rank: int,
 ) -> None:
     """Add `w13_weight` and `w2_weight` of all layers."""
     fills: dict[_Kind, Fill] = {}

@@ -21,7 +21,13 @@ SHARED_FC1 = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj"
 
 
 def attention(
-    name: str, axes: tuple[str, ...], split: Split, megatron: str, *, vllm: str = "", norm_of: str | None = None
+    name: str,
+    axes: tuple[str, ...],
+    split: Split,
+    megatron: str,
+    *,
+    vllm: str = "",
+    norm_of: str | None = None,
 ) -> Rule:
     """Return the rule of a weight inside `self_attn`.
 

@@ -59,7 +59,10 @@ QK_NORMS = tuple(
 
 
 def experts(
-    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    block: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
 ) -> tuple[Rule, ...]:
     """Return the rules of the norm, the router and the routed experts of a layer.
 

@@ -72,7 +72,12 @@ class AdapterSet(ABC):
     parameters: Mapping[str, torch.Tensor]
 
     def __init__(
-        self, low_ranks: Mapping[str, LowRank], lora: LoraConfig, grid: Grid, role: str, trained: Sequence[Weight]
+        self,
+        low_ranks: Mapping[str, LowRank],
+        lora: LoraConfig,
+        grid: Grid,
+        role: str,
+        trained: Sequence[Weight],
     ) -> None:
         self.config = lora
         self.grid = grid
@@ -223,7 +228,10 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     folder = Path(folder)
     everything = whole_layout([(weight.name, weight.shape) for weight in adapters.weights])
     plan = make_plan(
-        adapters.layout_of, lambda other: everything if other == 0 else EMPTY, adapters.grid.shape.world_size, rank
+        adapters.layout_of,
+        lambda other: everything if other == 0 else EMPTY,
+        adapters.grid.shape.world_size,
+        rank,
     )
     tensors = adapters.parameters
     dtype = next(iter(tensors.values())).dtype if tensors else torch.float32

@@ -177,7 +177,10 @@ def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: 
             Box((span.start[0], 0), (span.stop[0], adapter.rank)),
         )
         for factor, local, box in zip(
-            (adapter.a, adapter.b), local_names(adapter, weight_pieces[0].local), boxes, strict=True
+            (adapter.a, adapter.b),
+            local_names(adapter, weight_pieces[0].local),
+            boxes,
+            strict=True,
         ):
             pieces.append(Piece(factor, box, local, Box((0, 0), box.shape)))
             local_shapes[local] = box.shape
