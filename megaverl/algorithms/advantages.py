@@ -271,8 +271,11 @@ def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
     step = 1
     while step < terms.shape[1]:
         # total_t covers `step` terms from t on, and factor_t is the product of their decays.
-        total = torch.cat([total[:, :-step] + factor[:, :-step] * total[:, step:], total[:, -step:]], dim=1)
-        factor = torch.cat([factor[:, :-step] * factor[:, step:], torch.zeros_like(factor[:, -step:])], dim=1)
+        longer_total = total[:, :-step] + factor[:, :-step] * total[:, step:]
+        longer_factor = factor[:, :-step] * factor[:, step:]
+        # The last `step` positions have all their terms already.
+        total = torch.cat([longer_total, total[:, -step:]], dim=1)
+        factor = torch.cat([longer_factor, torch.zeros_like(factor[:, -step:])], dim=1)
         step *= 2
     return total
 

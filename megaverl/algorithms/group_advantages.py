@@ -233,7 +233,8 @@ def _pass_at_k_credit(n: int, m: int, k: int, *, is_wrong: bool) -> float:
     deviation = math.sqrt(failing * (1.0 - failing))
     if deviation == 0.0:
         return 0.0
-    return (failing - (math.comb(m - 1, k - 1) / math.comb(n - 1, k - 1) if is_wrong else 0.0)) / deviation
+    with_this_wrong = math.comb(m - 1, k - 1) / math.comb(n - 1, k - 1) if is_wrong else 0.0
+    return (failing - with_this_wrong) / deviation
 
 
 @advantage_estimators.register("best_of_group", of_groups=True)

@@ -360,7 +360,9 @@ class PartialConfig(Section):
 
 def _true_or_none(value: Any) -> Any:
     """Expand `partial: true` to all defaults, and `false` to None."""
-    return ({} if value else None) if isinstance(value, bool) else value
+    if value is True:
+        return {}
+    return None if value is False else value
 
 
 class RolloutConfig(Section):

@@ -157,4 +157,6 @@ def watching_mistakes(config: Config, command: str, world_size: int | None) -> I
 
 def py_spy() -> str | None:
     """Return the path of the py-spy command, or None. Looks beside this interpreter first, then on PATH."""
-    return which("py-spy", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
+    beside_python = os.path.dirname(sys.executable)
+    search_path = os.pathsep.join([beside_python, os.environ.get("PATH", "")])
+    return which("py-spy", path=search_path)

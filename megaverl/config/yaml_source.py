@@ -105,7 +105,11 @@ def read_source(
         overrides: in rising priority.
         defaults: values for `${...}` that refer to keys which neither the file nor the overrides set.
     """
-    source = YamlSource("what was given" if isinstance(path, Mapping) else f"{path}" if path else COMMAND_LINE)
+    source = YamlSource(COMMAND_LINE)
+    if isinstance(path, Mapping):
+        source.name = "what was given"
+    elif path:
+        source.name = f"{path}"
     if path and overrides:
         source.name += " and the command line"
     if isinstance(path, Mapping):

@@ -382,8 +382,11 @@ def _sort_of(dtype: torch.dtype) -> str:
 
 def _lengths_of(mask: Tensor) -> Tensor:
     """Return the length of each row up to its last marked token."""
+    if not mask.shape[1]:
+        # amax() refuses an empty axis.
+        return mask.new_zeros(len(mask), dtype=torch.int64)
     after = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return torch.where(mask, after, 0).amax(dim=1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.int64)
+    return torch.where(mask, after, 0).amax(dim=1)
 
 
 def _check_lengths(name: str, lengths: Tensor, width: int) -> None:

@@ -191,8 +191,9 @@ def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if len(padded_twice):
         raise DataError(f"'attention_mask' of sample {int(padded_twice[0, 0])} has holes; prompts are one piece")
     first = torch.where(lengths > 0, mask.int().argmax(dim=1), 0)
-    places = (torch.arange(prompts.shape[1], device=prompts.device) + first.unsqueeze(1)) % max(1, prompts.shape[1])
-    inside = torch.arange(prompts.shape[1], device=prompts.device) < lengths.unsqueeze(1)
+    columns = torch.arange(prompts.shape[1], device=prompts.device)
+    places = (columns + first.unsqueeze(1)) % max(1, prompts.shape[1])
+    inside = columns < lengths.unsqueeze(1)
     return torch.where(inside, prompts.gather(1, places), 0), lengths
 
 

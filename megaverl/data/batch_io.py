@@ -58,7 +58,8 @@ def save(batch: RolloutBatch, path: str | Path) -> None:
     """Write the batch as a safetensors file, atomically, with its columns in the metadata."""
     path = Path(path)
     columns, shared = taken_out(batch.columns)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in {**batch.tensors, **_named(shared)}.items()}
+    stored = {**batch.tensors, **_named(shared)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
     scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file(tensors, scratch, metadata={"columns": _columns_json(columns)})

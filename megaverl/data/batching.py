@@ -132,7 +132,8 @@ def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part
     back = second[::-1]
     meet = max(0, len(first) + len(second) - num_ranks)
     alone = len(first) - meet
-    met = [(a + b, left + right) for (a, left), (b, right) in zip(first[alone:], back[:meet], strict=True)]
+    pairs = zip(first[alone:], back[:meet], strict=True)
+    met = [(a + b, left + right) for (a, left), (b, right) in pairs]
     return sorted(first[:alone] + met + back[meet:], key=itemgetter(0), reverse=True)
 
 

@@ -253,7 +253,8 @@ def _with_sinks(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if look is None:
         look = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    per_head = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1)
+    score = per_head.expand(q.shape[0], -1, q.shape[2], 1)
     at_sink = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
     at_sink[..., -1] = 1.0
     return (

@@ -83,7 +83,8 @@ class ContextAttention(CausalAttention):
     ) -> torch.Tensor:
         assert look is None
         outputs = []
-        for half, (begin, end) in zip(q.chunk(2, dim=2), _halves(k.shape[2], self._part), strict=True):
+        halves = _halves(k.shape[2], self._part)
+        for half, (begin, end) in zip(q.chunk(2, dim=2), halves, strict=True):
             # The first chunk of a row sees itself alone, so the kernel's own causal mask does. Later queries see
             # earlier keys too.
             if begin:

@@ -145,9 +145,14 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def _log_totals(both: list[torch.Tensor], shard: Shard) -> torch.Tensor:
     """Return log sum e^z over the whole vocabulary for student and teacher, [2, m]."""
     # Subtracting the maximum over all ranks keeps the exponentials from overflowing.
-    top = torch.stack([z.amax(dim=-1) if shard.valid else z.new_full((len(z),), LOWEST) for z in both])
-    top = shard.all_reduce(top, dist.ReduceOp.MAX)
-    sums = torch.stack([(z - most[:, None]).exp_().sum(dim=-1) for z, most in zip(both, top, strict=True)])
+    if shard.valid:
+        local_top = torch.stack([z.amax(dim=-1) for z in both])
+    else:
+        # This rank's part of the vocabulary is padding only.
+        local_top = torch.stack([z.new_full((len(z),), LOWEST) for z in both])
+    top = shard.all_reduce(local_top, dist.ReduceOp.MAX)
+    local_sums = [(z - most[:, None]).exp_().sum(dim=-1) for z, most in zip(both, top, strict=True)]
+    sums = torch.stack(local_sums)
     return shard.all_reduce(sums, dist.ReduceOp.SUM).log() + top
 
 

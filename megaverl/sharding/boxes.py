@@ -136,8 +136,9 @@ def split(box: Box, max_numel: int) -> list[Box]:
     parts = []
     for low in range(box.start[axis], box.stop[axis], step):
         high = min(low + step, box.stop[axis])
-        part = Box((*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :]))
-        parts += split(part, max_numel)
+        start = (*box.start[:axis], low, *box.start[axis + 1 :])
+        stop = (*box.stop[:axis], high, *box.stop[axis + 1 :])
+        parts += split(Box(start, stop), max_numel)
     return parts
 
 
@@ -162,7 +163,9 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return in_row(first, low, high)
     head = in_row(first, low, row) if low else []
     first += bool(low)
-    rows = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))] if first < last else []
+    rows: list[Box] = []
+    if first < last:
+        rows = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))]
     return [*head, *rows, *in_row(last, 0, high)]
 
 

@@ -5,6 +5,7 @@ A row is a global tensor of one element. Its place in a rank's batch is a place 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ def _check_wanted(rank: int, rows: Sequence[int], holders: Mapping[int, object])
     wanted = set(rows)
     if len(wanted) == len(rows) and wanted <= holders.keys():
         return
-    if twice := len(rows) - len(set(rows)) and sorted({row for row in rows if list(rows).count(row) > 1}):
+    twice = sorted(row for row, count in Counter(rows).items() if count > 1)
+    if twice:
         raise DataError(f"rank {rank} wants the rows {twice[:8]} more than once")
     if nowhere := [row for row in rows if row not in holders]:
         raise DataError(f"rank {rank} wants the rows {nowhere[:8]}, which no rank holds")

@@ -80,7 +80,8 @@ def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
 def _plain(copy: Copy) -> Copy:
     """Remove loops of one iteration, and merge loops that are contiguous on both sides."""
     loops: list[Loop] = []
-    for loop in sorted((loop for loop in copy.loops if loop.turns > 1), key=lambda loop: (-loop.source, -loop.dest)):
+    repeated = [loop for loop in copy.loops if loop.turns > 1]
+    for loop in sorted(repeated, key=lambda loop: (-loop.source, -loop.dest)):
         if loops and loops[-1][1:] == (loop.source * loop.turns, loop.dest * loop.turns):
             loops[-1] = Loop(loops[-1].turns * loop.turns, loop.source, loop.dest)
         else:
@@ -124,7 +125,8 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         # row.
         turns = end // stride
         head = -(first // stride) % turns
-        bounds = sorted({0, min(head, loop.turns), head + max(0, loop.turns - head) // turns * turns, loop.turns})
+        last_whole_row = head + max(0, loop.turns - head) // turns * turns
+        bounds = sorted({0, min(head, loop.turns), last_whole_row, loop.turns})
         parts = []
         for low, high in pairwise(bound for bound in bounds if bound <= loop.turns):
             rows, rest = divmod(high - low, turns) if low >= head else (0, high - low)

@@ -127,7 +127,11 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
     reached: dict[int, tuple[int, int]] = {}
     for tensors, holders in holders_of.items():
         place = max(reached.get(number, (0, 0))[0] for number in holders)
-        used = {number: reached[number][1] if reached.get(number, (-1, 0))[0] == place else 0 for number in holders}
+        used = dict.fromkeys(holders, 0)
+        for number in holders:
+            last_part, num_elements = reached.get(number, (-1, 0))
+            if last_part == place:
+                used[number] = num_elements
         if any(used[number] and used[number] + numel > max_numel for number, numel in holders.items()):
             place = place + 1
             used = dict.fromkeys(holders, 0)
