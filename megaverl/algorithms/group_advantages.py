@@ -98,6 +98,8 @@ def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantage
     """
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
+    # The mean over the others differs from the group's mean by this factor: n / (n - 1) (r - mean) = r - mean of
+    # others.
     factor = stats.size / (stats.size - 1).clamp(min=1)
     return _same_for_all_tokens(factor * stats.centered, rewards, response_mask)
 
@@ -136,6 +138,7 @@ def gpg(
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
     total = all_reduce or on_one_rank
+    # Groups whose rewards are all equal have no gradient. alpha makes up for their share of the batch.
     telling = total((group_totals(stats.centered.abs(), group_ids) > 0).sum())
     alpha = int(total(torch.tensor(len(rewards)))) / telling.clamp(min=1)
     scale = stats.std + eps if normalize_std else 1.0
@@ -185,7 +188,9 @@ def gdpo(
     for k, column in enumerate(component_rewards.unbind(dim=1)):
         stats = group_stats(column, group_ids)
         weight = 1.0 if component_weights is None else float(component_weights[k])
+        # Each reward is normalized on its own before the sum. Otherwise one with a large spread would drown the others.
         total += weight * stats.centered / (stats.std + eps)
+    # One group for the whole batch: the sum's spread depends on the number of rewards.
     everything = group_stats(total, torch.zeros_like(group_ids))
     return _same_for_all_tokens(everything.centered / (everything.std + eps), component_rewards, response_mask)
 
@@ -217,6 +222,7 @@ def pass_at_k_advantages(
     check_finite("rewards", rewards)
     wrong = (rewards < right_from).double()
     sizes = group_totals(torch.ones_like(wrong), group_ids).tolist()
+    # Binomial coefficients are computed with Python's integers, which do not overflow.
     numbers = group_totals(wrong, group_ids).tolist()
     if k < 1 or any(size < k for size in sizes):
         raise DataError(f"pass@{k} needs groups of at least {max(k, 1)} responses, found one of {int(min(sizes))}")
@@ -280,12 +286,14 @@ def raft(
     kept = torch.zeros_like(rewards, dtype=torch.bool)
     for group in group_ids.unique():
         members = (group_ids == group).nonzero()[:, 0]
+        # A stable sort, so that equal rewards are kept in the order of the batch on every device.
         order = torch.sort(rewards[members].double(), descending=True, stable=True).indices[:keep]
         kept[members[order]] = True
     if right_from is not None:
         kept &= rewards >= right_from
     lengths = response_mask.sum(dim=1)
     total = all_reduce or on_one_rank
+    # Makes up for the dropped responses: the mean over all tokens then equals that over the kept ones.
     scale = total(lengths.sum()) / total(lengths[kept].sum()).clamp(min=1)
     return _same_for_all_tokens(kept.double() * scale, rewards, response_mask)
 
@@ -305,9 +313,11 @@ def nash_md(rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, scale:
         For the others see the module.
     """
     check_finite("rewards", rewards)
+    # Opponents are in the batch only to be compared with. They train nothing, so their mask is empty.
     opponents = ~response_mask.any(dim=1)
     pairs = (group_ids.unsqueeze(1) == group_ids) & opponents
     apart = rewards.double().unsqueeze(1) - rewards.double()
+    # Without a scale the preference is a comparison: 1, 0, or 1/2 for a tie.
     preferred = torch.sigmoid(apart / scale) if scale else (apart.sign() + 1) / 2
     mean = torch.where(pairs, preferred - 0.5, 0.0).sum(dim=1) / pairs.sum(dim=1).clamp(min=1)
     return _same_for_all_tokens(mean, rewards, response_mask)
@@ -375,6 +385,7 @@ def turn_grpo(
     rewards = turns.sums(token_rewards)
     gains = suffix_scan(rewards, torch.full_like(rewards, gamma))
     advantages = torch.zeros_like(gains)
+    # Turn k is compared with turn k of the group's other responses. Responses with fewer turns drop out.
     for k in range(gains.shape[1]):
         rows = turns.exist[:, k].nonzero()[:, 0]
         stats = group_stats(gains[rows, k], group_ids[rows])
@@ -388,6 +399,7 @@ class _Turns:
 
     def __init__(self, turn_ids: Tensor, mask: Tensor) -> None:
         ids = torch.where(mask, turn_ids, 0)
+        # Sums over turns need consecutive ids, so ids that fall are refused rather than sorted.
         before = torch.where(mask, turn_ids, -1).cummax(dim=1).values
         if bool((ids < 0).any()) or bool((mask & (turn_ids < before)).any()):
             raise DataError("turn_ids must not be negative, and must not fall within a response")
@@ -407,8 +419,10 @@ class _Turns:
         length = self.mask.shape[1]
         columns = torch.where(self.mask, torch.arange(length, device=self.mask.device), length)
         first = torch.full(self.exist.shape, length, device=self.mask.device)
+        # The smallest column with this turn's id.
         first = first.scatter_reduce(1, self.ids, columns, "amin")
         kept = torch.where(self.mask, per_token, 0.0)
+        # The added column of zeros is what turns without a token read.
         return torch.cat([kept, kept.new_zeros(len(kept), 1)], dim=1).gather(1, first)
 
     def spread(self, per_turn: Tensor) -> Tensor:

@@ -108,6 +108,7 @@ def ppo_clip(
     ratio = bounded(log_ratio).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    # The minimum is the pessimistic bound: clipping may only take gain away, it never hides a loss.
     loss = -(weights * torch.minimum(unclipped, clipped)).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, clipped < unclipped))
 
@@ -140,6 +141,7 @@ def dual_clip(
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     surrogate = torch.minimum(unclipped, clipped)
     floor = clip_dual * advantages
+    # Without the floor, a large ratio with a negative advantage has an unbounded loss.
     on_floor = (advantages < 0) & (surrogate < floor)
     loss = -(weights * torch.where(on_floor, floor, surrogate)).sum()
     metrics = ratio_metrics(log_ratio, active, (clipped < unclipped) | on_floor)
@@ -199,6 +201,7 @@ def cispo(
     Metrics: `clip_fraction` (weights that were limited), `approx_kl`, `ratio`.
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    # The ratio is only a weight here, so clipping it never cuts off a token's gradient, unlike in PPO.
     ratio = bounded(log_ratio.detach()).exp()
     limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     log_probs = torch.where(active, log_probs, 0.0)
@@ -229,6 +232,7 @@ def sapo(
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
     tau = torch.full_like(log_ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    # The sigmoid's slope is 1/4 at ratio 1. The factor 4 / tau below makes the gradient there that of the plain ratio.
     gate = torch.sigmoid(tau * (bounded(log_ratio).exp() - 1.0))
     loss = -(weights * 4.0 / tau * gate * advantages).sum()
     slope = 4.0 * gate.detach() * (1.0 - gate.detach())
@@ -268,6 +272,7 @@ def gspo(
     tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
     (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
     mean = mean_over_tokens(log_ratio.detach(), counted)
+    # The value is that of the response's mean, and the gradient is that of the token: the second part is 0.
     ratio = bounded(mean + (log_ratio - log_ratio.detach())).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -308,7 +313,9 @@ def gmpo(
     tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
     (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
     if trained_tokens is not None:
+        # Tokens that were not selected still count in the mean, but get no gradient.
         log_ratio = torch.where(trained_tokens, log_ratio, log_ratio.detach())
+    # Clip only in the direction in which the update would go further, as in PPO.
     limited = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio)
     limited = torch.where(advantages < 0, limited.clamp(min=-clip_low), limited)
     ratio = bounded(mean_over_tokens(limited, counted)).exp()
@@ -358,6 +365,7 @@ def vespo(
     if importance_weights is not None and correction_in == "advantages":
         others = 1.0 if correction_factors is None else correction_factors
         correction_factors = importance_weights * others
+        # The correction then multiplies the advantages, like any other loss's, and no longer enters the kernel.
         importance_weights = None
     tokens = tokens_of(log_probs, old_log_probs, advantages, weights)
     (log_ratio, advantages, active), counted = without_rejected(tokens, correction_factors)
@@ -368,6 +376,7 @@ def vespo(
     positive = advantages >= 0
     power = torch.full_like(log_ratio, power_negative).masked_fill(positive, power_positive)
     decay = torch.full_like(log_ratio, decay_negative).masked_fill(positive, decay_positive)
+    # w^power exp(-decay (w - 1)), computed from log w so that a large w does not overflow.
     kernel = torch.exp(power * log_w - decay * torch.expm1(log_w))
     loss = -(weights * kernel * advantages * torch.where(active, log_probs, 0.0)).sum()
     metrics = ratio_metrics(log_ratio, active, kernel < 0.5)
@@ -488,6 +497,7 @@ def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:
 def _held_back(tokens: Tokens, log_probs: Tensor, weights: Tensor, far: Tensor, ratio_max: float | None) -> LossOutput:
     """Compute the surrogate without tokens that are `far` and would move further."""
     log_ratio, advantages, active = tokens
+    # Only updates that move away from the sampling policy are blocked; those that come back are welcome.
     outwards = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     blocked = outwards & far
     surrogate = bounded(log_ratio).exp() * advantages

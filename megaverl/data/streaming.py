@@ -83,6 +83,7 @@ class FilesReader:
             self._file = self._file + 1
             self._place = 0
             self._line = 0
+        # The next read starts again with the first file.
         self._file = 0
         return None
 
@@ -104,6 +105,7 @@ class FilesReader:
     def _line_of(self, path: Path) -> Row | None:
         """Return the next row of a JSONL file, or None at its end."""
         with path.open("rb") as stream:
+            # The file is opened for every row, since an open file could not be stored in a checkpoint.
             stream.seek(self._place)
             for line in stream:
                 self._place += len(line)
@@ -167,6 +169,7 @@ class HubReader:
         self._name = f"{source.path}, {source.split}"
         self._folder = Path(source.path)
         self._data = load_hub(source, streaming=True)
+        # The state at the start, to begin again after the last row: iterating anew would continue from the last state.
         self._beginning = copy.deepcopy(self._data.state_dict())
         self._rows: Iterator[dict[str, Any]] = iter(self._data)
         self._next = 0
@@ -203,6 +206,7 @@ class HubReader:
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON values."""
+        # `datasets` changes the dictionary in place, so it is copied on the way out and on the way in.
         stream = self._data.state_dict() if self._restored is None else self._restored
         return {"next": self._next, "stream": copy.deepcopy(stream)}
 
@@ -221,6 +225,7 @@ class FirstReader:
         self._reader = reader
         self._count = count
         self._read = 0
+        # To go back to after `count` rows.
         self._begin = reader.state()
 
     def read(self) -> Row | None:
@@ -336,6 +341,7 @@ class StreamedPrompts:
         Raises:
             DataError: the row cannot be used.
         """
+        # The reader is put back afterwards, so this row is still the first one that is read.
         beginning = reader.state()
         row = reader.read()
         if row is not None:
@@ -352,6 +358,8 @@ class StreamedPrompts:
         if position < self.position:
             raise DataError(f"prompt {position} of a stream is behind: {self.position} have been taken.")
         while self.position < position:
+            # Positions are not byte offsets: rows may be dropped for their length, so only taking them shows where a
+            # position is.
             self.take(min(self._buffer, position - self.position))
 
     @property
@@ -402,6 +410,8 @@ class StreamedPrompts:
         self.num_dropped = int(state["dropped"])
         self._block = int(state["block"])
         self._restore(state["begin"])
+        # The checkpoint stores where the block begins, not its rows. They are read and shuffled again in the same
+        # order.
         if state["within"]:
             self._fill()
             if self._block_digest != state.get("block_rows", self._block_digest):
@@ -433,9 +443,11 @@ class StreamedPrompts:
 
     def _fill(self) -> None:
         """Read and shuffle the next block of rows."""
+        # Recorded before reading, since a resumed run reads this block again.
         self._begin = self._place()
         rows = [self._read_one() for _ in range(self._buffer)]
         self._block_digest = digest_of_rows(row.columns for row in rows)
+        # Seeded by the number of the block, so that a resumed run can shuffle any block without those before it.
         order = np.random.Generator(np.random.PCG64([self._seed, self._block])).permutation(len(rows))
         self._rows = [rows[number] for number in order] if self._buffer > 1 else rows
         self._within = 0
@@ -445,10 +457,12 @@ class StreamedPrompts:
         if self._mixture is not None:
             source, _ = self._mixture.at(self._read)
             self._read += 1
+            # The second call starts the next pass over a source that has just ended.
             row = self._readers[source].read() or self._readers[source].read()
             if row is None:
                 raise DataError(f"{self._names[source]}: there is no row in it. Leave it out.")
             return row
+        # One more than there are readers: the current one may be at its end, and all others empty.
         for _ in range(len(self._readers) + 1):
             row = self._readers[self._current].read()
             if row is not None:

@@ -51,6 +51,8 @@ class RankLayouts:
         numbers: dict[int, int] = {}
         for rank in range(world):
             layout = layouts(rank)
+            # Layouts are compared by identity. Comparing their contents would be slow in a large job, where few are
+            # different.
             number = numbers.setdefault(id(layout), len(self.ranks))
             if number == len(self.ranks):
                 self.ranks.append([])
@@ -62,6 +64,7 @@ class RankLayouts:
         for number, layout in enumerate(self.layouts):
             for tensor, shape in layout.global_shapes.items():
                 known = self.shapes.setdefault(tensor, shape)
+                # The identity test comes first because most layouts share the tuples, and there are many of them.
                 if known is not shape and known != shape:
                     self.disagreements.append(f"{tensor}: ranks of one side say {known} and {shape} of its shape")
             # `by_tensor` would be cached by every layout, though it is needed for few.
@@ -109,6 +112,8 @@ def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for tensor in source.shapes:
         if tensor in dest.held:
+            # Layers of a model are laid out alike, so a model of thousands of tensors has a few dozen groups, and the
+            # geometry is computed once for each.
             alike.setdefault((source.held.get(tensor, ()), dest.held[tensor]), []).append(tensor)
     return [_group(source, dest, *holders, tensors) for holders, tensors in alike.items()]
 
@@ -155,6 +160,7 @@ def _shard_sets(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, .
         for box in boxes:
             holders.setdefault(box, set()).add(number)
     cells = list(holders.items())
+    # Replicas hold equal boxes, which are one key above. Boxes that overlap only partly are rare.
     if first_overlap(list(holders)) is not None:
         cells = _disjoint(cells)
     by_classes: dict[tuple[int, ...], list[Box]] = {}
@@ -174,6 +180,7 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
                 cut.append((cell, others))
                 continue
             cut.append((common, others | classes))
+            # What the box does not cover keeps its holders.
             cut += [(part, others) for part in subtract(cell, box)]
         cells = cut + [(part, classes) for part in subtract_all(box, [cell for cell, _ in cells])]
     return cells
@@ -213,6 +220,7 @@ class Deal:
         self.wanted = wanted
         self._ranks = list(wanted)
         numbers = [sum(part.high - part.low for part in wanted[rank]) for rank in self._ranks]
+        # Position in the line of each rank's first request, and the end of the line.
         self._firsts = [0, *accumulate(numbers)]
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._each, self._extra = divmod(self._firsts[-1], len(pool))
@@ -285,6 +293,7 @@ class Dealer:
         self._place = {key: {rank: i for i, rank in enumerate(pool)} for key, pool in self._pools.items()}
         self._deals: dict[int, list[Deal]] = {key: [] for key in self._pools}
         by_size: dict[int, dict[int, list[ShardRange]]] = {}
+        # Requests are dealt size by size, since equal numbers of requests are equal loads only among equal sizes.
         for number, requests in asked.items():
             for size, part in requests:
                 by_size.setdefault(size, {}).setdefault(number, []).append(part)
@@ -293,10 +302,12 @@ class Dealer:
             lines: dict[int, dict[int, list[ShardRange]]] = {}
             for number, parts in sorted(by_size[size].items()):
                 for rank in dest.ranks[number]:
+                    # Holders copy from their own memory.
                     if source.class_of[rank] not in self._holders:
                         lines.setdefault(self._pool_of(rank), {})[rank] = parts
             for key, line in lines.items():
                 earlier = self._deals[key]
+                # Each deal starts where the one before ended, so that the holders with one request less come first.
                 earlier.append(Deal(self._pools[key], earlier[-1].end if earlier else 0, line))
 
     def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:

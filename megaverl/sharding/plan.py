@@ -119,6 +119,7 @@ def make_plans(
 
     Arguments and errors are those of `make_plan`.
     """
+    # Plans consist of millions of small tuples without cycles, which the collector would scan again and again.
     with _collector_at_rest():
         return _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)
 
@@ -174,6 +175,7 @@ class _Planner(Sequence[Plan]):
         self._source = RankLayouts(source_layouts, world)
         self._dest = RankLayouts(dest_layouts, world)
         nodes: dict[int, int] = {}
+        # Nodes are renumbered from 0, so that they can index lists.
         self._node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
         self._refuse_mismatch(allow_unused)
         self._groups = group_tensors(self._source, self._dest)
@@ -186,6 +188,7 @@ class _Planner(Sequence[Plan]):
                     part = ShardRange(number, 0, len(group.tensors), shards)
                     asked = self._asked.setdefault(group.shards[shards].classes, {})
                     asked.setdefault(dest_class, []).append((size, part))
+        # Indexes by class, so that the plan of one rank touches only the sets of holders that concern it.
         self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
         self._takes: list[list[tuple[int, ...]]] = [[] for _ in self._dest.layouts]
         for classes, asked in self._asked.items():
@@ -193,6 +196,8 @@ class _Planner(Sequence[Plan]):
                 self._gives[source_class].append(classes)
             for dest_class in asked:
                 self._takes[dest_class].append(classes)
+        # The following tables are filled on access. A rank that asks only for its own plan computes only its part of
+        # them.
         self._dealers: dict[tuple[int, ...], Dealer] = {}
         self._rows: dict[tuple[int, tuple[int, ...], int, int], list[list[_Row]]] = {}
         self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
@@ -217,6 +222,7 @@ class _Planner(Sequence[Plan]):
         incoming: dict[int, list[ShardRange]] = {}
         outgoing: dict[int, list[ShardRange]] = {}
         for classes in self._takes[dest_class]:
+            # A rank that holds the elements itself copies them; it never fetches them from another rank.
             if source_class in classes:
                 copies += [part for _, part in self._asked[classes][dest_class]]
             else:
@@ -291,6 +297,7 @@ class _Planner(Sequence[Plan]):
             if tensor not in self._source.shapes
         ]
         for tensor, shape in self._source.shapes.items():
+            # Tensors are compared by name and shape only: dtypes are the business of the transport.
             wanted = self._dest.shapes.get(tensor)
             if wanted is None:
                 if not allow_unused:
@@ -367,6 +374,8 @@ def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]
     merged = sorted(overlaps)
     count = 0
     while count != len(merged):
+        # Every pass joins neighbours in sorted order. A join may create new neighbours, so passes repeat until one
+        # joins nothing.
         count = len(merged)
         pending = merged
         merged = []
