@@ -47,6 +47,8 @@ def mini_batches(
         )
 
     def draw(sample: int) -> bytes:
+        # A hash instead of a generator: the order of a sample depends on nothing but its number, on every rank and
+        # version of Python.
         return hashlib.blake2b(f"mini_batches/{seed}/{step}/{epoch}/{sample}".encode(), digest_size=16).digest()
 
     groups: dict[int, list[int]] = {}
@@ -56,6 +58,7 @@ def mini_batches(
     order: list[int] = []
     for members in sorted(groups.values(), key=lambda members: draw(members[0])):
         stop = len(order) + len(members)
+        # Groups stay in one mini-batch where possible. Of a group that a bound splits, a random part goes to each side.
         is_cut = bounds[bisect_right(bounds, len(order))] < stop
         order += sorted(members, key=draw) if is_cut else members
     return [sorted(order[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -96,6 +99,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
     if num_ranks == 1:
         return [list(range(len(lengths)))]
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    # With equal counts every state deals one sample to each rank. So their sums over states have equal counts too.
     per_state = num_ranks if equal_counts else 1
     states: list[list[_Part]] = [
         [(int(lengths[sample]), (sample,)) for sample in longest_first[start : start + per_state]]
@@ -113,6 +117,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
     # Breaks ties between equal spreads, so that the result does not depend on how heapq orders them.
     serial = len(heap)
     while len(heap) > 1:
+        # The two states with the largest spread are joined first: their differences cancel best (Karmarkar and Karp).
         joined = _join(heapq.heappop(heap)[2], heapq.heappop(heap)[2], num_ranks)
         heapq.heappush(heap, (spread(joined), serial, joined))
         serial += 1
@@ -129,6 +134,7 @@ def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part
 
     Each state omits parts without samples at its end. These are combined first, as most sums then meet no other.
     """
+    # The largest sums of one state meet the smallest of the other, as far as there are more sums than ranks.
     back = second[::-1]
     meet = max(0, len(first) + len(second) - num_ranks)
     alone = len(first) - meet
@@ -242,6 +248,7 @@ def common_count(
     def cost(batch: Sequence[int]) -> int:
         return micro_batch_tokens([lengths[sample] for sample in batch], padded=padded)
 
+    # No rank can have more micro-batches with samples than it has samples.
     most = max(sum(map(len, batches)) for batches in per_rank)
     count = _round_up(max(1, min(least, most), *(len(batches) for batches in per_rank)), count_multiple_of)
     result = []
@@ -250,12 +257,15 @@ def common_count(
         while len(rank_batches) < count:
             divisible = [batch for batch in rank_batches if len(batch) > 1]
             if not divisible:
+                # An empty micro-batch still takes part in the collectives.
                 rank_batches.append([])
                 continue
             largest = max(divisible, key=cost)
             place = rank_batches.index(largest)
             half = len(largest) // 2
             rank_batches[place : place + 1] = [largest[:half], largest[half:]]
+        # The largest first, so that a lack of memory shows in the first micro-batch, and ranks work on similar sizes at
+        # the same time.
         result.append(sorted(rank_batches, key=lambda batch: (-cost(batch), batch)))
     return result
 
@@ -314,6 +324,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
     totals: list[int] = []
     for sample in order:
         length = lengths[sample]
+        # First fit over samples of descending length.
         place = next((i for i, total in enumerate(totals) if total + length <= max_tokens), len(totals))
         if place == len(totals):
             result.append([])

@@ -81,6 +81,7 @@ class ImageProcessor:
         self.token_id = int(config["image_token_id"])
         ids = (config["vision_start_token_id"], self.token_id, config["vision_end_token_id"])
         self.written = "".join(tokenizer.backend.convert_ids_to_tokens(list(ids)))
+        # Part of every image's key: another processor makes other tensors of the same bytes.
         facts = json.dumps(self._process.to_dict(), sort_keys=True, default=str)
         self._identity = hashlib.blake2b(facts.encode(), digest_size=8).digest()
 
@@ -152,6 +153,7 @@ class Images:
         key = self.config.key
         values = list[Any]()
         if images and None not in parts and IN_TEXT not in _text(prompt):
+            # A prompt without places for its images gets them before its text.
             prompt = _before(prompt, MARK * len(images))
             parts = [None] * len(images) + list(parts)
         waiting = iter(parts)
@@ -201,6 +203,7 @@ class Images:
 
         if isinstance(value, pil.Image):
             self._check_pixels(value.size, what)
+            # An image that is decoded already has no bytes to hash. Its pixels stand for them.
             image: Image = value
             head = f"{value.mode} {value.size}".encode()
             return self.processor.item(head + value.tobytes(), value.size, lambda: image.convert("RGB"), what)
@@ -212,6 +215,7 @@ class Images:
             )
         with _opened(data, what) as opened:
             self._check_pixels(opened.size, what)
+            # Pixels are decoded upright, and the number of tokens depends on the size after that.
             size = opened.size[::-1] if _orientation(opened) >= TURNED else opened.size
         return self.processor.item(data, size, lambda: _pixels(data, what), what)
 
@@ -257,6 +261,7 @@ class Images:
             if path.is_absolute() or (base / path).exists():
                 return (base / path).read_bytes()
         except OSError as error:
+            # A longer text that is no path may be base64, which is tried below.
             if path.is_absolute() or len(value) < 256:
                 raise DataError(f"{what}: {value!r:.200} cannot be read ({error.strerror or error}).") from error
         # Too long for a file's name, and made of base64's characters.

@@ -64,6 +64,7 @@ def prompt_numbers(batch: RolloutBatch) -> list[int]:
     rows = batch.input_ids.cpu().numpy()
     images = batch.columns.get(COLUMN) or [None] * len(rows)
     return [
+        # Prompts are compared by their tokens: copies of a row in a data set share a prompt as well.
         numbers.setdefault((row[:length].tobytes(), *(image.key for image in row_images or ())), len(numbers))
         for row, length, row_images in zip(rows, lengths, images, strict=True)
     ]
@@ -123,6 +124,8 @@ def plan_packed_micro_batches(
     best_rating = (0, True, 0, 0)
     cap = max_tokens - max_tokens % multiple_of
     most = max(map(len, units_by_prompt.values()), default=1)
+    # Keep all samples of a prompt together at first, then split them into 2, 4, 8, ... parts. Every split computes the
+    # prompt once more, but makes the ranks' loads more even.
     for parts in (2**power for power in range((most - 1).bit_length() + 1)):
         bundles = [
             bundle
@@ -214,6 +217,7 @@ def _bundles(
                 own_tokens += lengths[sample] - shared[sample]
             if fresh := {prompts[sample]: shared[sample] for sample in unit if prompts[sample] not in part.beginnings}:
                 shared_tokens = sum(fresh.values())
+            # A unit larger than the cap was refused by `check_cap`, so a new part always takes it.
             if part.samples and tokens + own_tokens + shared_tokens > cap:
                 result.append(part)
                 part = _Bundle()

@@ -58,6 +58,7 @@ class CausalAttention(nn.Module):
         self.window = config.window_size[0] + 1 if has_window else None
         self._tp_group = None if pg_collection is None else pg_collection.tp
         self.softmax_offset: torch.Tensor | None = None
+        # One sink per head of this rank. "off-by-one" has constant sinks of 0.
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             offset = torch.zeros(heads, dtype=config.params_dtype)
@@ -91,6 +92,7 @@ class CausalAttention(nn.Module):
         if packed_seq_params is not None:
             assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
+            # megaverl's packed rows are one row, so the batch axis is removed and added back.
             return self._attend_packed_row(q, k, v, packed_seq_params).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
         # [b, heads, s, head_dim]: views without copies.
@@ -219,6 +221,7 @@ def _attend(
     """
     dtype = q.dtype
     if sinks is not None:
+        # The fused kernel has no sinks. They become one more key, which every query sees.
         q, k, v, look, scale = _with_sinks(q, k, v, look, scale, sinks)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
         # On CPUs the backward kernel for bfloat16 takes up to four times as long as that for float32.
@@ -254,6 +257,8 @@ def _with_sinks(
     if look is None:
         look = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     per_head = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1)
+    # One more dimension carries the sink's score: 1 in the added key, 0 in all others. The added value is 0, so that
+    # the sink only takes weight away.
     score = per_head.expand(q.shape[0], -1, q.shape[2], 1)
     at_sink = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
     at_sink[..., -1] = 1.0
@@ -296,6 +301,8 @@ class SharedKVAttention(SelfAttention):
         num_groups = self.config.num_query_groups
         ranks_per_group = group.size() // num_groups
         group_number, place_in_group = divmod(group.rank(), ranks_per_group)
+        # Shared heads do not fit megatron-core's split of the projection's rows, so the output is gathered and split
+        # again here.
         all_heads = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
         group_heads = all_heads.chunk(num_groups, dim=-1)[group_number].unflatten(
             -1, (-1, self.hidden_size_per_attention_head)

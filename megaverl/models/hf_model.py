@@ -62,8 +62,10 @@ class PolicyModule(nn.Module):
         self.model = model
         self.gives_hidden = gives_hidden
         backbone = model.base_model
+        # transformers returns the model itself where a class names no `base_model_prefix`.
         if backbone is model and (num_values or gives_hidden):
             raise ModelError(f"{type(model).__name__}: transformers does not say which of its modules is the backbone.")
+        # Some architectures compute positions themselves and refuse the argument.
         self._positions = "position_ids" in inspect.signature(type(backbone).forward).parameters
         self._seen: torch.Tensor | None = None
         if num_values:
@@ -71,6 +73,7 @@ class PolicyModule(nn.Module):
             head = nn.Linear(model.config.get_text_config().hidden_size, num_values, bias=False)
             nn.init.zeros_(head.weight)
             self.add_module(VALUE_HEAD, head.to(dtype))
+        # The value head and the router loss need the hidden states, whichever module is called.
         if num_values or (router_loss and gives_hidden):
             backbone.register_forward_hook(self._look)
         self._takes_images = tower_of(model) is not None
@@ -78,6 +81,7 @@ class PolicyModule(nn.Module):
         self._sees_none = False
         if self._takes_images:
             model.get_input_embeddings().register_forward_pre_hook(self._embed_drawn)
+            # FSDP gathers the tower's weights collectively, so every rank must run the tower the same number of times.
             model.base_model.language_model.register_forward_pre_hook(self._look_at_none, with_kwargs=True)
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -188,6 +192,7 @@ def build_module(
         problem = "its weights are quantised, and what is trained are floating-point numbers."
         raise ModelError(f"{folder}: {problem} {instead_of(QUANTISED, quantised)}")
     with torch.device("meta"):
+        # A copy on the meta device shows how the model reads rows. It takes no memory, and any dtype will do.
         model = _from_config(folder, config, NAME, torch.float32, trust_remote_code)
     reading = RowReading(f"attention is {attention}", attention)
     if attention == "auto":
@@ -196,6 +201,7 @@ def build_module(
         except AttributeError as error:
             raise not_built(folder, error, in_forward=True) from error
     if seed is not None:
+        # The seed decides the initial weights only: random numbers of the process go on as before.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _from_config(folder, config, reading.attention, dtype, trust_remote_code)
@@ -258,6 +264,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     """Initialize buffers that no folder stores (rotary frequencies, scales), as `from_pretrained` does."""
     saved = model.state_dict(keep_vars=True)
     for tensor in saved.values():
+        # transformers skips tensors with this mark, so that only the missing buffers are initialized.
         tensor._is_hf_initialized = True
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -273,6 +280,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
         ModelError: there is no such list.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
+    # In a model with images, the vision tower has a list of blocks too, which may be longer.
     text = getattr(model.base_model, "language_model", model)
     module_lists = [list(module) for module in text.modules() if isinstance(module, nn.ModuleList)]
     block_lists = [modules for modules in module_lists if modules]
@@ -344,6 +352,7 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
     head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False
+    # Values that a soft cap, a scale or a norm between the hidden states and the logits would change.
     hidden = torch.linspace(-3.0, 3.0, 2 * head.in_features).view(1, 2, -1)
     logits = torch.linspace(-50.0, 50.0, 2 * 8).view(1, 2, -1)
     seen: list[torch.Tensor] = []
@@ -379,6 +388,7 @@ def _forwards(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         for module in functions:
+            # The instance's attribute hides the class's method, which shows again once it is deleted.
             del module.forward
 
 
@@ -403,6 +413,7 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
         return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        # Without a backward pass there is nothing to recompute.
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if kind == "full":
@@ -433,16 +444,19 @@ def shard_module(
         "offload_policy": CPUOffloadPolicy(pin_memory=platform.is_cuda) if cpu_offload else OffloadPolicy(),
     }
     model = module.model
+    # Inner modules first: `fully_shard` leaves parameters of units inside a module to them.
     for block in [*vision_blocks_of(model), *blocks_of(model)]:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
+    # A tied weight belongs to two modules, so only the root may own it.
     if getattr(head, "weight", None) is not embeddings.weight:
         fully_shard(embeddings, reshard_after_forward=reshard_after_forward, **options)
     # The rest (norms, heads) is gathered first and used last, so it stays gathered from the forward to the backward
     # pass.
     fully_shard(module, reshard_after_forward=False, **options)
     place = torch.device("cpu") if cpu_offload else platform.device
+    # `to_empty` would allocate buffers anew that have values already, such as rotary frequencies.
     module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
     for unit in sharded(module):
         # Losses are normalized over the global batch, so FSDP must not divide by the number of ranks.
