@@ -70,6 +70,8 @@ class PromptSampler:
         chosen: list[int] = []
         end = position + count
         while position < end:
+            # The stream is computed from the position alone, so a resumed run and every rank agree without a saved
+            # state.
             epoch, offset = divmod(position, self.num_rows)
             taken = min(self.num_rows - offset, end - position)
             chosen.extend(self.epoch_order(epoch)[offset : offset + taken].tolist())
@@ -126,6 +128,7 @@ class PromptSampler:
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """Return the permutation of one epoch, read-only because it is cached."""
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
+    # A caller that changed it would change the order of all later calls.
     order.setflags(write=False)
     return order
 
@@ -212,6 +215,7 @@ def _apportion(weights: tuple[float, ...]) -> tuple[int, ...]:
     if not weights or min(weights) <= 0 or len(weights) > BLOCK:
         raise DataError(f"weights {weights}: expected 1 to {BLOCK} numbers above 0.")
     exact = np.asarray(weights) / sum(weights) * BLOCK
+    # A source with a tiny weight still gets one turn in every block, and so is not forgotten.
     turns = np.maximum(1, np.floor(exact).astype(int))
     while turns.sum() < BLOCK:
         turns[int(np.argmax(exact - turns))] += 1
@@ -224,6 +228,7 @@ def _apportion(weights: tuple[float, ...]) -> tuple[int, ...]:
 def _order(turns: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each position in a block, and how often it occurred before in the block, [BLOCK] each."""
     order = np.repeat(np.arange(len(turns)), turns)
+    # The 1 keeps these numbers apart from those of the sources' own orders, which use 2.
     np.random.Generator(np.random.PCG64([seed, 1, block])).shuffle(order)
     before = np.zeros(BLOCK, dtype=np.int64)
     for source in range(len(turns)):
@@ -322,6 +327,7 @@ class PromptDataset:
         self._rows = rows
         self._encoder = encoder
         self._columns = columns or Columns()
+        # 8 bytes per row: the data set may have hundreds of millions of rows.
         self._kept = array("Q")
         sources = sources or [("data", len(rows))]
         ends = list(accumulate(size for _, size in sources))
@@ -335,6 +341,7 @@ class PromptDataset:
                 num_short += 1
                 continue
             num_cut = encoder.num_cut(read.prompt, where, read.tools, read.images or ())
+            # None means that the row is dropped because of its length.
             if num_cut is not None:
                 self._kept.append(number)
                 num_truncated += num_cut > 0

@@ -98,6 +98,7 @@ def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | l
     messages = [
         _check_message(message, f"{where}: message {n} of {key!r}", parts) for n, message in enumerate(prompt, 1)
     ]
+    # A conversation that ends with the assistant has its answer in the prompt: the model would continue it.
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the last message of {key!r} is the assistant's, so there is nothing to answer. "
@@ -115,6 +116,7 @@ def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
         raise DataError(f'{where} must be like {{"role": "user", "content": "..."}}; found {message!r:.80}.')
     role = message["role"]
     content = message.get("content")
+    # OpenAI's format has a null content in messages that only call tools.
     if calls and content is None:
         content = ""
     if role not in ROLES:
@@ -126,6 +128,7 @@ def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
         raise DataError(f"{where} has content of type {type(content).__name__}; it must be text, or a list of parts.")
     more = {key: message[key] for key in OF_TOOLS if message.get(key) is not None}
     if isinstance(more.get("tool_calls"), list):
+        # Parquet fills every field that any row has with null, and templates write what is not missing.
         more["tool_calls"] = [without_nulls(call) for call in more["tool_calls"]]
     return {"role": role, "content": content, **more}
 
@@ -173,6 +176,7 @@ class PromptEncoder:
                     "folder), write the prompt as text, or set data.chat_template=none to join the "
                     "messages' texts."
                 )
+            # Without a template roles cannot be written, so only the texts remain.
             prompt = "\n\n".join(message["content"] for message in prompt)
         system = f"{self.format.system_prompt}\n\n" if self.format.system_prompt else ""
         return f"{system}{self.format.prefix}{prompt}{self.format.suffix}"
@@ -186,6 +190,7 @@ class PromptEncoder:
             messages = [{"role": "user", "content": f"{self.format.prefix}{prompt}{self.format.suffix}"}]
         else:
             messages = list(prompt)
+        # A row's own system message has priority.
         if self.format.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.format.system_prompt}, *messages]
         return messages
@@ -265,6 +270,7 @@ class PromptEncoder:
         """
         limit = self.format.max_tokens
         if self.image_token is None and (
+            # A token covers at least one byte, so a text of few bytes fits without being tokenized. Most prompts do.
             limit is None or len(self.render(prompt, where, tools).encode()) + NUM_ADDED_TOKENS <= limit
         ):
             return 0

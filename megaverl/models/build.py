@@ -123,6 +123,7 @@ class _Scale:
         self.factor = hidden_size**0.5
 
     def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        # The factor is rounded to the dtype before the product, as transformers does.
         return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
 
 
@@ -145,6 +146,8 @@ def build_model(
         seed: seed of megatron-core's random state for initialization and dropout, equal on every rank.
     """
     coords = grid.coords
+    # Parts of one tensor must differ between ranks, and replicas must agree: megatron-core keeps a random state for
+    # each case.
     model_parallel_cuda_manual_seed(
         seed,
         force_reset_rng=True,
@@ -165,6 +168,7 @@ def build_model(
             pre_process=grid.is_first_stage and index == 0,
             post_process=is_last,
             parallel_output=True,
+            # A critic's head has another shape than the embeddings, so nothing can be shared with it.
             share_embeddings_and_output_weights=spec.tie_embeddings and (beside_logits or not value_head),
             pg_collection=grid.pg_collection,
             vp_stage=vp_stage,
@@ -190,6 +194,7 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
     gpt-oss's files store them this way.
     """
 
+    # A hook on the output needs no other weights: exports and layouts keep the order of the files.
     def gates_first(module: Any, args: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         outputs, bias = output
         return _gates_first(outputs), None if bias is None else _gates_first(bias)

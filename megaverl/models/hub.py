@@ -154,11 +154,13 @@ def _fetch(
         if leader:
             hub = open_hub()
             names = hub.list_files()
+            # Without this file transformers cannot know the architecture.
             if CONFIG_FILE not in names:
                 raise ModelError(f"model.path: {path}: has no {CONFIG_FILE} on the hub. Name a model for transformers.")
             small = {name: hub.fetch(name) for name in _small_files(names, trust_remote_code)}
             folder = small[CONFIG_FILE].parent
             shards = _shards(path, folder, names) if with_weights else []
+            # Machines may have their caches in different folders, so each rank takes the entry of its own machine.
             local_files[1:] = [str(folder), shards]
             futures = _in_background(hub.fetch, shards)
     all_files = gather_json(local_files)
@@ -166,6 +168,7 @@ def _fetch(
     folder, shards = next((place, names) for group, place, names in all_files if group == machine and place)
     if rank == 0 and shards:
         logger.info("%s: %d weight files on their way to %s", path, len(shards), folder)
+    # Small files are complete here. Weights follow in the background while the model is built.
     return ModelFiles(Path(folder), shards, futures, not shards)
 
 
@@ -184,6 +187,7 @@ def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[s
                         future.set_exception(error)
                 return
 
+    # A daemon thread: a run that fails must not wait for a download of hours.
     threading.Thread(target=work, name="hub", daemon=True).start()
     return futures
 
@@ -201,6 +205,7 @@ def _shards(path: str, folder: Path, names: Sequence[str]) -> list[str]:
         ModelError: the index names a missing file, or there are no safetensors.
     """
     if INDEX_FILE in names:
+        # Many weights name the same file. Each is listed once.
         shards = list(dict.fromkeys(read_weight_map(folder / INDEX_FILE).values()))
         missing = [shard for shard in shards if shard not in names]
         if missing:
@@ -223,6 +228,7 @@ _warned: set[str] = set()
 
 def _warn_of_code(path: str) -> None:
     """Warn about remote code once for each model and machine."""
+    # One line per machine is enough; a job may have thousands of ranks.
     if path not in _warned and os.environ.get("LOCAL_RANK", "0") == "0":
         _warned.add(path)
         logger.warning(
@@ -260,6 +266,7 @@ class HuggingFaceHub:
             if _is_no_connection(error):
                 return self._list_cached(f"the hub cannot be reached ({type(error).__name__}: {error})")
             raise self._explained(error) from error
+        # From here on a branch that moves during the download cannot mix two revisions.
         self._commit = info.sha or self._revision
         return [sibling.rfilename for sibling in info.siblings or ()]
 
@@ -352,6 +359,7 @@ def _is_no_connection(error: Exception) -> bool:
 
     Compared by name, since the library differs by version.
     """
+    # Compared by name, since huggingface_hub has used both requests and httpx.
     return type(error).__name__ in ("ConnectError", "ConnectTimeout", "ConnectionError", "ReadTimeout", "ProxyError")
 
 
