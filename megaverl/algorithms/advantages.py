@@ -33,6 +33,7 @@ class GroupStats(NamedTuple):
 def group_totals(values: Tensor, group_ids: Tensor) -> Tensor:
     """Return for each sample the sum of `values` `[batch, ...]` over its group, float64 of the same shape."""
     ids, index = torch.unique(group_ids, return_inverse=True)
+    # float64, so that the order of the sum does not show in a float32 result.
     totals = values.new_zeros((len(ids), *values.shape[1:]), dtype=torch.float64)
     return totals.index_add(0, index, values.double())[index]
 
@@ -96,6 +97,7 @@ def keep_groups(
     check_finite("scores", torch.where(known, scores.double(), 0.0))
     differs = group_stats(scores[known].double(), group_ids[known]).std > 0
     units = group_ids if prompt_ids is None else prompt_ids
+    # One group that differs is enough for a prompt with several groups.
     telling = _in_order(units[known][differs])
     silent = [unit for unit in _in_order(units) if unit not in set(telling)]
     chosen = telling[:wanted]
@@ -197,9 +199,11 @@ def gae(
     Returns:
         Advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
     """
+    # Values outside the mask may be anything, NaN included. `where` keeps them out, a product with 0 would not.
     rewards = torch.where(response_mask, token_rewards.to(values.dtype), 0.0)
     values = torch.where(response_mask, values, 0.0)
     after = values.new_zeros(len(values)) if last_values is None else last_values.to(values.dtype)
+    # The next state is the next token under the mask: tool output in between is no action.
     deltas = rewards + gamma * _next_under_mask(values, response_mask, after) - values
     # A hole in the mask passes on the later sum undiminished.
     decay = torch.ones_like(values).masked_fill(response_mask, gamma * lam)
@@ -233,6 +237,7 @@ def whiten(
     kept = torch.where(mask, values.double(), 0.0)
     count = total(mask.sum()).clamp(min=1)
     mean = total(kept.sum()) / count
+    # Two passes, since sum of squares minus square of the sum loses digits for a small variance.
     centered = torch.where(mask, kept - mean, 0.0)
     scale = (total(centered.square().sum()) / count + eps).rsqrt()
     return ((centered if shift_mean else kept) * scale).to(values.dtype)
@@ -300,6 +305,7 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
     """
     check_finite("rewards", rewards)
     columns = torch.arange(response_mask.shape[1], device=response_mask.device)
+    # -1 for an empty response, which no column equals.
     last = torch.where(response_mask, columns, -1).amax(dim=1, keepdim=True) if len(columns) else columns
     result = torch.where(response_mask & (columns == last), rewards.unsqueeze(1), 0.0)
     if kl is not None and kl_coef:
@@ -436,6 +442,7 @@ def optimal_token_baseline(
         Advantages `[batch, response]`, 0 outside the mask; no returns.
     """
     gains = rewards_to_go(token_rewards, response_mask, gamma).double()
+    # The baseline of a token weights each response by the squared norm of its gradient up to that token.
     norms = torch.where(response_mask, score_norms.double(), 0.0).cumsum(dim=1)
     norms = torch.where(response_mask, norms, 0.0)
     baseline = group_totals(gains * norms, group_ids) / (group_totals(norms, group_ids) + eps)

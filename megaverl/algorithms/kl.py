@@ -43,6 +43,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     log r is limited to 20, so r stays finite. A token that the reference finds e^20 times likelier than the policy that
     sampled it counts with that limit, and has no gradient.
     """
+    # Only the upper side can overflow: exp() of a large negative number is 0.
     log_ratio = (ref_log_probs - log_probs).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
 
@@ -111,10 +112,13 @@ def kl_loss(
         return LossOutput((weights * estimate).sum(), metrics)
     value = (weights * estimate).sum().detach()
     if gradient == "straight_through":
+        # k2's gradient is that of the KL. The value stays that of the configured estimate.
         slope = (weights * k2(policy, reference)).sum()
     else:
+        # REINFORCE with the KL as cost: a token's choice is charged with the estimates from it to the end.
         shares = torch.where(active, weights * estimate, 0.0).detach()
         slope = (policy * shares.flip(1).cumsum(dim=1).flip(1)).sum()
+    # The second term is 0, and contributes only the gradient.
     return LossOutput(value + (slope - slope.detach()), metrics)
 
 
@@ -165,6 +169,7 @@ class AdaptiveKL:
             TrainingStopped: the measured KL is NaN or infinite.
         """
         _check_kl(kl)
+        # The clip keeps one unusual step from moving the coefficient far.
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + self.gain * error
 

@@ -136,6 +136,7 @@ def geometric_mask(
     count = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
     mean = bounded(log_rho.sum(dim=1, keepdim=True) / count).exp().expand_as(log_rho)
     outside = (mean < low) | (mean > high)
+    # NaN must not become a weight of 1: it goes on into the loss, where it is noticed.
     kept = torch.where(mean.isnan(), mean, 1.0)
     return _correction(log_rho, response_mask, torch.where(outside, 0.0, kept), outside)
 
@@ -172,6 +173,7 @@ def reject(
         values = values.sum(dim=1, keepdim=True) / (count.clamp(min=1) if over == "mean" else 1)
     values = values.expand_as(log_rho)
     outside = (values > high) | ((values < low) if low is not None else False)
+    # NaN must not become a weight of 1: it goes on into the loss, where it is noticed.
     kept = torch.where(values.isnan(), values, 1.0)
     return _correction(log_rho, response_mask, torch.where(outside, 0.0, kept), outside)
 
@@ -198,7 +200,9 @@ def off_policy_mask(
     """
     log_rho = _log_rho(log_probs, rollout_log_probs, response_mask)
     left = -log_rho.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    # Samples with a positive advantage pull the policy towards themselves, so they stay, however far off they are.
     masked = (left > high) & (advantages < 0)
+    # NaN must not become a weight of 1: it goes on into the loss, where it is noticed.
     kept = torch.where(left.isnan(), left, 1.0)
     return _correction(log_rho, response_mask, torch.where(masked, 0.0, kept), masked)
 

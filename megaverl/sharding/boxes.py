@@ -66,6 +66,8 @@ def contains(outer: Box, inner: Box) -> bool:
 
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Return disjoint boxes that cover `box` without `hole`, at most two per axis."""
+    # Cut the box into slabs around the hole, axis by axis. What remains of `box` after an axis is as narrow as the hole
+    # there.
     common = intersect(box, hole)
     if common is None:
         return [box]
@@ -100,6 +102,7 @@ def carry(inner: Box, outer: Box, target: Box) -> Box:
     `outer` and `target` hold the same elements in the same order. Their shapes are equal up to axes of size one (a 2-D
     expert weight inside a 3-D fused tensor).
     """
+    # Axes of size one may be missing on either side, such as the expert's axis. The others correspond in order.
     offsets = [
         (low - base, high - base)
         for low, high, base, end in zip(inner.start, inner.stop, outer.start, outer.stop, strict=True)
@@ -131,6 +134,7 @@ def split(box: Box, max_numel: int) -> list[Box]:
     """Split a box into boxes of at most `max_numel` elements, along the slowest axes first."""
     if box.numel <= max_numel:
         return [box]
+    # A slab of the slowest axis is contiguous in memory.
     axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
     step = max(1, max_numel // (box.numel // box.shape[axis]))
     parts = []
@@ -173,6 +177,7 @@ class BoxIndex:
     """Search index for boxes of one array, sorted along the axis with the most distinct starts."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
+        # The axis with the most distinct starts separates the boxes best.
         cuts = [len(set(starts)) for starts in zip(*(box.start for box in boxes), strict=True)]
         # An array without axes has one element, so all boxes intersect.
         self._axis = cuts.index(max(cuts)) if cuts else None
@@ -199,6 +204,7 @@ class BoxIndex:
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Return the numbers of two boxes of the list that intersect, or None if all are disjoint."""
+    # The index makes this fast for the thousands of shards of a large job.
     if len(boxes) > 1:
         index = BoxIndex(boxes)
         for number, box in enumerate(boxes):

@@ -72,6 +72,7 @@ class Layout:
         if not tensors:
             return self
         pieces = tuple(piece for piece in self.pieces if piece.tensor not in tensors)
+        # A fused local tensor stays while any of its global tensors does.
         gone = {self.stored_in(p.local) for p in self.pieces} - {self.stored_in(p.local) for p in pieces}
         return Layout(
             pieces,
@@ -107,6 +108,7 @@ class Layout:
                 box = carry(common, piece.local_box, piece.box)
                 moved = (tuple(a - b for a, b in zip(corner, shift, strict=True)) for corner in common)
                 pieces.append(Piece(piece.tensor, box, local, Box(*moved)))
+        # Views may have been recorded for pieces that the shard does not reach.
         used = {piece.local for piece in pieces}
         return Layout(
             tuple(pieces),
@@ -220,6 +222,8 @@ class LayoutBuilder:
         for number, box, local_box in fill.parts:
             self._pieces.append(Piece(weights[number].name, box, seen, local_box))
         for weight in weights:
+            # Recorded even if this rank holds nothing of the weight, so that all ranks know all weights of the
+            # parameter.
             self._global_shapes[weight.name] = weight.shape
         self._local_shapes[local] = fill.shape
 
@@ -250,6 +254,7 @@ def shard_box(box: Box, index: int, count: int) -> Box:
     `distributed/fsdp/_fully_shard/_fsdp_param.py` and `_fsdp_common.py`).
     """
     rows = box.shape[0]
+    # FSDP2 divides like `torch.chunk`: chunks of equal length, the last ones shorter or empty.
     chunk = -(-rows // count)
     low, high = (box.start[0] + min(place * chunk, rows) for place in (index, index + 1))
     return Box((low, *box.start[1:]), (high, *box.stop[1:]))

@@ -125,6 +125,7 @@ class Tracer(TorchDispatchMode):
             raise NotStrided(f"computed from {', '.join(sorted(self._computed[write.source])[:3])}")
         if not steps:
             raise NotStrided(f"it was copied more than {MOST_STEPS} times")
+        # The source was itself written by copies. Their composition with this one leads to the sources.
         for earlier in self._writes.get(write.source, ()):
             for copy in compose(write.copy, earlier.copy):
                 yield from self._followed(_Write(earlier.source, copy), steps - 1)
@@ -151,6 +152,7 @@ class Tracer(TorchDispatchMode):
         source = source.expand(dest.shape)
         if not dest.numel():
             self._writes.setdefault(key, [])
+        # A copy of something computed is computed, too.
         elif _storage(source) in self._computed:
             self._computed[key] = self._computed.get(key, frozenset()) | self._computed[_storage(source)]
         else:
@@ -184,18 +186,22 @@ class Tracer(TorchDispatchMode):
             self._write(args[0], args[1])
             return args[0]
         if name in _COPIES:
+            # The device is left out: a source without data must stay on the meta device.
             copied = func(args[0].to("meta"), **{key: value for key, value in kwargs.items() if key != "device"})
             return self._made(copied, [(copied, args[0])])
         if name in ("aten::cat", "aten::stack"):
             return self._joined(name == "aten::stack", func, *args, **kwargs)
+        # Views share the storage, by which sources are known, so there is nothing to record.
         if func.is_view or name in _VIEWS:
             return func(*args, **kwargs)
         if name in ("aten::zero_", "aten::fill_"):
+            # A tensor without a source stands for constants.
             self._write(args[0], torch.empty((), device="meta"))
             # The program overwrites a source with a constant.
             if (key := _storage(args[0])) in self._names:
                 del self._names[key]
             return args[0]
+        # Every other operator computes its result from all its inputs.
         sources = frozenset[str]().union(*(self._sources_of(_storage(leaf)) for leaf in known))
         if func._schema.is_mutable:
             self._compute(args[0], sources)
@@ -228,6 +234,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage."""
+    # Unlike `data_ptr`, this differs between storages without data.
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -367,6 +374,8 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
             if source is None:
                 continue
             local_shapes[source] = source_shape
+            # Source and destination change roles: the layout describes the created tensor's elements by their place in
+            # the source.
             turned = Copy(copy.dest_start, copy.source_start, tuple(Loop(n, to, at) for n, at, to in copy.loops))
             for box, view, local_box in boxes(turned, shapes[name], source_shape):
                 local = source if view.are_plain else f"{source}.{view}"
@@ -464,6 +473,7 @@ def weights_of_module(model: PreTrainedModel) -> ModuleWeights:
     from transformers.core_model_loading import revert_weight_conversion
 
     state = model.state_dict(keep_vars=True)
+    # In reverse, so that the first name of a tied tensor overwrites the later ones.
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     tied = {name: first[id(tensor)] for name, tensor in state.items() if first[id(tensor)] != name}
     tracer = Tracer()

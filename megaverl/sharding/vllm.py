@@ -126,6 +126,8 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
     # Layout number -> (its last part, elements in it so far).
     reached: dict[int, tuple[int, int]] = {}
     for tensors, holders in holders_of.items():
+        # All ranks receive a part at the same time. So a matrix goes into the latest part that any of its holders has
+        # reached.
         place = max(reached.get(number, (0, 0))[0] for number in holders)
         used = dict.fromkeys(holders, 0)
         for number in holders:
@@ -204,6 +206,7 @@ def vllm_layouts(
 
     def layout_of(rank: int) -> Layout:
         tp_rank = rank % tp_size
+        # Replicas hold the same, and share one object per tensor-parallel rank.
         if tp_rank not in layouts:
             builder = LayoutBuilder()
             fills: dict[_Kind, Fill] = {}
@@ -212,6 +215,7 @@ def vllm_layouts(
                     fills[kinds[local]] = _fill(members, spec, tp_size, tp_rank)
                 builder.add(local, members, fills[kinds[local]])
             if spec.moe and expert_parallel:
+                # vLLM applies round-robin placement only to models with expert groups.
                 placement = expert_placement if spec.moe.num_groups > 1 else "linear"
                 _add_experts(builder, experts, experts_of(spec.moe.num_experts, tp_size, tp_rank, placement), 1, 0)
                 _add_stacked(builder, stacked, experts_of(spec.moe.num_experts, tp_size, tp_rank, "linear"), 1, 0)
