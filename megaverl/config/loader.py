@@ -127,6 +127,7 @@ def load_config(
         warnings.append(
             "run.replan: no key is auto, so that the layout stays; trainer.replan_every tells of better ones"
         )
+    # Kept in the configuration, for the run that prints them, and for a resumed run that plans its layout again.
     config.note(warnings, [line for line in (choice, reason) if line], chosen, _make_of(source), source.place)
     return config
 
@@ -329,6 +330,8 @@ def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
     mistakes: list[ConfigIssue] = []
     while True:
         try:
+            # pydantic stops a section's validators at its first refused field. So refused keys are removed and the rest
+            # is validated again, until nothing is refused.
             return Config.model_validate(values), mistakes
         except ValidationError as error:
             details = error.errors(include_url=False)
@@ -391,6 +394,7 @@ def _suggest(path: Key) -> str:
     *parents, name = path
     siblings = keys_of(section_at(Config, parents)) + [BASE] * (not parents)
     hint = did_you_mean(name, siblings)
+    # A name from another trainer is no typing error of ours, so it comes before similar spellings.
     if meant := PEERS_NAMES.get(name.lower()):
         return f" Did you mean `{_placed(meant, parents)}`?"
     exact = [key for key in all_keys(Config) if key.rsplit(".", 1)[-1] == name]
@@ -495,6 +499,7 @@ def translate(source: YamlSource) -> None:
     engine = source.values.get("engine", {})
     _check_engine(source, engine)
     num_gpus = engine.get("num_gpus") if isinstance(engine, dict) else None
+    # Looked at before the loop takes the key away.
     selects_fsdp = FSDP in source.values
     for name, flat in FLAT.items():
         value = take(source.values, name.split("."))
@@ -564,6 +569,7 @@ def _move_places(source: YamlSource, old: Key, new: Key, is_over: bool) -> None:
             if is_over or (*new, *path[1:]) not in source.places:
                 source.places[(*new, *path[1:])] = place
         return
+    # The value now comes from the flat key alone.
     source.forget(new)
     if where := source.places.pop(old, ""):
         source.places[new] = f"{where}, as {'.'.join(old)}"

@@ -193,14 +193,13 @@ def _named(name: str, module: SourceModule) -> Any:
 
 def _members(node: ast.ClassDef) -> list[str]:
     """Return the names of an Enum's members; empty for any other class."""
-    if not any(
-        "Enum" in ast.unparse(base) for base in [*node.bases, *(statement.value for statement in node.keywords)]
-    ):
+    # `class Kind(str, Enum)` and `class Kind(metaclass=EnumMeta)`
+    bases = [*node.bases, *(keyword.value for keyword in node.keywords)]
+    if not any("Enum" in ast.unparse(base) for base in bases):
         return []
-    targets = [target for statement in node.body if isinstance(statement, ast.Assign) for target in statement.targets]
-    return [
-        statement.id for statement in targets if isinstance(statement, ast.Name) and not statement.id.startswith("_")
-    ]
+    assignments = [statement for statement in node.body if isinstance(statement, ast.Assign)]
+    targets = [target for assignment in assignments for target in assignment.targets]
+    return [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")]
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -276,7 +275,7 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
         statement for statement in body if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
     )
     return fields or {
-        key: argument for statement in constructors for key, argument in _arguments(statement, source).items()
+        key: argument for constructor in constructors for key, argument in _arguments(constructor, source).items()
     }
 
 

@@ -148,6 +148,7 @@ def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
         return read_scalar(text, forms_of(forms.entry)._replace(null=True), is_argument=is_argument)
     value = plain_value(text.strip())
     if forms.anything:
+        # For a key of unknown type, a guess would be wrong for half of the libraries that read it.
         if text.strip().lower() in _SWITCHES:
             raise BadYaml(
                 f"found {text.strip()}, which YAML 1.1 reads as {str(_SWITCHES[text.strip().lower()]).lower()} and "
@@ -157,6 +158,8 @@ def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
     if forms.switch and text.strip().lower() in _SWITCHES:
         return _SWITCHES[text.strip().lower()]
     if forms.text and is_argument:
+        # On a command line the text is what the user typed: only an exact null or a value of another accepted kind is
+        # converted.
         known = (forms.null and text == "null") or _accepts(forms, value)
         return value if known else text
     if text in forms.choices:
@@ -264,6 +267,7 @@ def compose(text: str) -> yaml.Node | None:
         raise BadYaml(f"{line}is not valid YAML: {problem}.") from None
     except yaml.YAMLError as error:
         raise BadYaml(f"is not valid YAML: {error}.") from None
+    # PyYAML itself recurses before the depth can be checked.
     except RecursionError:
         raise BadYaml(f"is nested deeper than {MAX_DEPTH} levels.") from None
     return node
@@ -278,6 +282,7 @@ def _check_size(root: yaml.Node) -> None:
     inside: set[int] = set()
 
     def size(node: yaml.Node, depth: int) -> int:
+        # An alias is the same node as its anchor, so its size is counted once and added wherever it stands.
         if id(node) in sizes:
             return sizes[id(node)]
         line = node.start_mark.line + 1
@@ -353,6 +358,7 @@ class _Construction:
         except BadYaml as error:
             if self._note is None:
                 raise
+            # With a recorder, reading continues, so that one error can list all mistakes of a file.
             self._note(at, str(error))
             return None
 
@@ -367,6 +373,7 @@ class _Construction:
             raise BadYaml(
                 f"found {yaml_text(node.value)} with the tag {node.tag}, which does not fit. Leave the tag out."
             )
+        # `!!float 1` is an integer in its text.
         return float(value) if isinstance(value, int) and node.tag == _CORE + "float" else value
 
     def _mapping(self, node: yaml.MappingNode, at: Key) -> dict[Any, Any]:
@@ -385,6 +392,7 @@ class _Construction:
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 raise BadYaml("has a key that is a list or a mapping. Keys are text.")
+            # Keys of sections are names, so `on:` and `1:` stay text. Other mappings may have numbers as keys.
             name = key.value if is_section or key.tag != PLAIN else plain_value(key.value)
             values[name] = self.construct(value, (*at, key.value))
         return values

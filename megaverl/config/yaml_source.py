@@ -113,17 +113,20 @@ def read_source(
     if path and overrides:
         source.name += " and the command line"
     if isinstance(path, Mapping):
+        # Overrides and defaults are written into the values, which are the caller's.
         source.values = copy.deepcopy(dict(path))
         _write_out_short(source.values, source.places)
         if source.values.pop(BASE, None) is not None:
             source.add(BASE, "stands in a file. Give the path of one instead of its content.")
     elif path:
         source.values = _read_file(source, Path(path), ())
+    # Layers in rising priority. The files have been added by `_read_file`.
     source.layers.append(COMMAND_LINE)
     for override in overrides:
         _apply(source, override)
     _check_references(source, source.values, ())
     tree = _tree(source)
+    # References may name keys that nobody set. Their defaults are put in for the resolution, and taken out after it.
     borrowed = _borrow(tree, defaults or {})
     _drop_unresolvable(source, tree, ())
     source.values = OmegaConf.to_container(tree, resolve=True)  # type: ignore[assignment]
@@ -143,6 +146,7 @@ def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[
     values: Any = None
     try:
         with path.open(encoding="utf-8") as file:
+            # One more than allowed, so that a larger file is refused without reading all of it.
             node = compose(file.read(MAX_BYTES + 1))
         if node is not None:
             _locate(source, places, node, (), str(path))
@@ -209,6 +213,7 @@ def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...
             BASE, f"found {yaml_text(name)}, but {base} is not a file. It is named from this file's folder.", where
         )
         return {}
+    # A file that is its own base, directly or through others, would be read forever.
     if base.resolve() in [file.resolve() for file in files]:
         chain = " -> ".join(map(str, (*files, base)))
         source.add(BASE, f"comes back to a file that is laid over it: {chain}. Leave one of these out.", where)
@@ -247,6 +252,7 @@ def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key
         name = str(key_node.value)
         line = key_node.start_mark.line + 1
         path = (*at, name)
+        # YAML lets the last one win, which hides a mistake. Several merges are allowed.
         if name in seen and name != "<<":
             source.add(
                 ".".join(path), f"stands twice in {file}, in lines {seen[name]} and {line}. Keep one of them.", where=""
@@ -279,6 +285,7 @@ def _apply(source: YamlSource, override: Override) -> None:
     if not equals or not key or key.startswith("-"):
         source.add(override, "expected key=value, with a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
         return
+    # `data.train[0].path` is accepted for `data.train.0.path`.
     path = tuple(re.sub(r"\[(\w+)\]", r".\1", key).split("."))
     if not all(path):
         source.add(key, "has an empty part. Write a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
@@ -292,6 +299,7 @@ def _apply(source: YamlSource, override: Override) -> None:
         shown = "" if str(error).startswith("found ") else f"found {yaml_text(text)}, which "
         source.add(key, f"{shown}{error}", where=COMMAND_LINE)
         return
+    # The shell removes one pair of quotes, so a second pair is most likely a mistake.
     if isinstance(value, str) and value == text and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         source.warnings.append(
             f"{key}: the quotes of {text} are part of the text; leave them out unless they are meant"
@@ -315,6 +323,7 @@ def _lay(source: YamlSource, path: Key, value: Any) -> str:
                 last = f"0 to {len(around) - 1}, and {len(around)} adds one" if around else "0"
                 return f"{'.'.join(at)} is a list. Name an entry by its number: {last}."
             if int(part) == len(around):
+                # An index one past the end adds an entry.
                 around.append({})
             number: Any = int(part)
         elif isinstance(around, dict):
