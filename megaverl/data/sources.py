@@ -51,6 +51,7 @@ def kind_of(path: str) -> str:
     if Path(path).is_dir():
         is_saved = any(Path(path, f"dataset_{name}.json").is_file() for name in ("info", "dict"))
         return "saved" if is_saved else "folder"
+    # `org/name` may also be a relative path, which comes first.
     if not Path(path).exists() and not glob.has_magic(path) and not path.endswith(SUFFIXES) and is_hub_name(path):
         return "hub"
     return "files"
@@ -306,6 +307,7 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Arrays of machine integers: a list would take several times as much.
         self._starts = array("Q")
         self._lines = array("L")
         digest = hashlib.blake2b(digest_size=8)
@@ -366,8 +368,10 @@ class ParquetFile:
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._ends = _running_sum(sizes)
         self._cache = SHARED if cache is None else cache
+        # The cache knows files by number, since an id may be reused after a file is gone.
         self._number = next(self._numbers)
         weakref.finalize(self, self._cache.forget, self._number)
+        # The footer stands for the rows. Reading them all would take as long as an epoch.
         facts = f"{path.stat().st_size} {sizes} {schema}"
         self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
@@ -544,6 +548,7 @@ def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     for entry in [paths] if isinstance(paths, str | Path) else paths:
         if Path(entry).is_file():
             matches = [Path(entry)]
+        # Checked after the file's existence, since a name may contain these characters.
         elif any(mark in str(entry) for mark in "*?["):
             matches = [Path(name) for name in sorted(glob.glob(str(entry), recursive=True)) if Path(name).is_file()]
             if not matches:

@@ -102,6 +102,8 @@ def train_sentencepiece(
     try:
         train(vocab_size)
     except (RuntimeError, OSError) as error:
+        # A small text has fewer pieces than were asked for, and sentencepiece names the largest number that is
+        # possible.
         most = re.search(r"set it to a value <= (\d+)", str(error))
         if most is None:
             raise DataError(f"cannot train a tokenizer of {vocab_size} ids: {error}") from error
@@ -173,6 +175,7 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
 
+    # Symbols defined by the user match in the text before spaces are replaced.
     kept = {piece.piece: piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type == USER_DEFINED}
     pieces = [(kept.get(piece.piece, piece.piece), piece.score) for piece in proto.pieces]
     rules = proto.normalizer_spec
@@ -249,6 +252,7 @@ def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path
 
 def _sample_texts(proto: Any) -> Iterator[str]:
     """Yield texts of up to 1,000 of the model's own pieces in fixed random order, and some with unknown characters."""
+    # A fixed seed, so that a model is accepted or refused the same way every time.
     draw = random.Random(0)
     pieces = [piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type not in (UNKNOWN, CONTROL, BYTE)]
     pieces = draw.sample(pieces, min(len(pieces), 1000))

@@ -117,16 +117,19 @@ def sharded_weights(
     """
     described = weights_of_module(model)
     full = described.layout
+    # A critic has no logits, so its output layer is left out unless it is the embedding as well.
     absent = set() if beside_logits or not value_head else _output_layer_parameters(model)
     full = full.shard({name: whole(shape) for name, shape in full.local_shapes.items() if name not in absent})
     if value_head:
         shape = (int(value_head), model.config.get_text_config().hidden_size)
         full = join_layouts(full, whole_layout([(VALUE_WEIGHT, shape)]))
+    # FSDP2 splits parameters only. Buffers are whole on every rank.
     sharded = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {VALUE_WEIGHT}
     parts = cuts or TensorCuts()
 
     @cache
     def layout_of_shard(index: int, tp_rank: int) -> Layout:
+        # Tensor parallelism splits first, and FSDP splits the part that remains.
         boxes = {
             name: shard_box(parts.box(name, shape, tp_rank), index, num_shards) if name in sharded else whole(shape)
             for name, shape in full.local_shapes.items()
@@ -169,6 +172,7 @@ def _weights(
             described = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
             known = {weight.name: weight for weight in described}
     return [
+        # A table describes a weight only if its shape is the same: the folder decides.
         known[name] if name in known and known[name].shape == tuple(shape) else _described(name, tuple(shape))
         for name, shape in shapes.items()
     ]
@@ -224,12 +228,14 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
         return TensorCuts()
     name = type(model).__name__
     key = f"{role}.tp={size}"
+    # Only entries of decoder layers are followed. Embeddings and the output layer stay whole on every rank.
     inner = {part: style for part, style in (getattr(model, "tp_plan", None) or {}).items() if ".*." in part}
     other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
     if not inner or other or VisionReader.of(model.config) is not None:
         why = f"has parts that are not tried here ({', '.join(other)})" if other else "is of no use here"
         raise ConfigError(f"{key}: transformers' tensor-parallel plan for {name} {why}. Set {role}.tp=1.")
     config = model.config.get_text_config()
+    # transformers would cut a head in two without a word.
     for heads in HEADS:
         if (count := getattr(config, heads, None)) and count % size:
             raise ConfigError(f"{key}: it does not divide the model's {count} {heads}. Choose one that does.")
@@ -240,6 +246,7 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
         style = inner.get(layer)
         if style == PARTIAL:
             partial.add(parameter)
+        # A row-wise layer's bias is added once, after the sum over ranks, so it stays whole.
         elif style == "colwise" or (style == "rowwise" and kind == "weight"):
             axis = AXES[style] if tensor.ndim > 1 else 0
             if tensor.shape[axis] % size:

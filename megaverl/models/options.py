@@ -46,6 +46,7 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
     - The residual addition in one kernel, unless linear layers have biases, which megatron-core's experts refuse.
     - Rotary embeddings in Transformer Engine's kernel, if it computes what the model needs.
     """
+    # Transformer Engine's activation replaces the function that the fusion would fuse.
     own_activation = bool(overrides.get("use_te_activation_func"))
     return {
         "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS and not own_activation,
@@ -210,6 +211,7 @@ def transformer_config(
     if options.get("fp8"):
         options.setdefault("fp8_recipe", "tensorwise")
     try:
+        # megatron-core checks combinations when the object is created.
         config = config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error

@@ -190,6 +190,7 @@ class Gradients:
         weight = self._distributions.weight
         index = self._distributions.index
         flat = self.rows.view(-1, self.rows.shape[-1])
+        # The product with the weight runs in the dtype of the model; its sum over chunks is kept in float32.
         grad = by_logits.to(self.rows.dtype)
         if weight is None:
             out = flat[:, : self._valid]
@@ -223,6 +224,7 @@ def _with_floor(distributions: Distributions, shard: Shard, drawn: Drawn) -> Dra
     for part, logits in distributions.chunks(shard.valid):
         highest_of_part = drawn.select(part).scaled(logits).topk(min(most, logits.shape[1])).values
         highest[part, : highest_of_part.shape[1]] = highest_of_part
+    # The k largest of the whole vocabulary are among the k largest of each shard.
     highest = shard.all_gather(highest).topk(most).values
     floor = highest.gather(1, (drawn.top_k - 1).clamp_(min=0)[:, None])[:, 0]
     return drawn._replace(floor=floor.masked_fill(drawn.top_k == 0, LOWEST))
@@ -250,6 +252,7 @@ def _logit_sums(
         z = drawn_part.cut(drawn_part.scaled(logits), local[part, None], here[part, None], LOWEST)
         sums[3, part] = z.gather(1, local[part, None])[:, 0].masked_fill_(~here[part], 0.0)
         top[part] = z.amax(dim=-1).clamp_(min=LOWEST)
+        # In place: a copy of a chunk would be the largest tensor here.
         e = z.sub_(top[part, None]).clamp_(min=NEGLIGIBLE).exp()
         sums[0, part] = e.sum(dim=-1)
         if with_mean:
@@ -306,6 +309,7 @@ class _LogProbs(torch.autograd.Function):
             by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
             sums = (log_total[part, None], entropy[part, None])
             where = (local[part, None], here[part, None])
+            # Computed again rather than saved. Saving them would take as much memory as all logits.
             logits = distributions.logits(part, shard.valid)
             gradients.put(part, _logit_gradient(logits, *where, by, sums, drawn.select(part)))
         return gradients.rows, gradients.weight, None, None, None, None, None
@@ -334,6 +338,7 @@ def _logit_gradient(
     log_p = drawn.cut(drawn.scaled(rows), local, here, LOWEST).sub_(log_total).clamp_(min=NEGLIGIBLE)
     p = log_p.exp()
     if by_entropy is not None:
+        # d entropy / dz = -p (log p + entropy), and d log_prob / dz = onehot - p.
         grad = log_p.add_(entropy).mul_(-by_entropy).sub_(by_log_prob).mul_(p)
     else:
         grad = p.mul_(-by_log_prob)
