@@ -12,7 +12,7 @@ from megaverl.config import load_config
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.sharding.model_spec import ModelSpec
 from tools.bench_step import parse, summarise, table
-from tools.step_sides import Job, Stopwatch, Turns, megaverl_settings, prepare
+from tools.step_sides import Job, Stopwatch, Turns, check_device, megaverl_settings, prepare
 
 STEP = {"rollout": 1.0, "log_probs": 0.5, "update": 2.0, "step": 4.0, "reshard": 0.1, "reward": 0.2}
 STEP |= {"update_and_optimizer": 2.15, "cpu_rollout": 2.0, "cpu_log_probs": 1.0, "cpu_update": 4.0, "cpu_step": 8.0}
@@ -130,3 +130,10 @@ def test_inputs_fit_both_sides(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "model")
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [len(tokenizer.encode(row["prompt"])) for row in rows] == [7, 7]
+
+
+def test_a_side_refuses_to_measure_another_device_than_it_was_asked_for() -> None:
+    assert parse([]).job.device == "cpu"
+    check_device(parse(["--device", "cpu"]).job)
+    with pytest.raises(SystemExit, match=r"computes on cpu, not on cuda\. Give --device cpu"):
+        check_device(parse(["--device", "cuda"]).job)
