@@ -205,6 +205,9 @@ def transformer_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
     }
+    if shape.tp == 1 and options.get("sequence_parallel"):
+        # A sequence split over one rank is whole. Roles inherit the actor's fields, and may have a smaller tp.
+        options["sequence_parallel"] = False
     if spec.moe is not None:
         _check_expert_options(options, shape)
     _check_attention_backend(options.get("attention_backend", AttnBackend.auto))

@@ -199,3 +199,10 @@ def test_a_fused_rotary_embedding_that_leaves_out_yarns_factor_is_refused() -> N
     source = inspect.getsource(rope_utils.apply_rotary_pos_emb)
     packed = source[source.index("return fused_apply_rotary_pos_emb_thd(") :]
     assert "mscale" not in packed[: packed.index(")\n    #")], "it takes the factor now: the refusal can go"
+
+
+def test_a_sequence_that_is_split_over_one_rank_is_whole() -> None:
+    """A reference with a smaller grid inherits the actor's fields."""
+    fields = {"sequence_parallel": True}
+    assert not transformer_config(make_spec(), GridShape(), torch.float32, fields).sequence_parallel
+    assert transformer_config(make_spec(), GridShape(tp=2), torch.float32, fields).sequence_parallel
