@@ -365,7 +365,6 @@ def program_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
         return
     everywhere = {
         "trainer.operators": bool(trainer.operators),
-        "environment.agents": config.environment.agents == "own",
         "trainer.rollout_only": trainer.rollout_only,
     }
     apart = {

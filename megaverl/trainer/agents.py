@@ -65,6 +65,8 @@ class AgentsStep(RLStep):
     """One rollout, then every agent's own step on its part of it."""
 
     agents: dict[str, RLStep] = field(default_factory=dict)
+    _trained: dict[str, dict[str, float]] = field(default_factory=dict)  # agents of the running step, and their metrics
+    _last_step: int = -1
 
     def flow(self, places: Places | None = None) -> DataFlow:
         flow = DataFlow()
@@ -80,21 +82,31 @@ class AgentsStep(RLStep):
         """The agent's own advantages, critic and actor, on its own samples."""
         if agent not in self.agents:
             self.agents[agent] = RLStep(self.config, self.roles.agents[agent], warn=self.warn)
-        own, count = self.agents[agent], len(self.roles.agents)
+        engines = self.roles.rollout
+        assert isinstance(engines, AgentRollouts)
+        if step != self._last_step:
+            self._last_step = step
+            self._trained.clear()
+            engines.weight_version += 1
+        own = self.agents[agent]
         rows = (rollouts.agent_ids == number).nonzero()[:, 0].tolist()
         own.metrics = {}
         done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
         own.flow().run(self.span, done, prompts=[], step=step)
-        engines = self.roles.rollout
-        assert isinstance(engines, AgentRollouts)
         engines.current = None
-        if number == count - 1:
-            engines.weight_version += 1
         own.metrics["reward/mean"] = float(scores.total[rows].nanmean())
-        for name, value in own.metrics.items():
-            self.metrics[f"{agent}/{name}"] = value
-            if not name.startswith("reward/"):  # what a person watches: the mean over the agents
-                self.metrics[name] = self.metrics.get(name, 0.0) + value / count
+        self._trained[agent] = own.metrics
+        self.metrics |= {f"{agent}/{name}": value for name, value in own.metrics.items()}
+        self.metrics |= self._means()
+
+    def _means(self) -> dict[str, float]:
+        """Return the means over the agents that the step has trained, which a person watches."""
+        means: dict[str, float] = {}
+        for metrics in self._trained.values():
+            for name, value in metrics.items():
+                if not name.startswith("reward/"):  # of all samples, these are measured already
+                    means[name] = means.get(name, 0.0) + value / len(self._trained)
+        return means
 
 
 def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:

@@ -9,7 +9,7 @@ same text runs where roles share ranks and where they have ranks of their own.
         policy_step                     sample, train_on, send_weights
         asynchronous_step               the same, on samples that were generated ahead
         flow_step                       the same, where operators were added to it
-        given_step                      the same, on responses that a Python program gives (`PPOTrainer`)
+        agents_step                     sample, and each agent of a game trains by itself
     sample                              responses and their rewards
       sample_informative_groups         in rounds, with dynamic sampling
     train_on                            log-probs, values, advantages, updates
@@ -173,8 +173,7 @@ async def sample_ahead(run: Run, step: int) -> EarlySamples:
 
     These would score at one moment in one run and at another in the next, before or after an update of what scores.
     """
-    has_rounds = run.config.algorithm.dynamic_sampling.metric is not None
-    if run.scores_ahead or has_rounds:
+    if run.scores_ahead or run.has_rounds:
         return EarlySamples(*await sample(run, step))
     rollouts = await generate(run, step)
     await run.assign(rollouts)
@@ -182,7 +181,12 @@ async def sample_ahead(run: Run, step: int) -> EarlySamples:
 
 
 async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
-    """Generate the responses of a step; with `rollout.in_flight_updates` in two parts, new weights between them."""
+    """Return the responses of a step, which the engines generate, or which a Python program gives (`PPOTrainer`).
+
+    With `rollout.in_flight_updates` they come in two parts, with new weights between them.
+    """
+    if run.is_given:
+        return await run.session.given(step)
     if not run.config.rollout.in_flight_updates:
         return await run.rollout.generate(step)
     assert run.ahead is not None, "the engines' ranks are none of the actor's"
@@ -193,8 +197,7 @@ async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
 
 async def sample(run: Run, step: int) -> Samples:
     """Generate the responses of a step and score them. A run that is asked to leave does so here, with what it has."""
-    has_rounds = run.config.algorithm.dynamic_sampling.metric is not None and run.has_engines
-    if has_rounds and step not in run.restored_steps:
+    if run.has_rounds and step not in run.restored_steps:
         samples = await sample_informative_groups(run, step)
         await leave_if_asked(run, *samples)
         return samples
@@ -263,18 +266,16 @@ async def take_given_step(run: Run, step: int) -> None:
         return
 
 
-async def given_step(run: Run, step: int) -> Samples:
-    """Score and train on the responses that every rank was given; they may have their scores already."""
-    rollouts = await run.session.given(step)
-    scores = await run.reward.score(rollouts, step)
-    samples = Samples(rollouts, scores)
-    updates = await train_on(run, step, samples)
-    await send_weights(run, step, updates)
+async def agents_step(run: Run, step: int) -> Samples:
+    """Take one step of a game whose agents have an actor and a critic each: independent PPO (arXiv 2011.09533)."""
+    samples = await sample(run, step)
+    for agent in run.agents.values():
+        await agent.train(*samples, step)
     return samples
 
 
 async def flow_step(run: Run, step: int) -> Samples:
-    """Run the operators of the compiled flow in their order: `trainer.operators` has added some, or agents train apart.
+    """Run the operators of the compiled flow, to which `trainer.operators` has added some, in their order.
 
     An operator may change a value that another one has made, so a name refers to the value as its last maker gave it.
     """
@@ -302,15 +303,13 @@ async def flow_step(run: Run, step: int) -> Samples:
 
 async def start_of_flow(run: Run, step: int) -> dict[str, Ref[Any]]:
     """Return what a flow's operators start from: the responses; after dynamic sampling their rewards as well."""
-    if run.is_given:
-        return {"rollouts": await run.session.given(step)}
     if run.ahead is not None:
         early = await run.ahead.take(step)
         return {"rollouts": early.rollouts} | ({"scores": early.scores} if early.scores is not None else {})
-    if run.config.algorithm.dynamic_sampling.metric is not None and run.has_engines:
+    if run.has_rounds:
         samples = await sample(run, step)
         return {"rollouts": samples.rollouts, "scores": samples.scores}
-    if run.operators.change_prompts:
+    if run.operators.change_prompts and not run.is_given:
         return {}
     rollouts = await generate(run, step)
     await run.assign(rollouts)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -299,6 +299,14 @@ class IslandGroup(WorkerGroup):
         return self.report("join_updates", bool, step)
 
 
+class AgentGroup(SampleGroup):
+    """Ranks of one agent of a game, which has an actor and a critic of its own (`environment.agents: own`)."""
+
+    def train(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int) -> PendingCall[None]:
+        """Train the agent on its own samples, by advantages of its own; its engine gets the new weights."""
+        return self.report_of(rollouts, "train", NoneType, scores, step)
+
+
 class OperatorFacts(msgspec.Struct, frozen=True):
     """Operator of a flow.
 
@@ -382,6 +390,7 @@ class Run:
         session: all ranks, for what surrounds the steps.
         held_out_reward: ranks that score a validation: the engines' unless reward models are on others.
         critic, reference: None where the algorithm does without.
+        agents: agents of a game by name, where each has an actor and a critic of its own; else empty.
         step: program of one step.
         islands: adds up what islands of the actor send; None: there is one island.
         operators: operators of a flow, for `program.flow_step`.
@@ -408,6 +417,7 @@ class Run:
     critic: CriticGroup | None
     reference: ReferenceGroup | None
     islands: IslandGroup | None
+    agents: Mapping[str, AgentGroup]
     step: StepProgram
     operators: OperatorGroup
     worlds: Sequence[WorldGroup]
@@ -421,9 +431,18 @@ class Run:
     scores_arriving: bool = False
     scores_ahead: bool = False
 
+    @property
+    def has_rounds(self) -> bool:
+        """Return whether samples are made in rounds of generating and scoring (dynamic sampling)."""
+        is_dynamic = self.config.algorithm.dynamic_sampling.metric is not None
+        return is_dynamic and self.has_engines and not self.is_given
+
     async def assign(self, rollouts: Ref[RolloutBatch]) -> None:
-        """Settle who works on which samples, now that their lengths are known; each rank then receives its own."""
-        if not self.worlds:
+        """Settle who works on which samples, now that their lengths are known; each rank then receives its own.
+
+        Samples that a Python program gives are on every rank, which works on all of them.
+        """
+        if not self.worlds or self.is_given:
             return
         facts = rollouts.describe(SampleFacts)
         decisions = [world.assign(rollouts.id, facts) for world in self.worlds]
@@ -453,6 +472,7 @@ def make_run(
     step: StepProgram,
     has_engines: bool,
     restored_steps: Set[int],
+    agents: Sequence[str] = (),
 ) -> Run:
     """Return the roles of a run on the ranks that the placement gives them."""
     everyone = range(controller.num_ranks)
@@ -488,6 +508,7 @@ def make_run(
         critic=group(CriticGroup, "critic") if config.uses_critic else None,
         reference=group(ReferenceGroup, "reference") if config.uses_ref_log_probs else None,
         islands=IslandGroup("islands", [placement.coordinator], controller) if len(placement.islands) > 1 else None,
+        agents={name: AgentGroup(f"agent.{name}", everyone, controller, assignments) for name in agents},
         step=step,
         operators=OperatorGroup("operators", everyone, controller, assignments),
         worlds=[] if is_shared else worlds,

@@ -15,6 +15,7 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow.runner import ShapeChecker
 from megaverl.distributed.collectives import together
+from megaverl.trainer.agents import AgentsStep
 from megaverl.trainer.arriving_samples import SampleSender, receive_samples
 from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.executor import Executor
@@ -331,6 +332,24 @@ class WeightsWorker(RoleWorker):
         self._executor.begin_sync()
         with self._stages("reshard"):
             self._operators.reshard(is_updated)
+
+
+class AgentWorker(RoleWorker):
+    """Trains one agent of a game.
+
+    Args:
+        agent, number: name and place of the agent in the game.
+    """
+
+    def __init__(self, executor: Executor, store: SampleStore, agent: str, number: int) -> None:
+        super().__init__(executor, store)
+        self._agent, self._number = agent, number
+
+    def train(self, rollouts: SampleValue, scores: Scores, step: int) -> None:
+        assert isinstance(self._operators, AgentsStep), "environment.agents is not own"
+        batch = self._store.batch(rollouts)
+        with self._stages(f"agent_{self._agent}"):
+            self._operators.train_agent(self._agent, self._number, batch, scores, step)
 
 
 class StepValues(dict[str, Any]):

@@ -18,10 +18,11 @@ from megaverl.trainer.arriving_samples import SampleSender, can_arrive
 from megaverl.trainer.executor import Executor
 from megaverl.trainer.job import Leaving
 from megaverl.trainer.own_program import load_step
-from megaverl.trainer.program import asynchronous_step, flow_step, given_step, policy_step, sample_ahead
+from megaverl.trainer.program import agents_step, asynchronous_step, flow_step, policy_step, sample_ahead
 from megaverl.trainer.role_groups import HeldOutResult, Run, StepProgram, make_run
 from megaverl.trainer.role_workers import (
     ActorWorker,
+    AgentWorker,
     CriticWorker,
     IslandWorker,
     OperatorWorker,
@@ -90,6 +91,9 @@ class ServedRun:
             "islands": IslandWorker(executor),
             "operators": OperatorWorker(executor, trainer.prompts, store, self._rollout, self._reward),
         }
+        self._agents = list(executor.roles.agents)
+        for number, agent in enumerate(self._agents):
+            self._workers[f"agent.{agent}"] = AgentWorker(executor, store, agent, number)
         self._step = self._choose_step()
         self._changes_prompts = executor.flow.plan.operators[0].name != "rollout"
         if self._is_ahead and self._changes_prompts:
@@ -158,10 +162,10 @@ class ServedRun:
         """Return the program of one step."""
         if self._config.trainer.program is not None:
             return load_step(self._config.trainer.program)
-        if self._config.trainer.operators or self._config.environment.agents == "own":
+        if self._config.trainer.operators:
             return flow_step
-        if self._is_given:
-            return given_step
+        if self._agents:
+            return agents_step
         return asynchronous_step if self._is_ahead else policy_step
 
     @property
@@ -177,6 +181,7 @@ class ServedRun:
             step=self._step,
             has_engines=self._trainer.step.replayed is None,
             restored_steps=self._restored_steps,
+            agents=self._agents,
         )
         run.operators.change_prompts = self._changes_prompts
         run.is_given = self._is_given

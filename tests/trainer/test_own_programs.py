@@ -17,9 +17,16 @@ from tests.docs.pages import ROOT
 from tests.faults.runs import remains
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
+from tests.trainer.test_end_to_end import metrics_of
 
 PROGRAMS = ROOT / "configs" / "programs"
 GRPO = "algorithm={name: grpo, group_size: 4}"
+DEBATE = [
+    "rollout.engine=hf",
+    "algorithm={name: ppo, num_mini_batches: 1}",
+    "trainer={steps: 3, validate_every: 0}",
+    "checkpoint={save_interval: 0, export_hf: false}",
+]
 
 
 def run(launch: Launcher, inputs: Path, folder: Path, ranks: int, *more: str) -> dict[str, Any]:
@@ -46,6 +53,19 @@ def test_one_step_off_policy_written_out_is_the_asynchronous_run(
     own = run(launch, inputs, tmp_path / "own", 2, *apart, ahead, program)
     assert own["weights"] == built_in["weights"]
     assert own["samples"] == built_in["samples"]
+
+
+def test_two_actors_debate_and_learn_in_turn(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    debate = PROGRAMS / "debate.py"
+    game = f"environment={{name: '{debate}:Debate', agents: own, max_turns: 1, max_turn_tokens: 3}}"
+    arguments = [*command_arguments(inputs, tmp_path), *DEBATE, game, f"trainer.program={debate}:step"]
+    ended = launch.command(["train", *arguments], logs=tmp_path / "logs", ranks=2)
+    assert ended.codes == [0, 0], ended.text
+    learns = [
+        [side for side in ("first", "second") if f"{side}/actor/loss" in measured]
+        for measured in metrics_of(tmp_path / "run").values()
+    ]
+    assert learns == [["first"], ["second"], ["first"]]
 
 
 @pytest.mark.parametrize("example", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.stem)

@@ -30,6 +30,8 @@ WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.CriticGroup: role_workers.CriticWorker,
     role_groups.ActorGroup: role_workers.ActorWorker,
     role_groups.OperatorGroup: role_workers.OperatorWorker,
+    role_groups.IslandGroup: role_workers.IslandWorker,
+    role_groups.AgentGroup: role_workers.AgentWorker,
 }
 
 
