@@ -66,7 +66,7 @@ def _join(places: Places) -> Fabric:
     store, rank, size = job_store(TIMEOUT)
     nodes = introduce(store, rank, size, NodeInfo(), TIMEOUT)
     every = tuple(range(size))
-    roles = {role: tuple(ranks) for role, ranks in places.items()}
+    roles = {"coordinator": (0,)} | {role: tuple(ranks) for role, ranks in places.items()}
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))
     world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
     fabric = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)

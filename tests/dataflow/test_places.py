@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.on_ranks import FlowWorker, run_flow
 from megaverl.dataflow.runner import OperatorRunner, Result
 from megaverl.errors import ConfigError
+from tests.launcher import Launcher
 
 PLACES = {"actor": (0, 1), "critic": (2,), "rollout": (3, 4), "reward": (3, 4)}
 
@@ -166,3 +168,27 @@ def test_places_that_cannot_be_read_are_named() -> None:
 def test_a_role_without_a_place_is_named() -> None:
     with pytest.raises(ConfigError, match="operator 'a' runs on the role 'judge', which has no place; there are: "):
         DataFlow([Operator("a", lambda: 1, role="judge")]).compile(places=PLACES)
+
+
+PROGRAM = """
+from megaverl import DataFlow, Operator
+
+flow = DataFlow()
+flow.add_operator(Operator("rollout", lambda prompts: [p + "!" for p in prompts], role="rollout"))
+flow.add_operator(Operator("lengths", lambda rollout: [len(text) for text in rollout], role="reward"))
+flow.compile(given=["prompts"], places={"rollout": [0], "reward": [1]})
+for prompts in (["a", "bcd"], ["ef"]):
+    result = flow.run(prompts=prompts)
+    print([span.operator for span in result.timeline], result.get("lengths"), flush=True)
+"""
+
+
+def test_ranks_of_torchrun_run_a_flow(launch: Launcher, tmp_path: Path) -> None:
+    """Each its own operators, as often as the program runs the flow; nothing else has joined them before."""
+    program = tmp_path / "my_flow.py"
+    program.write_text(PROGRAM)
+    ended = launch.command([str(program)], logs=tmp_path / "logs", ranks=2)
+    assert ended.codes == [0, 0], ended.text
+    first, second = (output.splitlines() for output in ended.output)
+    assert [line for line in first if line.startswith("[")] == ["['rollout'] None"] * 2
+    assert [line for line in second if line.startswith("[")] == ["['lengths'] [2, 4]", "['lengths'] [3]"]
