@@ -28,7 +28,7 @@ from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
-from megaverl.trainer.program import begin, give_rollouts, take_given_step, train
+from megaverl.trainer.program import begin_given, give_rollouts, take_given_step, train
 from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.resuming import GoingOn
 from megaverl.trainer.saving import Records, Saving, export_model, sample_records, settle_file, tokenizer_digest
@@ -182,7 +182,7 @@ class Trainer:
         self.resume()
         with self.leave.listening(), self.recording():
             self.served = ServedRun(self, is_given=True)
-            self.served.serve(lambda run: begin(run, self.next_step))
+            self.served.serve(lambda run: begin_given(run, self.next_step))
             yield
 
     def rollouts(self) -> StoredRollouts:

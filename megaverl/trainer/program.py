@@ -246,6 +246,14 @@ async def leave_if_asked(
     raise RunLeft
 
 
+async def begin_given(run: Run, first_step: int) -> None:
+    """Begin a run whose steps a Python program takes."""
+    try:
+        await begin(run, first_step)
+    except RunLeft:
+        return
+
+
 async def give_rollouts(run: Run, step: int) -> None:
     """Generate the responses of a step, and give them to every rank, for a Python program that trains on them."""
     try:
