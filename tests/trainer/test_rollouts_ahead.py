@@ -63,6 +63,13 @@ class Worker:
         await self._work("generate", step)
         return Rollouts()
 
+    async def begin_responses(self, step: int) -> None:
+        await self._work("generate", step)
+
+    async def finish_responses(self, step: int) -> Rollouts:
+        await self._work("finish", step)
+        return Rollouts()
+
     async def score(self, rollouts: Any, step: int) -> str:
         await self._work("score", step)
         return "scores"
@@ -95,8 +102,6 @@ class Worker:
     async def report_step(self, done: int) -> None:
         await self._work("report", done)
 
-    async def validate_if_due(self, done: int) -> None: ...
-
     async def save_if_due(self, done: int) -> bool:
         self.trace.append(f"save {done}")
         return False
@@ -111,6 +116,7 @@ def run_asynchronously(
     *,
     steady: float = 0.0,
     fails: str = "",
+    is_in_flight: bool = False,
 ) -> tuple[list[str], list[str], float]:
     """Run the program; return what the engine's and the actor's rank have done, and the seconds that it took."""
     config = Config.model_validate(
@@ -118,7 +124,11 @@ def run_asynchronously(
             "model": {"path": "model"},
             "trainer": {"steps": num_steps, "validate_at_start": False, "validate_every": 0},
             "algorithm": {"name": "grpo", "group_size": 4},
-            "rollout": {"async_rollout": True, "max_staleness": max_staleness},
+            "rollout": {
+                "async_rollout": True,
+                "max_staleness": max_staleness,
+                "in_flight_updates": is_in_flight,
+            },
             "checkpoint": {"save_interval": save_interval},
         }
     )
@@ -136,7 +146,14 @@ def run_asynchronously(
         )
         run.scores_ahead = True
         lag = schedule.lag(ENGINE)
-        run.ahead = RolloutsAhead(run, sample_ahead, lambda step: schedule.begins_after(step, lag), 0, num_steps)
+        run.ahead = RolloutsAhead(
+            run,
+            sample_ahead,
+            lambda step: schedule.begins_after(step, lag),
+            0,
+            num_steps,
+            (lambda step: schedule.in_flight_after(step, lag)) if is_in_flight else None,
+        )
         return train(run, 0)
 
     outcome = SimulatedCluster(2, seed).run(program, make_workers, timeouts=CallTimeouts(call=1e4, slow=1e5))
@@ -173,6 +190,37 @@ def test_a_step_is_generated_with_the_same_weights_however_long_anything_takes(
     ]
     assert [action for action in actor if action.startswith("update ")] == [f"update {n}" for n in range(num_steps)]
     assert [action for action in engine if action.startswith("save ")] == [f"save {n + 1}" for n in range(num_steps)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_steps=st.integers(1, 7),
+    max_staleness=st.integers(1, 3),
+    save_interval=st.integers(0, 3),
+    generate=st.floats(0.001, 10.0),
+    finish=st.floats(0.001, 10.0),
+    update=st.floats(0.001, 10.0),
+    seed=st.integers(0, 1000),
+)
+def test_weights_in_flight_come_in_the_middle_of_the_same_responses(
+    num_steps: int, max_staleness: int, save_interval: int, generate: float, finish: float, update: float, seed: int
+) -> None:
+    """The rest of a step's responses has the weights of one update more than their beginning, unless a checkpoint has
+    kept the engines from being ahead."""
+    slowest = {"generate": generate, "finish": finish, "update": update, "sync": 0.1, "deliver": 0.1}
+    engine, _, _ = run_asynchronously(num_steps, max_staleness, save_interval, slowest, seed, is_in_flight=True)
+    num_updates = 0
+    begun: dict[int, int] = {}
+    for action in engine:
+        num_updates += action == "sync"
+        kind, _, number = action.partition(" ")
+        if kind == "generate":
+            begun[int(number)] = num_updates
+        elif kind == "finish":
+            step = int(number)
+            assert num_updates == max(begun[step], min(step, step - max_staleness + 1))
+    halves = [action for action in engine if action.startswith(("generate ", "finish "))]
+    assert halves == [f"{kind} {n}" for n in range(num_steps) for kind in ("generate", "finish")]
 
 
 def test_engines_and_training_work_side_by_side() -> None:
