@@ -78,7 +78,6 @@ DOCSTRINGS_TO_REWRITE = {
     "dataflow",
     "distributed",
     "trainer",
-    "workers",
 }
 LEVEL_OF = {name: number for number, name in enumerate(ORDER)}
 

@@ -1,4 +1,4 @@
-"""What a role does on its ranks; and a role that the run has, on other ranks than this one."""
+"""Workers of the roles on this rank, and the placeholder for a role that lives on other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class RemoteWorker:
-    """In a role's place on ranks that do not have it: using it here is a mistake of the program, and says so."""
+    """Placeholder for a role that lives on other ranks. Any attribute access raises `RuntimeError`."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -18,10 +18,10 @@ class RemoteWorker:
 
 
 def local(worker: T | RemoteWorker) -> T:
-    """A role that this rank must have.
+    """Return `worker` if this rank has the role.
 
     Raises:
-        RuntimeError: it is on other ranks.
+        RuntimeError: the role is on other ranks.
     """
     if isinstance(worker, RemoteWorker):
         raise RuntimeError(f"this rank has no {worker.role}")

@@ -1,4 +1,4 @@
-"""From rewards to advantages: what `algorithm` says, applied to the batch of one step."""
+"""Compute advantages from rewards, as the `algorithm` section configures, for the batch of one step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from megaverl.errors import DataError
 from megaverl.plugins import call_object
 from megaverl.workers.reward import Scores
 
-OF_REWARDS = ("component_weights",)  # what `extra` holds for each reward, and not for each sample
-OF_TOKENS = ("score_norms", "implicit_rewards")  # and for each token
+OF_REWARDS = ("component_weights",)  # entries of `extra` with one value per reward function
+OF_TOKENS = ("score_norms", "implicit_rewards")  # entries of `extra` with one value per token
 
 
 class AdvantageComputer:
-    """The advantage estimator of a run, with its options.
+    """Advantage estimator of a run, with its options.
 
     Raises:
-        ConfigError: the configuration names no function, or options that it does not have.
+        ConfigError: the configuration names an unknown estimator, or options that the estimator does not have.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -51,14 +51,15 @@ class AdvantageComputer:
     def assign_each(
         self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """Run `assign` for every agent by itself where there are several; metrics are means over the agents.
+        """Run `assign` once per agent; with several agents, metrics are means over the agents.
 
-        Of a batch that ranks have parts of, each rank computes the groups that it speaks for. A sample whose reward is
-        NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`. Under
-        `distillation` so does a token whose `ref_log_probs` are NaN: a teacher of other tokens could not read it.
+        If the ranks hold parts of the batch, each rank computes the groups that it owns. A sample with a NaN reward
+        could not be scored: its `response_mask` is cleared, and it counts in no group, mean or deviation. The
+        `distillation` estimator also masks tokens with NaN `ref_log_probs`, which a teacher with another tokenizer
+        could not read.
 
         Raises:
-            DataError: a `ref_log_probs` on the host that is NaN, of any other estimator: the reference model failed.
+            DataError: another estimator got NaN `ref_log_probs` in host memory, so the reference model failed.
         """
         ref_on_host = "ref_log_probs" in batch and batch.ref_log_probs.device.type == "cpu"
         if ref_on_host and bool((unread := batch.ref_log_probs.isnan()).any()):
@@ -80,6 +81,7 @@ class AdvantageComputer:
             part, metrics = self.assign(batch.select(mine), kl_coef=kl_coef, extra=own)
             parts.append(part)
             found.append(metrics)
+        # `concat` orders the samples by agent; undo that.
         order = torch.cat(rows).argsort()
         means = {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
         return RolloutBatch.concat(parts).select(order), means
@@ -103,20 +105,20 @@ class AdvantageComputer:
         extra: Mapping[str, torch.Tensor | None] | None = None,
         all_reduce: AllReduce = on_one_rank,
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """The batch with `advantages`, and `returns` and `token_rewards` where the estimator has them.
+        """Return the batch with `advantages`, plus `returns` and `token_rewards` if the estimator uses them.
+
+        An estimator that reads model outputs gets all its inputs on that model's device, and its advantages stay there.
+        An estimator that reads only rewards runs on the host. An episode of several conversations is one sample: its
+        tokens are joined turn by turn.
 
         Args:
-            batch: holds `rewards`, and whatever else the estimator reads.
-            kl_coef: of the KL penalty in the reward.
-            extra: inputs that are no field of a batch, such as `greedy_rewards` `[batch]` or `component_rewards`.
-            all_reduce: where other ranks have the rest of the batch, its sums over all of them.
+            batch: holds `rewards` and the other inputs of the estimator.
+            kl_coef: coefficient of the KL penalty in the reward.
+            extra: inputs that are not batch fields, such as `greedy_rewards` `[batch]` or `component_rewards`.
+            all_reduce: adds up sums over the ranks that hold the rest of the batch.
 
-        An estimator that reads what a model has computed finds all that it reads on that model's device; its advantages
-        stay there. One that reads rewards alone is on the host, as they are.
-
-        An episode of several conversations is one sample: what was written in all of them, turn by turn.
-
-        Returns: the batch, and the metrics `kl` (with a reference) and `advantage_mean`.
+        Returns:
+            The batch, and the metrics `kl` (with a reference) and `advantage_mean`.
         """
         if len(ends := answer_rows(batch).unique()) < len(batch):
             return self._assign_episodes(batch, ends, kl_coef=kl_coef, extra=extra or {}, all_reduce=all_reduce)
@@ -131,13 +133,13 @@ class AdvantageComputer:
             metrics["kl"] = mean(all_reduce(moments(kl, beside(kl, mask))))
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:
-            # What an environment gave for a turn stands where the turn ended, the rest at the end of the response.
+            # A turn's reward is placed at the end of the turn, the remaining reward at the end of the response.
             given = batch.tensors.get("turn_rewards", torch.zeros_like(mask, dtype=torch.float32))
             last = token_rewards(batch.rewards - given.sum(dim=1), mask, penalty, kl_coef=kl_coef)
             batch = batch.with_(token_rewards=last + beside(last, given))
         if penalty is not None and "rewards" in self.estimator.inputs:
-            # It scores whole responses: the penalty is summed over the tokens before groups are compared.
-            # one number a response, and rewards are on the host
+            # This estimator scores whole responses, so the penalty is summed over tokens before groups are compared.
+            # The sum is one number per response, so copying it to the rewards on the host is cheap.
             of_responses = (penalty * beside(penalty, mask)).sum(dim=1).to(batch.rewards.device)
             batch = batch.with_(rewards=batch.rewards - kl_coef * of_responses)
         inputs = {**batch.tensors, **(extra or {})}
@@ -161,14 +163,19 @@ class AdvantageComputer:
         extra: Mapping[str, torch.Tensor | None],
         all_reduce: AllReduce,
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """`assign` of the rows `ends` of episodes, with the tokens of all their conversations in the order of turns."""
+        """Run `assign` on one row per episode, with the tokens of all its conversations in turn order.
+
+        Args:
+            ends: rows that hold the last conversation of each episode.
+        """
         answers = answer_rows(batch)
-        number = torch.searchsorted(ends, answers)  # of the episode, by row
+        number = torch.searchsorted(ends, answers)  # episode index of each row
         rows, columns = batch.response_mask.nonzero(as_tuple=True)
         turns = number[rows] * (1 + int(batch.turn_ids.max())) + batch.turn_ids[rows, columns]
         order = turns.argsort(stable=True)
         rows, columns = rows[order], columns[order]
         counts = torch.bincount(number[rows], minlength=len(ends))
+        # Position of each token in its episode: its index minus the start of the episode.
         places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[number[rows]]
         shape = (len(ends), int(counts.max()))
 
@@ -204,7 +211,7 @@ class AdvantageComputer:
         extra: Mapping[str, torch.Tensor | None],
         all_reduce: AllReduce,
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """`assign` as if the batch had only the samples that are scored; the others get zeros."""
+        """Run `assign` on the scored samples alone, and give the other samples zeros."""
         rows = scored.nonzero()[:, 0]
         own = {k: v[beside(v, rows)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
         part, metrics = self.assign(batch.select(rows), kl_coef=kl_coef, extra=own, all_reduce=all_reduce)
@@ -218,17 +225,19 @@ class AdvantageComputer:
 
 
 def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
-    """[B] bool: the samples that `algorithm.rollout_filter` keeps.
+    """Return a [B] bool mask of the samples that `algorithm.rollout_filter` keeps.
 
-    best_and_worst and best_and_random are `policy_filtration`, by the weighted sum of the rewards. A function is called
-    as function(batch, scores), and returns true for what is to train. A sample that is dropped still counts in the
-    rewards of its group.
+    The filters best_and_worst and best_and_random are `policy_filtration` on the weighted sum of the rewards. A user
+    function is called as function(batch, scores) and returns true for every sample to train on. A dropped sample still
+    counts in the rewards of its group.
 
     Raises:
-        ConfigError: there is no such function. DataError: it returned something else, or dropped everything.
+        ConfigError: the function does not exist.
+        DataError: the function returned something else than [B] bool, or dropped every sample.
     """
     if name in FILTERS:
-        ends, number = answer_rows(batch).unique(return_inverse=True)  # all conversations of an episode, or none
+        ends, number = answer_rows(batch).unique(return_inverse=True)  # keep or drop whole episodes
+        # The seed depends only on the batch, so that all ranks and a resumed run make the same choice.
         generator = torch.Generator().manual_seed(int(batch.generated_ids.sum()) % 2**63)
         draws = torch.rand(len(ends), generator=generator) if name == "best_and_random" else None
         return policy_filtration(scores.total[ends], batch.group_ids[ends], draws)[number]

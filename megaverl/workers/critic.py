@@ -1,4 +1,4 @@
-"""The critic: the value of every response token, and its update; and an actor that is its own critic."""
+"""Critic workers: values of response tokens and their update, with a separate critic or one shared with the actor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from megaverl.workers.trainable import TrainableModel
 
 
 class ValueWorker(ModelWorker):
-    """A critic, or an actor that is its own."""
+    """Base of workers that compute values: a critic, or an actor with a value head."""
 
     algorithm: AlgorithmConfig
 
     def values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values that advantages are made of, the same on every rank.
+        """Compute the values that advantages are based on, identical on every rank.
 
-        Returns: [B, R] float32, before each response token; [B] float32, after each response that was cut off
+        Returns:
+            [B, R] float32 values before each response token, and [B] float32 values after each truncated response
             (`cut_off`), 0 after the others.
         """
         rows, columns = batch.response_shape
@@ -33,24 +34,27 @@ class ValueWorker(ModelWorker):
         return both[:, 1:].contiguous(), both[:, 0].contiguous()
 
     def _fields_of_values(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-        """What `_last_and_values` reads of the samples."""
+        """Return the fields that `_last_and_values` reads."""
         cut = cut_off(batch) if self.algorithm.bootstrap_truncated else torch.zeros(len(batch))
         return {**self._heads(batch), "cut_off": cut.float().unsqueeze(1)}
 
     def _heads(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-        """Where each agent has a value head of its own: which one is a sample's, [B, 1]."""
+        """Return the value head of each sample, [B, 1], if every agent has its own head."""
         return {"heads": batch.agent_ids.unsqueeze(1)} if self.model.value_head > 1 else {}
 
     def _last_and_values(self, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """[n, 1 + r]: the value after each response that was cut off, 0 after others; then those before each token."""
+        """Return [n, 1 + r]: the value after each truncated response, then the values before each token.
+
+        The first is 0 for responses that were not truncated.
+        """
         values, after = self.model.values(output, micro)
-        # a row that only fills up has no response
+        # A padding row has no response.
         cut = micro.fields["cut_off"].sum(dim=1) * (micro.response_lengths > 0)
         return torch.cat([after.where(cut > 0, 0.0).unsqueeze(1), values], dim=1)
 
 
 class Critic(ValueWorker):
-    """A backbone with a value head, trained towards the returns."""
+    """Backbone with a value head, trained towards the returns."""
 
     def __init__(
         self, trainable: TrainableModel, algorithm: AlgorithmConfig, *, micro_batch_tokens: int, seed: int
@@ -60,7 +64,7 @@ class Critic(ValueWorker):
         self._value_loss = value_loss(algorithm)
 
     def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
-        """Take all updates of one step towards `returns`; `values` are the old ones. Returns metrics."""
+        """Take all updates of one step towards `returns`, with `values` as the old values, and return metrics."""
         fields = {"old_values": batch.values, "returns": batch.returns, **self._heads(batch)}
         return run_updates(self, batch, self._loss, weighting=Weighting("token_mean"), fields=fields, step=step)
 
@@ -72,10 +76,10 @@ class Critic(ValueWorker):
 
 
 def value_loss(algorithm: AlgorithmConfig) -> Callable[[Mapping[str, torch.Tensor]], LossOutput]:
-    """The loss that the configuration names, with its options.
+    """Return the configured value loss with its options bound.
 
     Raises:
-        ConfigError: there is none of this name, or it does not have these options.
+        ConfigError: no loss has this name, or the loss does not have these options.
     """
     loss = value_losses.get(algorithm.value_loss)
     own = {"clip_range": algorithm.value_clip_range} if "clip_range" in loss.options else {}
@@ -85,22 +89,22 @@ def value_loss(algorithm: AlgorithmConfig) -> Callable[[Mapping[str, torch.Tenso
 
 
 def cut_off(batch: RolloutBatch) -> torch.Tensor:
-    """[B] bool: the responses that the length limit ended. One whose `finish_reason` is not known here has ended.
+    """Return a [B] bool mask of the responses that ended at the length limit.
 
-    Their episodes are not over: what would have followed is worth what the critic says of the state after their last
-    token (partial-episode bootstrapping, arXiv 1712.00378).
+    Such an episode is not over, so the critic's value of the state after its last token stands for the missing rest
+    (partial-episode bootstrapping, arXiv 1712.00378). A response with an unknown `finish_reason` counts as finished.
     """
     reasons = batch.columns.get("finish_reason", [None] * len(batch))
     return torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
 
 
-VALUES = "critic/"  # in front of the value loss's metrics
+VALUES = "critic/"  # prefix of the value loss's metrics
 
 
 class ActorCritic(Actor, ValueWorker):
-    """The policy and its values, trained on the policy loss + `value_loss_coef` x the value loss.
+    """Policy with a value head, trained on policy loss + `value_loss_coef` x value loss.
 
-    Of the metrics `loss` is the policy's part, and `critic/loss` the other.
+    The metric `loss` is the policy's part; `critic/loss` is the value part.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -109,7 +113,7 @@ class ActorCritic(Actor, ValueWorker):
         self._value_weighting = Weighting("token_mean")
 
     def log_probs_and_values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`log_probs`, and both of `values`, out of one forward pass."""
+        """Return `log_probs` and both results of `values`, from one forward pass."""
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             log_probs, _ = self.model.log_probs(logits, micro, temperature=self.temperature)

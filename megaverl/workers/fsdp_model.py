@@ -1,4 +1,4 @@
-"""One role's Hugging Face model under PyTorch's FSDP2: score tokens, take an update."""
+"""Hugging Face model of one role under PyTorch's FSDP2: it scores tokens and takes updates."""
 
 from __future__ import annotations
 
@@ -55,18 +55,20 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPModel(TrainingModel):
-    """A causal language model of transformers, each parameter cut by rows over the ranks.
+    """Causal language model of transformers, with each parameter sharded by rows over the ranks.
 
-    What is trained lies in float32, and is computed in `dtype`; a model that only scores lies in `dtype`.
+    Trained parameters are stored in float32 and computed in `dtype`. A model that only scores is stored in `dtype`.
 
     Args:
-        folder: a Hugging Face folder; of its files config.json and code are read here.
-        groups: makes the groups of the ranks that share a model.
-        trained: it will take updates.
-        lora: train adapters, and a critic's head, and nothing else; the model's own weights then lie in `dtype` too.
-        pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, where the model reads such
-            rows.
-        freeze: patterns of the names of weights that are not trained. The others: as `MegatronModel`.
+        folder: a Hugging Face folder; only its config.json and code are read here.
+        groups: creates the process groups of the ranks that share a model.
+        trained: whether the model takes updates.
+        lora: train only adapters, and a critic's head. The model's own weights are then stored in `dtype` too.
+        pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, if the architecture
+            supports packed rows.
+        freeze: name patterns of weights that are not trained.
+
+    The remaining arguments are those of `MegatronModel`.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class FSDPModel(TrainingModel):
         self.vocab_size, self.token_multiple, self.beside_logits = spec.vocab_size, 1, beside_logits
         self.dtype = dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
         self.trained = trained
-        # nodes may have different numbers of ranks, and all must cut alike
+        # Nodes may have different numbers of ranks, but all ranks must use the same shard count.
         per_node = broadcast_json(int(os.environ.get("LOCAL_WORLD_SIZE", grid.shape.world_size)), 0, grid.world)
         self.num_shards = num_shards = count_shards(fsdp, grid.shape.dp, per_node // grid.shape.tp, role)
         kept = torch.float32 if trained and lora is None else self.dtype
@@ -150,7 +152,7 @@ class FSDPModel(TrainingModel):
         self._describe(everything)
 
     def _logits_are_plain(self, model: PreTrainedModel) -> bool:
-        """Whether they can be made of hidden states, a chunk at a time."""
+        """Return whether logits can be computed from hidden states in chunks; warn on rank 0 if not."""
         if not (plain := logits_are_plain(model)) and not self.grid.rank:
             logger.warning(
                 "%s.chunked_logits: logits are made whole: %s makes more of them than its output layer gives.",
@@ -160,7 +162,7 @@ class FSDPModel(TrainingModel):
         return plain
 
     def _describe(self, everything: ShardedWeights) -> None:
-        """Names, shapes and places of all weights; an engine has those without a value head beside logits."""
+        """Record names, shapes and layouts of all weights. Engines get them without a value head beside the logits."""
         named = dict(self.module.model.named_parameters())
         self._cut_over_tp = {id(named[name]) for name in self._cuts.axes}
         self._partial = [named[name] for name in sorted(self._cuts.partial) if named[name].requires_grad]
@@ -176,18 +178,18 @@ class FSDPModel(TrainingModel):
             self.parameters = {name: held for name, held in self.held_parameters.items() if name != VALUE_WEIGHT}
 
     def speaks_for(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank does, of those that hold the same part of a parameter."""
+        """Return whether this rank represents all ranks that hold the same part of `parameter`."""
         tp = self.grid.shape.tp
         is_cut = id(parameter) in self._cut_over_tp
         return self.grid.rank < self.num_shards * tp and (is_cut or self.grid.coords.tp == 0)
 
     def is_cut_over_tp(self, local: str) -> bool:
-        """Whether tensor-parallel ranks hold different parts of a tensor."""
+        """Return whether tensor-parallel ranks hold different parts of the tensor with local name `local`."""
         return local in self._cuts.axes
 
     @property
     def vocab_group(self) -> dist.ProcessGroup:
-        """Every rank has whole logits."""
+        """The context-parallel group, of size 1: every rank has the full vocabulary."""
         return self.grid.cp_group
 
     @property
@@ -208,22 +210,26 @@ class FSDPModel(TrainingModel):
                 batch = each.to(platform.device)
                 with packed(batch.packing):
                     taken.append(take(self._forward(batch)[0], batch))
-            for part in sharded(self.module):  # what was gathered would be used after the next update
+            # Gathered parameters would be stale after the next update.
+            for part in sharded(self.module):
                 part.reshard()
         self.module.train()
         return taken
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
-        """Accumulate gradients over `micro_batches`, summed over the ranks; returns each one's sums.
+        """Accumulate gradients over `micro_batches`, summed over the ranks, and return each micro-batch's sums.
 
-        Where gradients are cut over the ranks, they are after every micro-batch, so that they are never whole for
-        longer; replicas join theirs after the last one. The loss of experts' routers is, as under Megatron, the mean
-        of the micro-batches' by their tokens, padding counted.
+        Sharded gradients are reduced after every micro-batch, so that full gradients never stay in memory. Replicas
+        all-reduce after the last micro-batch. The router loss of experts is the token-weighted mean over the
+        micro-batches, with padding counted, as under Megatron.
         """
         reports, tokens = [], sum(batch.tokens.numel() for batch in micro_batches)
+        # Divide by the tokens of all ranks, because gradients are summed and not averaged over the ranks.
         of_token = self._router_loss / reduce_json(tokens, sum, self.grid.world) if self._router_loss else 0.0
         for number, each in enumerate(micro_batches):
             batch, last = each.to(platform.device), number == len(micro_batches) - 1
+            # Replicas all-reduce once per update. shard_grad_op and no_shard accumulate unsharded gradients, and reduce
+            # them once, too.
             self._root.set_is_last_backward(last)
             self._root.set_requires_gradient_sync(last or not self._syncs_once)
             self._root.set_requires_all_reduce(last)
@@ -233,9 +239,12 @@ class FSDPModel(TrainingModel):
                 if of_routers is not None:
                     value = value + of_token * batch.tokens.numel() * of_routers
                 if self._beside is not None and self._beside.waits:
-                    value = value + 0.0 * self._beside.take().sum()  # every parameter gets a gradient
+                    # Give every parameter a gradient, even if the loss ignores the values.
+                    value = value + 0.0 * self._beside.take().sum()
                 value.backward()
             reports.append(sums)
+        # Each tensor-parallel rank applies these replicated parameters to its own part of the activations, so their
+        # gradients must be summed.
         for parameter in self._partial:
             if parameter.grad is not None:
                 mine = parameter.grad.to_local()
@@ -245,7 +254,7 @@ class FSDPModel(TrainingModel):
         return reports
 
     def _forward(self, batch: MicroBatch, *, router_loss: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The model's output, and the routers' loss, if it is asked for."""
+        """Return the model's output, and the router loss if `router_loss` is set."""
         if batch.packing is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         else:
@@ -258,7 +267,7 @@ class FSDPModel(TrainingModel):
 
 
 class _Beside:
-    """The values beside the logits of the last forward pass, to be taken once."""
+    """Holder of the values computed beside the logits in the last forward pass; they can be taken once."""
 
     def __init__(self) -> None:
         self.seen: torch.Tensor | None = None
@@ -268,7 +277,7 @@ class _Beside:
         return self.seen is not None
 
     def take(self) -> torch.Tensor:
-        """[b, s, num_values] float32."""
+        """Return the values, [b, s, num_values] float32, and clear them."""
         assert self.seen is not None, "there was no forward pass, or its values were taken"
         values, self.seen = self.seen, None
         return values
@@ -283,14 +292,14 @@ def _check_ranks(grid: Grid, fsdp: FsdpConfig, lora: LoraConfig | None, role: st
 
 
 def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> int:
-    """Over how many neighbouring ranks a role's parameters are cut; others hold replicas.
+    """Return the number of neighbouring ranks that a role's parameters are sharded over; other ranks hold replicas.
 
     Args:
-        num_ranks: data-parallel ones.
-        per_node: how many of these the role has on its first rank's node.
+        num_ranks: number of data-parallel ranks.
+        per_node: number of these ranks on the node of the role's first rank.
 
     Raises:
-        ConfigError: `shard_size` does not divide the ranks.
+        ConfigError: `shard_size` does not divide the number of ranks.
     """
     if fsdp.sharding_strategy == "no_shard":
         return 1
@@ -305,7 +314,7 @@ def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> 
 
 
 def shard_meshes(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """(replicas and shards, tensor-parallel ranks if there are several); every rank of the world takes part."""
+    """Return the (replicate, shard) mesh, and the tensor-parallel mesh if tp > 1. Collective over the role's ranks."""
     kind, world, tp = platform.device.type, grid.shape.world_size, grid.shape.tp
     if num_shards == world:
         return DeviceMesh.from_group(grid.world, kind, mesh_dim_names=("shard",)), None
@@ -327,7 +336,7 @@ def shard_meshes(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> tu
 
 
 def _prepare_blocks(model: Any, checkpointing: str, compiles: bool) -> None:
-    """What is done to each block before it is cut."""
+    """Apply activation checkpointing and torch.compile to each block, before the model is sharded."""
     for block in [*vision_blocks_of(model), *blocks_of(model)]:
         if checkpointing != "none":
             checkpoint_block(block, checkpointing)
@@ -336,7 +345,7 @@ def _prepare_blocks(model: Any, checkpointing: str, compiles: bool) -> None:
 
 
 def _take_head_away(model: Any) -> None:
-    """Of a critic: its output layer, with the parameters that are its own."""
+    """Replace the output layer of a critic by an identity, which drops the parameters that only this layer uses."""
     head = model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is head)
     parent, _, child = name.rpartition(".")

@@ -1,5 +1,7 @@
-"""One role's Megatron-core model on its grid: score tokens, take an update. Pipeline stages tell each other activations
-and gradients alone, as every stage knows all micro-batches."""
+"""Megatron-core model of one role on its grid: it scores tokens and takes updates.
+
+Every pipeline stage knows all micro-batches, so stages exchange only activations and gradients.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-Shape = tuple[int, int, int]  # sequence, samples, hidden
+Shape = tuple[int, int, int]  # (sequence, samples, hidden)
 
 
 class StageCommunicator(P2PCommunicator):
-    """megatron-core's, which does not ask for shapes that follow from the micro-batches.
+    """Megatron-core's P2PCommunicator without the exchange of tensor shapes.
 
     For micro-batches of different lengths megatron-core (0.16 to 0.19, `pipeline_parallel/p2p_communication.py`) sends
-    the shape of each tensor ahead of it, and on either side the host waits for the device, in each direction of each
-    micro-batch. Stages take micro-batches in the same order, forward and backward. With virtual stages the order is
-    another, and shapes are still sent.
+    the shape of each tensor ahead of it, which blocks the host on the device on both sides, in each direction of each
+    micro-batch. Here the shapes follow from the micro-batches, which all stages process in the same order, forward and
+    backward. Virtual stages process them in another order and still exchange shapes.
     """
 
     def __init__(self, grid: Grid, config: TransformerConfig) -> None:
@@ -59,7 +61,7 @@ class StageCommunicator(P2PCommunicator):
         self._forward = self._backward = 0
 
     def expect(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """These go through the pipeline next."""
+        """Set the micro-batches that pass through the pipeline next."""
         width = self.config.hidden_size
         sizes = [batch.tokens.shape for batch in micro_batches]
         self._shapes = [(-(-length // self._tp), samples, width) for samples, length in sizes]
@@ -72,7 +74,7 @@ class StageCommunicator(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> Any:
-        """Shapes of the activations that come from the stage before, and of the gradient from the one after."""
+        """Return the shapes of the activations from the previous stage and of the gradient from the next stage."""
         if self.virtual_pipeline_model_parallel_size is not None:
             return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         nothing = (0, 0, 0)
@@ -85,24 +87,29 @@ class StageCommunicator(P2PCommunicator):
 
 logger = logging.getLogger(__name__)
 
-# TransformerConfig's coefficients of losses that routers of experts add to the policy's.
+# TransformerConfig fields with the coefficients of the router losses, which are added to the policy loss.
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-COUNTS_PARTS = Version("0.19")  # of megatron-core: from here on it knows that ranks have parts of a sequence
+# First megatron-core release whose router losses account for ranks that hold parts of a sequence.
+COUNTS_PARTS = Version("0.19")
 
 
 class MegatronModel(TrainingModel):
-    """The chunks of a GPTModel that this rank holds, and how to run them through the pipeline.
+    """Model chunks of a GPTModel on this rank, and their pipeline schedule.
 
     Args:
         overrides: the user's TransformerConfig fields.
-        value_head: a critic: one value per position instead of logits, or one for each of several agents.
-        beside_logits: an actor that is its own critic: logits, and beside them such values.
-        lora: train adapters, and a critic's head, and nothing else.
-        activation_checkpointing: none, selective or full; `overrides` go before it.
-        chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
-        pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, unless `why_padded`.
-        initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
+        value_head: number of values per position that a critic returns instead of logits, one for each agent; 0 for a
+            model with logits.
+        beside_logits: the actor is its own critic and returns logits as well as values.
+        lora: train only adapters, and a critic's head.
+        activation_checkpointing: none, selective or full; `overrides` take precedence.
+        chunked_logits: the model returns hidden states, from which log-probs are computed in chunks.
+        pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, unless `why_padded`
+            gives a reason against it.
+        initialize: draw random weights. False: leave them uninitialised, because all of them will be loaded.
 
+    Raises:
+        ModelError: the architecture does not support `lora`, or the grid's context parallelism.
     """
 
     def __init__(
@@ -128,6 +135,7 @@ class MegatronModel(TrainingModel):
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.vocab_size, self.dtype = spec.vocab_size, dtype
         options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
+        # Random initialisation takes long for large models, and is wasted if all weights are loaded.
         options |= {} if initialize else {"perform_initialization": False}
         self.config = transformer_config(spec, grid.shape, dtype, options)
         if reason := why_not_cut(self.config):
@@ -169,9 +177,10 @@ class MegatronModel(TrainingModel):
         if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
             self.sequence_multiple = 2 * grid.shape.cp
         self._replay = None if why_not_replayed(self.config) else RouterReplay(self.chunks, self.config, grid)
+        # Packed and context-parallel rows do not start at position 0, so rotary embeddings get explicit positions.
         self._positions = AtPositions()
         for chunk in self.chunks:
-            # latent attention has one of its own in every layer
+            # Latent attention has a rotary embedding in every layer instead of one per chunk.
             if (self.pack or grid.shape.cp > 1) and not self.config.multi_latent_attention:
                 self._positions.attach(chunk.rotary_pos_emb)
             if self.pack and chunk.pre_process:
@@ -224,7 +233,7 @@ class MegatronModel(TrainingModel):
     def forward_backward(
         self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Accumulate gradients over `micro_batches`; returns each one's sums on the last stage, else nothing."""
+        """Accumulate gradients over `micro_batches`. Return each one's sums on the last stage, else an empty list."""
         self._weigh_router_losses(micro_batches)
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -233,7 +242,8 @@ class MegatronModel(TrainingModel):
             def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
                 value, sums = loss(output, batch)
                 if self._values_beside is not None and self._values_beside.waits:
-                    # a loss of logits alone: megatron-core waits for the gradient of every parameter
+                    # The loss used only logits. Megatron-core waits for the gradient of every parameter, so add
+                    # a zero term.
                     value = value + 0.0 * self._values_beside.take().sum()
                 return value, torch.ones((), dtype=torch.int, device=output.device), sums
 
@@ -242,19 +252,21 @@ class MegatronModel(TrainingModel):
         return self._run(chunks, micro_batches, forward_step, forward_only=False)
 
     def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Make the routers' own losses means over the tokens of the whole mini-batch, padding counted.
+        """Scale the router losses to means over the tokens of the whole mini-batch, with padding counted.
 
-        megatron-core multiplies them by the tokens that a rank sees of a micro-batch, since 0.19 also by the ranks that
-        share a sequence (`attach_and_log_load_balancing_loss` and `apply_z_loss` of `transformer/moe/router.py`), and
-        counts on gradients being divided by all tokens afterwards; ours are not, as the policy's loss comes normalised.
+        Megatron-core multiplies router losses by the number of tokens that a rank sees of a micro-batch, and since 0.19
+        also by the number of ranks that share a sequence (`attach_and_log_load_balancing_loss` and `apply_z_loss` of
+        `transformer/moe/router.py`). It relies on gradients being divided by all tokens afterwards. Here the policy
+        loss is already normalised and gradients are not divided, so the coefficients are.
         """
         if not self._router_losses:
             return
         shape = self.grid.shape
         coords = self.grid.coords
-        speaks = coords.tp == coords.cp == coords.pp == 0  # the others of its replica have the same micro-batches
+        # The other ranks of a model replica have the same micro-batches and must not be counted again.
+        speaks = coords.tp == coords.cp == coords.pp == 0
         mine = shape.cp * sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
-        # each of these ranks sees its part of the sequence
+        # Before 0.19 each rank that shares a sequence counts only its own part of the tokens.
         parts = 1 if Version(metadata.version("megatron-core")) >= COUNTS_PARTS else shape.tp * shape.cp
         factor = parts / reduce_json(mine, sum, self.grid.world)
         for name, given in self._router_losses.items():
@@ -272,7 +284,7 @@ class MegatronModel(TrainingModel):
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=chunks if len(chunks) > 1 else chunks[0],
                 num_microbatches=len(micro_batches),
-                # with variable_seq_lengths the stages exchange the true shape of every micro-batch
+                # With variable_seq_lengths, megatron-core uses the shape of each micro-batch instead of these two.
                 seq_length=micro_batches[0].tokens.shape[1],
                 micro_batch_size=micro_batches[0].tokens.shape[0],
                 forward_only=forward_only,
@@ -300,5 +312,5 @@ class MegatronModel(TrainingModel):
         return model(tokens, positions, None)
 
     def _width(self, tokens: torch.Tensor) -> int:
-        """Of padded rows, as the model reads them."""
+        """Return the width of the padded rows that the model reads."""
         return tokens.shape[1] + -tokens.shape[1] % self.token_multiple

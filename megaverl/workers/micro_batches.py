@@ -1,4 +1,4 @@
-"""From a batch to this data-parallel rank's micro-batches, and the optimizer steps that one batch gets."""
+"""Splits a batch into this data-parallel rank's micro-batches, and runs the optimizer steps on one batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "res
 DRAWING = ("temperatures", "top_ks")
 
 
-# for each data-parallel rank its micro-batches, as the numbers of samples
+# data-parallel rank -> micro-batch -> numbers of its samples
 MicroBatchPlan = list[list[list[int]]]
 
 
@@ -51,15 +51,16 @@ def micro_batches_for(
     *,
     unit: int = 1,
 ) -> list[MicroBatch]:
-    """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
+    """Split this rank's share of `batch` into micro-batches; every data-parallel rank gets as many.
 
     Args:
-        batch: with the tokens of the samples that are this rank's, and the lengths of all.
+        batch: holds the tokens of this rank's samples and the lengths of all samples.
         fields: [B, R] tensors that the loss needs.
-        max_tokens, unit: see `plan_for`.
+        max_tokens: see `plan_for`.
+        unit: see `plan_for`.
 
     Raises:
-        DataError: one sample alone is above the budget.
+        DataError: a single sample exceeds the budget.
     """
     outline = sequence_lengths(batch)
     return micro_batches_of(model, batch, outline, plan_for(model, outline, max_tokens, unit=unit), fields, unit=unit)
@@ -75,22 +76,26 @@ def plan_for(
     unit: int = 1,
     parts: int = 1,
 ) -> MicroBatchPlan:
-    """Micro-batches of all data-parallel ranks, the same on every rank: it follows from the lengths.
+    """Plan the micro-batches of all data-parallel ranks.
+
+    The plan depends only on lengths, so every rank computes the same one. Plans are cached in `outline.plans`.
 
     Args:
-        max_tokens: rows x longest row of a micro-batch never exceed it; where the model packs, the row's tokens.
-        samples: the samples of this mini-batch; all if not given.
-        least: micro-batches at least, where there are as many samples.
-        parts: models like this that share the work, each with data-parallel ranks of its own.
-        unit: so many neighbours are never split: 2 for pairs. `samples` are then numbers of units.
+        max_tokens: upper bound of rows x longest row of a micro-batch, or of the row's tokens if the model packs.
+        samples: the samples of this mini-batch; None: all.
+        least: minimum number of micro-batches, if there are as many samples.
+        parts: number of models that share the work, each with its own data-parallel ranks.
+        unit: number of neighbouring samples that are never split, such as 2 for pairs. `samples` then counts units.
 
-    Returns: those of this model's ranks if there is one part; else of the first part's, then of the second's ...
+    Returns:
+        One list of micro-batches for each data-parallel rank: first all ranks of the first part, then of the second.
 
     Raises:
-        DataError: one sample alone is above the budget.
+        DataError: a single sample exceeds the budget.
     """
     shape = model.grid.shape
     part = None if samples is None else tuple(samples)
+    # The key holds everything that the plan depends on, because several models share one `outline`.
     same = (
         model.pack is None,
         shape.dp,
@@ -119,11 +124,11 @@ def _planned(
     unit: int,
     parts: int,
 ) -> MicroBatchPlan:
-    """`plan_for`, made."""
+    """Compute the plan that `plan_for` caches."""
     shape = model.grid.shape
     given: dict[str, Any] = {
         "multiple_of": model.token_multiple,
-        # an interleaved pipeline takes micro-batches in groups of its stages
+        # An interleaved pipeline needs a multiple of its number of stages.
         "count_multiple_of": shape.pp if shape.vpp else 1,
         "least": least,
         "key": f"{model.role}.micro_batch_tokens",
@@ -136,7 +141,7 @@ def _planned(
         if each > 1:
             lengths, prompts = [-(-length // each) * each for length in lengths], list(range(len(outline)))
         return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, **given)
-    # a unit costs as much as its rows, all as long as the longest
+    # All rows of a unit are padded to the longest one.
     costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
     given["multiple_of"] *= unit
     return [
@@ -146,7 +151,7 @@ def _planned(
 
 
 def of_each_rank(model: TrainingModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
-    """The samples that each rank of the model's grid works on: those of its data-parallel rank."""
+    """Return the samples that each rank of the model's grid works on, which are those of its data-parallel rank."""
     shape = model.grid.shape
     parts = [[row for micro in mine for row in micro] for mine in plan[part * shape.dp : (part + 1) * shape.dp]]
     return [parts[place] for place in _data_parallel_ranks(shape)]
@@ -154,7 +159,7 @@ def of_each_rank(model: TrainingModel, plan: MicroBatchPlan, part: int = 0) -> l
 
 @cache
 def _data_parallel_ranks(shape: GridShape) -> tuple[int, ...]:
-    """By rank of a grid."""
+    """Return the data-parallel rank of every rank of a grid."""
     return tuple(shape.coords(rank).dp for rank in range(shape.world_size))
 
 
@@ -169,15 +174,15 @@ def micro_batches_of(
     part: int = 0,
     replays: bool = False,
 ) -> list[MicroBatch]:
-    """Those of a plan that are this rank's; their samples are places in its batch.
+    """Build the micro-batches of a plan that belong to this rank. Their `samples` are row indices of this rank's batch.
 
     Args:
-        replays: routers take the experts that the engine took.
+        replays: route tokens to the experts that the engine chose.
     """
     wanted = (COLUMN, EXPERTS) if replays else (COLUMN,)
     shown = {name: batch.columns[name] for name in wanted if name in batch.columns}
     bare = RolloutBatch({name: batch[name] for name in READ}, shown)
-    # how each sample was drawn: its log-probs are of that distribution
+    # Log-probs refer to the distribution that each sample was drawn from.
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
     mine = plan[part * model.grid.shape.dp + model.grid.coords.dp]
     if batch.held is None:
@@ -196,7 +201,8 @@ def _micro_batch(
 ) -> MicroBatch:
     if rows:
         batch, index = batch.select(rows), torch.tensor(rows, dtype=torch.int64)
-    else:  # a rank without samples left still takes part: a row (or a unit) without a response, of no weight
+    # A rank without samples takes part in collectives with a padding row (or unit): no response, no weight.
+    else:
         batch, index = batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
     packing = None
     if model.pack is None:
@@ -217,7 +223,7 @@ def _micro_batch(
     width = int(batch.response_lengths.max())
     vision = None
     if model.vision is not None:
-        # packed, a prompt that several share lies in the row once, with its images
+        # In a packed row a shared prompt is stored once, together with its images.
         images = images_of_rows(batch, [prompts[row] for row in rows] if packing is not None else None)
         vision = model.vision.read(tokens, batch.prompt_lengths, batch.response_lengths, packing, images)
     micro = MicroBatch(
@@ -234,17 +240,17 @@ def _micro_batch(
 
 
 class ModelWorker:
-    """What goes over batches with a model, in micro-batches of at most `micro_batch_tokens`.
+    """Base of workers that run a model over a batch, in micro-batches of at most `micro_batch_tokens`.
 
     Args:
-        replays: tokens take the experts that the engine took (`actor.router_replay`).
+        replays: route tokens to the experts that the engine chose (`actor.router_replay`).
     """
 
     def __init__(self, model: TrainingModel, *, micro_batch_tokens: int, replays: bool = False) -> None:
         self.model, self.micro_batch_tokens, self.replays = model, micro_batch_tokens, replays
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the model's grid reads to score a batch."""
+        """Return the samples that each rank of the model's grid reads to score a batch."""
         return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 
     def score(
@@ -254,13 +260,17 @@ class ModelWorker:
         shape: tuple[int, ...],
         fields: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`TrainingModel.score` of a batch, the same on every rank that has a sample; `score` reads `fields` [B, R]."""
+        """Run `TrainingModel.score` on a batch. `score` reads `fields` [B, R].
+
+        The result of a sample is identical on every rank that holds the sample.
+        """
         outline = sequence_lengths(batch)
         plan = plan_for(self.model, outline, self.micro_batch_tokens)
         micro = micro_batches_of(self.model, batch, outline, plan, fields, replays=self.replays)
         if batch.held is None:
             return self.model.score(micro, score, shape)
-        # each sample's are on the one rank that reports it
+        # Each sample's scores are on the one rank that reports it, and are sent from there.
+        # Without the sum over all ranks of `score`: a rank receives only the samples that it holds.
         world, each = batch.held.fabric.world.ranks, of_each_rank(self.model, plan)
         source = {rank: rows for n, (rank, rows) in enumerate(zip(world, each, strict=True)) if self.model.reporter(n)}
         found = batch.held.spread(
@@ -270,11 +280,11 @@ class ModelWorker:
 
 
 class MiniBatch(NamedTuple):
-    """What the tokens of one optimizer step are.
+    """Tokens of one optimizer step.
 
     Attributes:
-        mask: [B, R], of this rank's samples: the response tokens of those of the mini-batch.
-        denominators: of all of its samples.
+        mask: [B, R] bool over this rank's samples: the response tokens of the mini-batch.
+        denominators: sums over all samples of the mini-batch, on all ranks.
         number: (step, epoch, mini-batch).
     """
 
@@ -283,14 +293,14 @@ class MiniBatch(NamedTuple):
     number: tuple[int, int, int]
 
 
-# -> further fields of its loss
+# mini-batch -> additional fields of its loss
 Selection = Callable[[MiniBatch], Mapping[str, torch.Tensor]]
-# the micro-batches of a mini-batch, before they are trained on
+# Called with the micro-batches of a mini-batch before the update; returns those to train on.
 Preparation = Callable[[list[MicroBatch]], list[MicroBatch]]
 
 
 class Updated(Protocol):
-    """A role that is trained: the actor, a critic."""
+    """A role that is trained: the actor or a critic."""
 
     trainable: TrainableModel
     algorithm: AlgorithmConfig
@@ -310,19 +320,19 @@ def run_updates(
     prepare: Preparation | None = None,
     replays: bool = False,
 ) -> dict[str, float]:
-    """Update on every mini-batch of every epoch; every rank takes part.
+    """Update on every mini-batch of every epoch. Collective over the role's ranks.
 
     Args:
-        loss: gets `fields` and `weights` of its micro-batch, and returns its share of the global loss. A metric
-            called `loss`, or `.../loss`, is a share too.
-        weighting: of every token in the loss of its mini-batch.
-        select: makes fields that depend on the whole mini-batch.
-        prepare: adds what another model has to say of the micro-batches.
-        replays: as `micro_batches_of` has it.
+        loss: gets `fields` and `weights` of its micro-batch, and returns its share of the global loss. A metric named
+            `loss` or `.../loss` is a share too.
+        weighting: weight of every token in the loss of its mini-batch.
+        select: computes fields that depend on the whole mini-batch.
+        prepare: adds the outputs of another model to the micro-batches.
+        replays: see `micro_batches_of`.
 
     Returns:
-        Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`; `skipped`, how
-        many of them were.
+        Means over all updates of the loss's metrics, `loss` and `grad_norm`; the last update's `lr`; the counts
+        `num_updates` and `skipped`.
     """
     reports: list[UpdateReport] = []
     sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
@@ -342,6 +352,7 @@ def run_updates(
                 trainable.model, batch, outline, planned.micro_batches, given, part=part, replays=replays
             )
             micro = prepare(micro) if prepare else micro
+            # After the last update no weight changes until the next reshard, so sending can start with it.
             is_last = len(reports) + 1 == role.algorithm.num_epochs * role.algorithm.num_mini_batches
             with naming_what_is_not_finite(fields, mask):
                 report = trainable.update(micro, loss, float(mini.denominators.num_tokens), is_last=is_last)
@@ -360,12 +371,13 @@ def run_updates(
 
 @contextmanager
 def naming_what_is_not_finite(fields: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Iterator[None]:
-    """Add to the error of a stopped update the inputs of its loss that are not finite.
+    """Add the names of non-finite loss inputs to the error of a stopped update.
 
-    They are looked at only when an update has failed, so that a good one reads nothing more from the device.
+    The inputs are checked only after a failure, so that a successful update copies nothing more from the device.
 
     Args:
-        fields: `[B, R]`, or of whole samples. mask: `[B, R]` bool, this rank's tokens of the mini-batch.
+        fields: `[B, R]` tensors, or tensors with one value per sample.
+        mask: `[B, R]` bool, this rank's tokens of the mini-batch.
     """
     try:
         yield
@@ -382,7 +394,7 @@ def naming_what_is_not_finite(fields: Mapping[str, torch.Tensor], mask: torch.Te
 
 
 class PlannedUpdate(NamedTuple):
-    """One optimizer step: its number as (step, epoch, mini-batch), its samples, and who works on which."""
+    """One optimizer step: its number (step, epoch, mini-batch), its samples, and the micro-batches of every rank."""
 
     number: tuple[int, int, int]
     samples: list[int]
@@ -390,12 +402,13 @@ class PlannedUpdate(NamedTuple):
 
 
 def plan_updates(role: Updated, outline: SequenceLengths, step: int) -> Iterator[PlannedUpdate]:
-    """All updates of a step, the same on every rank, from what is known of all samples.
+    """Yield all updates of a step, identical on every rank, from the lengths of all samples.
 
-    Samples with the same prompt lie in the same mini-batch as far as its size allows: packed, they share its tokens.
+    Samples with the same prompt go to the same mini-batch as far as its size allows, because packed rows share the
+    prompt's tokens.
 
     Raises:
-        DataError: one sample alone is above the budget; fewer samples than mini-batches.
+        DataError: a single sample exceeds the budget, or there are fewer samples than mini-batches.
     """
     trainable, seed, count = role.trainable, role.seed, role.algorithm.num_mini_batches
     least, islands = trainable.gradient_accumulation, trainable.part[1]
@@ -407,10 +420,10 @@ def plan_updates(role: Updated, outline: SequenceLengths, step: int) -> Iterator
 
 
 def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: int) -> list[Sequence[int]]:
-    """The samples that each rank of the model's grid trains on in any update of a step.
+    """Return the samples that each rank of the model's grid trains on, over all updates of a step.
 
     Args:
-        part: which of the islands' models.
+        part: index of the island, each of which trains a copy of the model.
     """
     model = role.trainable.model
     shape = model.grid.shape
@@ -422,7 +435,7 @@ def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: in
 
 
 class Weighting:
-    """A loss aggregation with its options."""
+    """Loss aggregation with its options."""
 
     def __init__(self, name: str, **options: int | None) -> None:
         self.aggregation: Entry[torch.Tensor] = aggregations.get(name)
@@ -431,13 +444,13 @@ class Weighting:
     def weights(
         self, mask: torch.Tensor, denominators: Denominators, episode_shares: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, R] weights of every token under the `mask`, over the denominators of the whole mini-batch."""
+        """Return [B, R] weights of the tokens under `mask`, normalised by the denominators of the whole mini-batch."""
         inputs = {"response_mask": mask, "denominators": denominators, "episode_shares": episode_shares}
         return self.aggregation(inputs, **self.options)
 
 
 def shares_of_episodes(batch: RolloutBatch, num_tokens: torch.Tensor) -> torch.Tensor | None:
-    """[B] of all samples of a step: `episode_shares`, of each agent's; None where none holds several conversations."""
+    """Return `episode_shares` per agent, [B] over all samples of a step; None without episodes."""
     if "episode_ids" not in batch:
         return None
     agents = batch.agent_ids if "agent_ids" in batch else torch.zeros_like(batch.episode_ids)
@@ -445,14 +458,14 @@ def shares_of_episodes(batch: RolloutBatch, num_tokens: torch.Tensor) -> torch.T
 
 
 def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Tensor:
-    """[B, R]: the response tokens of `samples` alone."""
+    """Return a [B, R] mask of the response tokens of `samples` alone."""
     mask = torch.zeros_like(response_mask)
     mask[samples] = response_mask[samples]
     return mask
 
 
 def cross_entropy(model: TrainingModel) -> Loss:
-    """The loss -log p of every token, times the field `weights`."""
+    """Return the loss -log p of every token, multiplied by the field `weights`."""
 
     def loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = model.log_probs(logits, micro)
@@ -463,6 +476,6 @@ def cross_entropy(model: TrainingModel) -> Loss:
 
 
 def share(loss: torch.Tensor) -> torch.Tensor:
-    """A loss as a metric whose sum is the global loss: [1, loss, loss^2]."""
+    """Return a share of the loss as a metric whose sum is the global loss: [1, loss, loss^2]."""
     value = loss.detach().double()
     return torch.stack([torch.ones_like(value), value, value.square()])

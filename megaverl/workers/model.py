@@ -1,4 +1,7 @@
-"""A role's model on its grid, whoever computes it: what is made of its outputs, and where its weights lie."""
+"""Base class of a role's model on its grid, for every training backend.
+
+It computes scores from the model's outputs, and loads, exports and offloads its weights.
+"""
 
 from __future__ import annotations
 
@@ -27,45 +30,48 @@ from megaverl.weights.export import BUCKET_BYTES, save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
-# (model output on the last stage, micro-batch) -> per-response-token values [b, r]
+# (model output on the last stage, micro-batch) -> values per response token, [b, r]
 Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-# ... -> (this micro-batch's share of the global loss, sums to be added over micro-batches and ranks)
+# The same arguments -> (this micro-batch's share of the global loss, sums to add over micro-batches and ranks)
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 Taken = TypeVar("Taken")
 
 
 class OutputLayer(Protocol):
-    """One that logits are made with later: the model's output is its hidden states."""
+    """Output layer that turns hidden states into logits outside the model (`chunked_logits`)."""
 
     @property
     def weight(self) -> torch.Tensor: ...
 
 
 class TakesValues(Protocol):
-    """A value head beside the output layer."""
+    """Value head beside the output layer. `take` returns the values of the last forward pass, [b, s, heads]."""
 
     def take(self) -> torch.Tensor: ...
 
 
 class TrainingModel(ABC):
-    """One role's model, cut over the ranks of its grid: it scores tokens and accumulates gradients.
+    """Base of one role's model, sharded over the ranks of its grid: it scores tokens and accumulates gradients.
 
     Attributes:
-        role, grid, value_head: whose it is, on which ranks, and how many values a critic gives per position.
+        role: name of the role.
+        grid: the ranks of the role.
+        value_head: number of values per position that a critic returns; 0 without a value head.
         dtype: of the weights.
         vocab_size: without padding.
-        pack: how micro-batches are packed. None: every sample has a row of its own.
-        vision: how it reads images; None: it takes none.
-        token_multiple: what rows of tokens are filled up to a multiple of.
-        sequence_multiple: where above 1, packed samples share no prompt, and each is filled up to a multiple of it.
-        parameters: the model's own on this rank, by local name, that `layout_of` describes.
-        weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
-            besides, if it is beside logits.
-        files_dtype: of the folders that `export` writes; None: that of the parameters.
-        in_order: sets of `parameters` that get their new values together, in the order of an optimizer step; none: all
-            of them at its end.
-        adapters: what is trained instead of these, if there are any.
-        on_device: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
+        pack: packs micro-batches into one row. None: every sample has its own row.
+        vision: reads images. None: the model takes no images.
+        token_multiple: rows of tokens are padded to a multiple of this.
+        sequence_multiple: if above 1, packed samples share no prompt, and each is padded to a multiple of this.
+        parameters: the model's own parameters on this rank by local name, described by `layout_of`.
+        weights: weights in a Hugging Face folder or an engine; `layout_of` gives their layouts. The `held_` variants
+            include a value head beside the logits.
+        files_dtype: dtype of the folders that `export` writes. None: that of the parameters.
+        in_order: sets of `parameters` that get their new values together, in the order of an optimizer step. Empty: all
+            parameters get them at its end.
+        adapters: trained instead of the model's own parameters, if present.
+        on_device: context in which the weights may be read or written. Outside it they may be offloaded
+            (`workers/offload.py`).
     """
 
     role: str
@@ -93,50 +99,58 @@ class TrainingModel(ABC):
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its model replica: last stage, first tensor- and context-parallel rank."""
+        """Return whether this rank reports for its model replica.
+
+        That is the first tensor- and context-parallel rank of the last stage.
+        """
         return self.reporter(self.grid.rank)
 
     def reporter(self, rank: int) -> bool:
-        """Whether a rank of the grid does."""
+        """Return whether `rank` of the grid reports for its model replica."""
         coords = self.grid.shape.coords(rank)
         return coords.pp == self.grid.shape.pp - 1 and coords.tp == 0 and coords.cp == 0
 
     @property
     @abstractmethod
     def held(self) -> list[torch.Tensor]:
-        """All of the weights on this rank, those of adapters among them."""
+        """All weights on this rank, including adapters."""
 
     @property
     @abstractmethod
     def buffers(self) -> list[torch.Tensor]:
-        """What a forward or a backward pass may change beside them."""
+        """Tensors besides the weights that a forward or backward pass may change."""
 
     @abstractmethod
     def outputs(
         self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
     ) -> list[Taken]:
-        """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
-        stage."""
+        """Run a forward pass without gradients, and return `take(output, micro_batch)` of each micro-batch.
+
+        Returns an empty list on all but the last stage. Collective over the grid.
+        """
 
     def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
-        """What this rank has of a micro-batch, whose rows are filled up to the `token_multiple`."""
+        """Return this rank's part of a micro-batch whose rows are padded to `token_multiple`."""
         return micro_batch
 
     def router_metrics(self) -> dict[str, float]:
-        """What routers of experts chose since the last call; nothing where there are none. Every rank takes part."""
+        """Return metrics of the experts that routers chose since the last call, or {} without experts. Collective."""
         return {}
 
     def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
-        """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
+        """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint.
 
-        A critic may start from a language model: its value head stays as it was initialised. Every rank takes
-        part, and all fail if one does. Returns the names that the folder lacked.
+        A rank reads only its own slices. A critic may start from a language model: its value head keeps its initial
+        values. Collective over the grid; all ranks fail if one does. Returns the names of weights that are missing in
+        the folder.
 
         Args:
-            arriving: the folder's weight files, each given when it is there (`ModelFiles.arriving`). None: all are.
+            arriving: yields the folder's weight files as each is downloaded (`ModelFiles.arriving`). None: all are
+                present.
 
         Raises:
-            ModelError, CheckpointError: a missing or damaged file, or tensors that do not fit the model.
+            ModelError: a file is missing or damaged, or tensors do not fit the model.
+            CheckpointError: the same, of a distributed checkpoint.
         """
         absent: list[str] = []
         layout, optional = self.held_layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
@@ -146,6 +160,7 @@ class TrainingModel(ABC):
             return absent
         with together(self.grid.world):
             reader = ArrivingFolder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
+        # `together` is entered once per file, so that no rank waits in a later collective for one that failed.
         for file in arriving:
             with together(self.grid.world):
                 reader.read(file)
@@ -162,7 +177,7 @@ class TrainingModel(ABC):
         overwrite: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`save_folder` of all weights, adapters merged into them on the way. Every rank of the grid takes part."""
+        """Write all weights with `save_folder`, with adapters merged in. Collective over the grid."""
         layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
         if self.adapters is not None:
             adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
@@ -184,49 +199,50 @@ class TrainingModel(ABC):
             )
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, the model computes what its own weights alone say."""
+        """Return a context in which the model computes with its own weights alone."""
         return nullcontext() if self.adapters is None else self.adapters.off()
 
     def load_adapters(self, folder: str | Path) -> None:
-        """Fill the adapters from a peft folder; see there."""
+        """Fill the adapters from a peft folder; see `lora.adapter_set.load_adapters`."""
         assert self.adapters is not None, "the model was made without lora"
         load_adapters(self.adapters, folder)
 
     def save_adapters(self, folder: str | Path, *, base: str) -> None:
-        """Write what `lora` trains as a peft adapter of the model `base`. Every rank of the grid takes part."""
+        """Write the trained adapters as a peft adapter of the model `base`. Collective over the grid."""
         assert self.adapters is not None, "the model was made without lora"
         with self.on_device:
             save_adapters(self.adapters, folder, base=base)
 
     def clear_padding(self) -> None:
-        """Zero the vocabulary's padding, before a checkpoint of this model, which may have had less, is read."""
+        """Zero the vocabulary padding. Called before a checkpoint is read, which may contain less padding."""
         clear_padding(self.layout_of(self.grid.rank), self.parameters)
 
     def offload_to(self, place: OffloadTarget) -> None:
-        """From now on the weights are at `place` whenever nobody is inside `on_device`."""
+        """Offload the weights to `place` whenever no `on_device` context is active, starting now."""
         self.on_device = moved = Offload(lambda: storages_of(self.held), place)
         moved.offload()
 
     @property
     def offloads(self) -> bool:
-        """Whether the weights are away at times: nothing else can live in their storage."""
+        """Return whether the weights are offloaded at times. If so, other tensors must not share their storage."""
         return isinstance(self.on_device, Offload)
 
     def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
-        """Per-response-token values of the whole batch, on every rank, where the model computes.
+        """Compute per-response-token values of the whole batch, identical on every rank. Collective over the grid.
 
-        Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
+        Each data-parallel rank passes the micro-batches of its own samples.
 
         Returns:
-            [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
+            [B, R] float32 of `shape` on the model's device, zero where there is no response token; [B, R, n] if `score`
+            gives n values.
         """
         result = self.scored(micro_batches, score, shape)
-        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
+        # Each sample's row is non-zero only on the rank that reports it, so the sum copies it to all ranks.
         dist.all_reduce(result, group=self.grid.world)
         return result
 
     def scored(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same, of the samples that this rank reports alone; zeros for the others."""
+        """Compute `score` for the samples that this rank reports; other rows are zero. Collective over the grid."""
         outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
@@ -237,14 +253,14 @@ class TrainingModel(ABC):
     def log_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of every response token.
+        """Compute log-probability and entropy of every response token.
 
         Args:
             logits: [b, s, padded_vocab / tp], this rank's shard; with `chunked_logits` hidden states [b, s, hidden].
-            temperature: of the distribution, where a sample does not say how it was drawn (`temperatures`, `top_ks`).
+            temperature: of the distribution, for samples without `temperatures` and `top_ks`.
 
         Returns:
-            (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
+            (log_probs, entropy), each [b, r] float32, zero in the padding. Entropy is zero unless `with_entropy`.
         """
         given = self._given(logits, batch, temperature)
         log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **given)
@@ -255,20 +271,23 @@ class TrainingModel(ABC):
     def squared_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
+        """Return (log-probability of every response token, sum over the vocabulary of p^2), without gradient.
+
+        Arguments and shapes as in `log_probs`.
+        """
         log_probs, squares = vocab_parallel_squared_probs(logits, **self._given(logits, batch, temperature))
         return self.joined(log_probs, batch), self.joined(squares, batch)
 
     def joined(self, flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """[response tokens predicted here] -> [b, r], those of all context-parallel ranks, zero in the padding.
+        """Add up values of response tokens over context-parallel ranks: [local tokens] -> [b, r].
 
-        Each of these ranks makes the whole loss of them, and the gradient of its own tokens alone: what the ranks add
-        up then counts every token once. They all take part.
+        The padding is zero. Each rank computes the whole loss but the gradient of its own tokens only, so that summed
+        gradients count every token once. Collective over the context-parallel group.
         """
         return sum_values(spread(flat, batch), self.grid.cp_group)
 
     def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
-        """What the response tokens are, where they are predicted, and how they were drawn."""
+        """Return targets, positions and sampling parameters of the response tokens."""
         sample, row, position = batch.predicting
         return {
             "targets": batch.targets,
@@ -281,27 +300,35 @@ class TrainingModel(ABC):
 
     @property
     def vocab_group(self) -> dist.ProcessGroup:
-        """The ranks over which logits are cut."""
+        """The group of ranks that logits are sharded over."""
         return self.grid.tp_group
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[padded_vocab / tp, hidden] of the output layer, as of the last forward pass; with `chunked_logits`."""
+        """Output layer's detached weight, [padded_vocab / tp, hidden], of the last forward pass.
+
+        Needs `chunked_logits`.
+        """
         assert self._head is not None, "logits are whole"
         return self._head.weight.detach()
 
     def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
-        """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
-        hidden states and the output layer's weight."""
+        """Return this model's distributions of the response tokens.
+
+        They consist of logits, or with `chunked_logits` of hidden states and the output layer's weight.
+        """
         _, row, position = batch.predicting
         weight = None if self._head is None else self._head.weight
         return Distributions(output, row * output.shape[1] + position, weight)
 
     def values(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, s, heads] -> values [b, r] before each response token, zero in the padding, and [b] after the last one.
+        """Split value outputs [b, s, heads] into values before each response token and after the last one.
 
-        With several heads the field `heads` [b, 1] says which one is a sample's. Where values are beside logits, those
-        of the forward pass that gave the `output`.
+        With several heads the field `heads` [b, 1] selects the head of each sample. If values are computed beside
+        logits, those of the forward pass that produced `output` are used.
+
+        Returns:
+            Values [b, r], zero in the padding, and [b].
         """
         output = output if self._values_beside is None else self._values_beside.take()
         sample, row, position = batch.predicting
@@ -311,6 +338,8 @@ class TrainingModel(ABC):
         return self.joined(output[row, position, head[sample]].float(), batch), after
 
     def at_the_end(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """[b, s, k] -> [b, k] float32: the model's output at each sequence's last token; anything where there is none.
-        Every context-parallel rank takes part."""
+        """Return the output at each sequence's last token, [b, s, k] -> [b, k] float32.
+
+        Rows without a response have arbitrary values. Collective over the context-parallel group.
+        """
         return sum_values(batch.at_the_end(output).float(), self.grid.cp_group)

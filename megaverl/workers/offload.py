@@ -1,11 +1,11 @@
-"""Moving tensors out of the accelerator's memory and back, in place: every view of them stays what it was.
+"""Offload tensors from device memory and bring them back in place, so that every view of them stays valid.
 
-What moves is storages. Weights and gradients are views of Megatron's buffers, an optimizer's master weights may be
-views of the weights, an engine's parameters may be views of the actor's: a storage is emptied and filled again, and
-all of these find their values in it. Nothing may be read in between.
+Offloading works on storages. Weights and gradients are views of Megatron's buffers, an optimizer's master weights may
+be views of the weights, and an engine's parameters may be views of the actor's. A storage is emptied and later
+refilled, and all views see its values again. Nothing may read it in between.
 
-On CUDA the copies go to pinned host memory, on a stream of their own. With a folder they go to files, also on a
-machine without an accelerator, where it is the only place to go; without one, nothing moves there.
+On CUDA the copies go to pinned host memory, on a separate stream. If a folder is configured they go to files, also on a
+machine without an accelerator. Without a folder, a machine without an accelerator offloads nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.platform import platform
 
 Storages = list[torch.UntypedStorage]
-SMALLEST = 64  # bytes
-SLAB = 2**28  # bytes of pinned memory at a time; a power of two
-ALIGNMENT = 512  # bytes, of a storage's place in a slab
+SMALLEST = 64  # bytes; smaller storages are not worth a copy
+SLAB = 2**28  # bytes of one pinned allocation; must be a power of two
+ALIGNMENT = 512  # bytes; alignment of a storage in a slab
 
 
 class PinnedMemory:
-    """Host memory that the accelerator copies to and from by itself; kept for the next time.
+    """Pinned host memory that is allocated once and reused.
 
-    It lies in slabs of one size, over which the storages are laid end to end. torch rounds every pinned allocation up
-    to a power of two (2.13, ATen/core/CachingHostAllocator.h): a copy of each storage by itself could take twice its
-    size, while slabs of a power of two take what they hold.
+    The memory consists of slabs of one size, over which the storages are laid end to end. torch rounds every pinned
+    allocation up to a power of two (2.13, ATen/core/CachingHostAllocator.h): one allocation per storage could take
+    twice its size, while slabs of a power of two waste nothing.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PinnedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are pinned."""
+        """Number of pinned bytes."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def store(self, storages: Storages) -> None:
@@ -53,10 +53,10 @@ class PinnedMemory:
             for number, first, slab, start, size in slab_pieces(sizes):
                 source = as_bytes(storages[number])[first : first + size]
                 self._slabs[slab][start : start + size].copy_(source, non_blocking=True)
-        self._stream.synchronize()  # the memory is given away next
+        self._stream.synchronize()  # the caller frees the device memory next
 
     def fetch(self, storages: Storages) -> None:
-        # what was computed last may still use the memory that the storages have got
+        # The new device memory of the storages may still be in use by kernels on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for number, first, slab, start, size in slab_pieces([storage.nbytes() for storage in storages]):
@@ -65,7 +65,7 @@ class PinnedMemory:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _reserve(self, nbytes: int) -> None:
-        """Have at least so many bytes; whole slabs are kept."""
+        """Pin at least `nbytes` bytes, keeping existing full-size slabs."""
         wanted = slab_sizes(nbytes)
         if sum(wanted) <= self.nbytes:
             return
@@ -75,19 +75,19 @@ class PinnedMemory:
 
 
 def slab_sizes(nbytes: int) -> list[int]:
-    """Return the sizes of the slabs that hold so many bytes: whole ones, or one that is smaller."""
+    """Return the sizes of the slabs that hold `nbytes` bytes: several full slabs, or one smaller slab."""
     if nbytes < SLAB:
         return [1 << (nbytes - 1).bit_length()] if nbytes else []
     return [SLAB] * -(-nbytes // SLAB)
 
 
 def aligned(nbytes: int) -> int:
-    """Return a size rounded up to where the next storage may begin."""
+    """Return `nbytes` rounded up to the next possible start of a storage."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def slab_pieces(sizes: Iterable[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield (storage, first byte in it, slab, first byte there, bytes) of storages that are laid end to end over slabs.
+    """Yield (storage, offset in it, slab, offset in the slab, bytes) for storages laid end to end over slabs.
 
     Args:
         sizes: bytes of each storage.
@@ -104,7 +104,7 @@ def slab_pieces(sizes: Iterable[int]) -> Iterator[tuple[int, int, int, int, int]
 
 
 class Files:
-    """One file in a folder, without a name: it goes with the process."""
+    """Unnamed temporary file in a folder. The file system deletes it when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -140,26 +140,35 @@ class Files:
 
 
 class Nowhere:
-    """Values are not kept: they come back as zeros."""
+    """Offload target that keeps no values: they come back as zeros."""
 
     def store(self, storages: Storages) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
     def fetch(self, storages: Storages) -> None:
         for storage in storages:
             as_bytes(storage).zero_()
 
 
-# Where copies of storages lie: when `store` returns, they may be emptied; `fetch` fills them when they have their size.
+# Target of offloaded storages. They may be emptied once `store` returns; `fetch` fills them after they are resized.
 OffloadTarget = PinnedMemory | Files | Nowhere
 
 
 class Offload:
-    """Storages that are on the device inside `with` blocks, which may be nested, and offloaded outside.
+    """Context manager that keeps storages on the device inside `with` blocks, and offloads them outside.
+
+    Blocks may nest.
 
     Args:
-        storages: gives them, anew whenever they are offloaded: an optimizer has its state after its first step only.
-        place: where they go.
+        storages: returns the storages. It is called at every offload, because an optimizer creates its state in its
+            first step.
+        place: target of the copies.
+
+    Example:
+        weights = Offload(lambda: storages_of(model.parameters()), PinnedMemory())
+        weights.offload()  # device memory is free
+        with weights:  # values are back
+            model(tokens)
     """
 
     def __init__(self, storages: Callable[[], Storages], place: OffloadTarget) -> None:
@@ -179,20 +188,22 @@ class Offload:
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Empty the storages, after their bytes were copied. Those that are offloaded already stay so."""
+        """Copy the storages to the target and empty them. Does nothing if they are already offloaded."""
         if self._offloaded:
             return
         storages = self._storages()
         self._place.store(storages)
         self._offloaded = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
+            # Resizing to 0 frees the memory, while all views keep pointing to the storage.
             storage.resize_(0)
         if platform.is_cuda:
-            torch.cuda.empty_cache()  # others, such as an engine that wakes up, ask the driver for memory
+            # Other allocators, such as a waking engine's, can only use memory that was returned to the driver.
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def onload(self) -> None:
-        """The tensors are as they were. Nothing happens where they are here."""
+        """Refill the storages from the target. Does nothing if they are on the device."""
         offloaded, self._offloaded = self._offloaded, []
         for storage, nbytes in offloaded:
             storage.resize_(nbytes)
@@ -201,15 +212,18 @@ class Offload:
 
 
 def place_for(folder: str | None) -> OffloadTarget | None:
-    """Where things go: None where there is neither an accelerator nor a folder, and nothing moves."""
+    """Return the offload target: files in `folder`, else pinned memory on CUDA, else None (nothing is offloaded)."""
     if folder is not None:
         return Files(Path(folder))
     return PinnedMemory() if platform.is_cuda else None
 
 
 def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> Storages:
-    """The storages on the accelerator (on a CPU: all) that the tensors lie in, each once; none that `without` has, and
-    none that cannot be emptied or is a mere number, such as an optimizer's count of steps."""
+    """Return the storages of the tensors, each once, except those that `without` uses.
+
+    It leaves out storages that are not on the platform's device, cannot be resized, or are smaller than `SMALLEST`
+    bytes, such as an optimizer's step count.
+    """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -221,11 +235,11 @@ def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor]
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of a CPU. (numpy would make its storage one that cannot be emptied.)"""
+    """Return the bytes of a contiguous CPU tensor, without numpy, which would make its storage non-resizable."""
     array = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
     return memoryview(array).cast("B")
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8, the storage itself."""
+    """Return a [bytes] uint8 view of the storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

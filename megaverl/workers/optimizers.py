@@ -1,5 +1,7 @@
-"""A model with its optimizer and megatron-core's scheduler: Megatron-core's with megatron-core's
-DistributedDataParallel and optimizer, or one under FSDP2 with torch's AdamW on its shards.
+"""Trainable models on Megatron-core and FSDP2: gradients, optimizers and learning-rate schedules.
+
+Megatron-core models use its DistributedDataParallel and optimizer, FSDP2 models torch's AdamW on their shards. Both
+use megatron-core's parameter scheduler.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 
 
 class MegatronTrainable(TrainableModel):
-    """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
+    """`MegatronModel` wrapped in megatron-core's DistributedDataParallel, optimizer and scheduler.
 
     Args:
-        total_updates: how many optimizer steps the run will take; the learning rate decays over them. A skipped one
-            does not count.
-        gradient_accumulation: micro-batches of an optimizer step, at least.
-        offload: what is away while it is not needed.
+        total_updates: number of optimizer steps of the run, over which the learning rate decays. Skipped steps do not
+            count.
+        gradient_accumulation: minimum number of micro-batches of an optimizer step.
+        offload: which state is offloaded while it is not needed.
     """
 
     model: MegatronModel
@@ -68,6 +70,7 @@ class MegatronTrainable(TrainableModel):
                 config=model.config,
                 ddp_config=ddp_config,
                 module=chunk,
+                # As in Megatron-LM's training loop: later chunks communicate while others compute, without buckets.
                 disable_bucketing=index > 0,
                 pg_collection=grid.pg_collection,
             )
@@ -107,13 +110,14 @@ class MegatronTrainable(TrainableModel):
         self.optimizer.step_with_ready_grads()
         if self._overlap_param_gather:
             for number, group in enumerate(self._gathered_groups, start=1):
+                # Gather group by group, so that one can be sent to the engines while the next is gathered.
                 group.start_param_sync(force_sync=True)
                 if self._sends_to is not None:
                     self._sends_to.final(number)
 
     @property
     def _gathered_groups(self) -> list[Any]:
-        """Buckets whose parameters are gathered together, in the order of DistributedDataParallel.start_param_sync."""
+        """Bucket groups, each gathered together, in the order of DistributedDataParallel.start_param_sync."""
         return [g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
     @property
@@ -140,7 +144,7 @@ class MegatronTrainable(TrainableModel):
             for bucket_group in groups:
                 for bucket in bucket_group.buckets:
                     flat = bucket.grad_data
-                    if bucket_group.ddp_config.use_distributed_optimizer:  # each rank has its shard alone
+                    if bucket_group.ddp_config.use_distributed_optimizer:  # keep only this rank's shard
                         size = bucket_group.intra_distributed_optimizer_instance_size
                         flat = flat.view(size, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
                     found[f"{number}.{len(found)}"] = flat
@@ -160,7 +164,7 @@ class MegatronTrainable(TrainableModel):
                 chunk.start_param_sync(force_sync=True)
 
     def _multiply_gradients(self, factor: float) -> None:
-        """Those that the optimizer is about to step on, as megatron-core's clipping multiplies them."""
+        """Multiply the gradients that the optimizer is about to use, as megatron-core's clipping does."""
         if factor == 1.0:
             return
         for optimizer in _chain(self.optimizer):
@@ -175,14 +179,14 @@ class MegatronTrainable(TrainableModel):
 def optimizer_configs(
     role: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any], dtype: torch.dtype, replicas: int = 1
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
-    """Make megatron-core's configurations of an optimizer and of gradient buffers from a role's mappings.
+    """Build megatron-core's optimizer and DistributedDataParallel configurations from a role's mappings.
 
     Args:
         dtype: of the model's parameters.
         replicas: data-parallel ranks times context-parallel ranks of the role's grid.
 
     Raises:
-        ConfigError: megatron-core refuses a value; its reason is passed on.
+        ConfigError: megatron-core refuses a value; the message quotes its reason.
     """
     try:
         given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
@@ -202,7 +206,7 @@ def optimizer_configs(
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
+    """Yield the parameters that megatron-core's optimizers update and their state, over all optimizers of a chain."""
     for single in _chain(optimizer):
         yield from _stepped_on(single)
         for state in single.optimizer.state.values() if single.optimizer is not None else ():
@@ -210,18 +214,18 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """megatron-core has several optimizers in one where experts have groups of their own."""
+    """Return the optimizers of a chain. Megatron-core uses several if experts have their own process groups."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     inner = optimizer.optimizer
-    if inner is not None:  # else there is no trainable parameter on this rank
+    if inner is not None:  # None if this rank has no trainable parameter
         yield from (parameter for group in inner.param_groups for parameter in group["params"])
 
 
 def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:
-    """Arguments of megatron-core's OptimizerParamScheduler: constant learning rate unless `given` says more."""
+    """Return arguments of megatron-core's OptimizerParamScheduler; `given` overrides a constant learning rate."""
     peak = config.lr if config.lr is not None else 1e-6
     weight_decay = config.weight_decay
     return {
@@ -240,17 +244,22 @@ def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_u
 
 
 def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:
-    """Reduce gradients over the ranks without scaling: losses are already normalised over the global batch."""
+    """Reduce gradients over the ranks without scaling, because losses are already normalised over the global batch."""
     finalize_model_grads(chunks, None, **groups)
 
 
 class FSDPTrainable(TrainableModel):
-    """An `FSDPModel` whose float32 shards AdamW steps on.
+    """`FSDPModel` whose float32 shards are updated by AdamW.
 
     Args:
-        optimizer: fields of megatron-core's OptimizerConfig; its defaults count here too. As there, what has one axis
-            (biases, norms) does not decay.
-        scheduler: arguments of megatron-core's OptimizerParamScheduler. The others: as `MegatronTrainable`.
+        optimizer: fields of megatron-core's OptimizerConfig, with the same defaults. As in megatron-core, parameters
+            with one axis (biases, norms) have no weight decay.
+        scheduler: arguments of megatron-core's OptimizerParamScheduler.
+
+    The remaining arguments are those of `MegatronTrainable`.
+
+    Raises:
+        ConfigError: a value is refused, or the model computes in float16.
     """
 
     model: FSDPModel
@@ -277,7 +286,8 @@ class FSDPTrainable(TrainableModel):
             )
         super().__init__(model, max_norm=float(config.clip_grad), gradient_accumulation=gradient_accumulation)
         parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        self.parameters = [p for p in parameters if local(p).numel()]  # a rank may have no row of a small one
+        # A rank may hold no row of a small parameter.
+        self.parameters = [p for p in parameters if local(p).numel()]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in self.parameters if p.dim() != 1], "wd_mult": 1.0},
@@ -298,7 +308,10 @@ class FSDPTrainable(TrainableModel):
         return self.model.forward_backward(micro_batches, loss)
 
     def _gradient_norm(self) -> float | None:
-        """Of all shards, each once: squares are added up in float64, in the order of parameters and ranks."""
+        """Return the norm over all shards, each counted once.
+
+        Squares are added in float64, in the order of parameters and ranks, so that the result is reproducible.
+        """
         mine = 0.0
         found = [local(p.grad) for p in self.parameters if p.grad is not None and self.model.speaks_for(p)]
         if found:
@@ -311,7 +324,7 @@ class FSDPTrainable(TrainableModel):
 
     def _step(self) -> None:
         self.optimizer.step()
-        self._zero_gradients()  # between updates they would only take room
+        self._zero_gradients()  # free their memory between updates
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -319,7 +332,7 @@ class FSDPTrainable(TrainableModel):
 
     @property
     def _state(self) -> list[torch.Tensor]:
-        """Moments and counts of steps."""
+        """Moments and step counts of the optimizer."""
         found = (value for state in self.optimizer.state.values() for value in state.values())
         return [local(value) for value in found if isinstance(value, torch.Tensor)]
 
@@ -339,9 +352,9 @@ class FSDPTrainable(TrainableModel):
         return {str(number): local(parameter).detach() for number, parameter in enumerate(self.parameters)}
 
     def follow_masters(self) -> None:
-        """Nothing to do: the weights are what the optimizer steps on."""
+        """Do nothing: the optimizer updates the weights themselves."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """Return this rank's part of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""Updates on judged responses: the policy by a preference loss, a reward model by how it ranks them or by outcomes.
+"""Updates on judged responses: a policy by a preference loss, a reward model by a ranking loss or by outcomes.
 
-The rows of a batch are better and worse responses in turn; for KTO any responses, `desirable` or not. A pair is never
-split over micro-batches, so that one forward pass gives both sides of its loss; weights are over the pairs (for KTO the
-responses) of the whole batch, so that neither the split nor the grid shows in the result.
+A batch alternates better and worse responses; for KTO its rows are independent responses, `desirable` or not. A pair is
+never split over micro-batches, so that one forward pass yields both sides of its loss. Weights are normalised over the
+pairs (for KTO the responses) of the whole batch, so that the result depends neither on the split nor on the grid.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ from megaverl.workers.trainable import TrainableModel, UpdateReport
 
 
 def column(micro: MicroBatch, name: str) -> torch.Tensor:
-    """[b] out of a field [b, 1]; 0 in a micro-batch that only fills up."""
+    """Return a field [b, 1] as [b]; zeros in a micro-batch that is only padding."""
     values = micro.fields[name]
     return values[:, 0] if values.shape[1] else values.new_zeros(len(values))
 
 
 class PairUpdates(ModelWorker):
-    """What both kinds of update share: the loss, micro-batches of whole pairs, and the report as metrics.
+    """Base of updates on pairs: it holds the loss, builds micro-batches of whole pairs, and reports metrics.
 
     Args:
-        trainable: what is trained; of a policy, its log-probs and a reference's are at temperature 1.
-        name, options: of the loss, one of `losses`.
-        weight: a factor on the loss.
+        trainable: the model to train. For a policy, log-probs of the policy and the reference are at temperature 1.
+        name: name of the loss in `losses`.
+        options: options of the loss.
+        weight: factor on the loss.
+
+    Raises:
+        ConfigError: no loss has this name, or the loss does not have these options.
     """
 
     losses: Registry[LossOutput]
@@ -69,7 +73,7 @@ class PairUpdates(ModelWorker):
     def share_of_loss(
         self, inputs: Mapping[str, torch.Tensor | None]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """The loss function's of these inputs, times the weight, and its metrics."""
+        """Return the loss of these inputs, multiplied by the weight, and its metrics."""
         result = self.entry(inputs, **self.options)
         loss = self.weight * result.loss
         return loss, {**result.metrics, "loss": share(loss)}
@@ -77,10 +81,11 @@ class PairUpdates(ModelWorker):
     def run(
         self, batch: RolloutBatch, fields: Mapping[str, torch.Tensor], loss: Loss, *, unit: int = 2
     ) -> dict[str, float]:
-        """One optimizer step on the pairs (or responses) of `batch`; every rank takes part.
+        """Take one optimizer step on the pairs (or responses) of `batch`. Collective over the role's ranks.
 
         Args:
-            fields: of each response, [2 x pairs]. unit: responses that make a term of the loss.
+            fields: one value per response, [2 x pairs].
+            unit: number of responses per term of the loss.
         """
         weights = torch.full((len(batch),), 1.0 / max(len(batch) // unit, 1))
         given = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
@@ -90,7 +95,7 @@ class PairUpdates(ModelWorker):
 
 
 def as_metrics(report: UpdateReport) -> dict[str, float]:
-    """The means of a loss's metrics, `loss`, `grad_norm` and `lr`."""
+    """Return the means of a loss's metrics, with `loss`, `grad_norm` and `lr`."""
     sums = dict(report.sums)
     total = sums.pop("loss")
     return {
@@ -102,10 +107,10 @@ def as_metrics(report: UpdateReport) -> dict[str, float]:
 
 
 class PreferenceUpdates(PairUpdates):
-    """DPO and its relatives on a policy.
+    """Updates of a policy by a preference loss, such as DPO or KTO.
 
     Args:
-        reference: whose log-probs the loss compares with; None where it has none.
+        reference: policy whose log-probs the loss compares with. None: the loss needs no reference.
     """
 
     losses = preference_losses
@@ -126,7 +131,7 @@ class PreferenceUpdates(PairUpdates):
         self._reference = None if reference is None else reference.untempered()
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """One optimizer step. Returns the loss's metrics."""
+        """Take one optimizer step, and return the loss's metrics."""
         fields: dict[str, torch.Tensor] = {}
         if self._reference is not None:
             fields["ref"] = _of_responses(self._reference, batch)[0]
@@ -136,7 +141,7 @@ class PreferenceUpdates(PairUpdates):
         return self.run(batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1)
 
     def _of_the_mini_batch(self, batch: RolloutBatch, ref: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """[B] each: what the loss reads that depends on all rows, of the policy as it is before the update."""
+        """Compute loss inputs that depend on all rows, from the policy before the update; each [B]."""
         wanted, fields = {*self.entry.inputs, *self.entry.optional_inputs}, {}
         if "reference_kl" in wanted:
             assert self._reference is not None
@@ -160,10 +165,11 @@ class PreferenceUpdates(PairUpdates):
         return fields
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
-        """`accuracy`: how often the better response is the likelier one, next to the reference if there is one.
+        """Return `accuracy`, the fraction of pairs or responses that the policy ranks correctly.
 
-        Of single responses: how often one is likelier than the reference finds it, if it is desirable, and less likely
-        if it is not; next to what KTO, or BCO, compares with.
+        A pair counts if the better response is the likelier one, relative to the reference if there is one. An
+        independent response counts if its log-ratio is above the loss's reference point (KTO, BCO) exactly when it is
+        desirable.
         """
         reference = self._reference
         sums, lengths = _of_responses(self._plain, batch)
@@ -178,7 +184,7 @@ class PreferenceUpdates(PairUpdates):
         return {"accuracy": float((sums[0::2] > sums[1::2]).float().mean())}
 
     def _mismatched_kl(self, batch: RolloutBatch, reference: Policy) -> torch.Tensor:
-        """KTO's reference point: each prompt with a response to the next one."""
+        """Return KTO's reference point, which pairs each prompt with a response to the next prompt."""
         others = batch.select(of_the_next(batch.group_ids.tolist()))
         crossed = RolloutBatch(
             {
@@ -215,17 +221,21 @@ class PreferenceUpdates(PairUpdates):
                 inputs["margin_shifts"] = column(micro, "margin_shifts")[0::2]
             if "mean_chosen_length" in micro.fields:
                 inputs["mean_chosen_length"] = column(micro, "mean_chosen_length")[:1].sum()
+            # Both rows of a pair have the weight of the pair.
             inputs["weights"] = weights[0::2]
         return self.share_of_loss(inputs)
 
 
 def _of_responses(policy: Policy, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, lengths) of whole responses, both [B], on the host."""
+    """Return (log-probs, lengths) of whole responses, both [B], in host memory."""
     return response_log_probs(policy.log_probs(batch).cpu(), batch.response_mask)
 
 
 def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
-    """[B] float32, of WPO: the mean over a response's tokens of log p(y_t) - log sum_v p(v)^2; 0 for an empty one."""
+    """Return WPO's weights, [B] float32: the mean over a response's tokens of log p(y_t) - log sum_v p(v)^2.
+
+    An empty response has weight 0.
+    """
 
     def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         log_probs, squares = policy.model.squared_probs(logits, micro, temperature=policy.temperature)
@@ -237,12 +247,15 @@ def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
 
 
 def of_single_responses(name: str) -> bool:
-    """Whether every response counts by itself in a preference loss, as desirable or not (KTO)."""
+    """Return whether a preference loss reads independent responses, desirable or not (KTO), instead of pairs."""
     return "desirable" in preference_losses.get(name).inputs
 
 
 def of_the_next(group_ids: Sequence[int]) -> list[int]:
-    """For every row one of the next group, at the same place in it as far as it reaches; the last has the first."""
+    """Return for every row a row of the next group; the last group is followed by the first.
+
+    The row has the same index in its group, or the last one if the next group is smaller.
+    """
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids):
         groups.setdefault(group, []).append(row)
@@ -255,34 +268,34 @@ def of_the_next(group_ids: Sequence[int]) -> list[int]:
 
 
 class RewardModel(ModelWorker):
-    """A sequence classifier with one label: scores a response by its value at the last token.
+    """Sequence classifier with one label, which scores a response by its value at the last token.
 
     Args:
-        model: with a value head.
+        model: has a value head.
     """
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B] float32, of all samples, the same on every rank; on the host, where rewards are added up."""
+        """Return the scores of all samples, [B] float32 in host memory, identical on every rank."""
         return of_all(batch, self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[:, 0].cpu())
 
 
 class RewardModelUpdates(PairUpdates):
-    """Trains a reward model on pairs."""
+    """Updates of a reward model on pairs."""
 
     losses = reward_model_losses
 
     @property
     def reward_model(self) -> RewardModel:
-        """As it is at the moment."""
+        """Scorer that shares the weights being trained."""
         return RewardModel(self.model, micro_batch_tokens=self.micro_batch_tokens)
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """One optimizer step; `margins` of the batch are used if it has them."""
+        """Take one optimizer step; `margins` of the batch are used if present."""
         fields = {"margins": batch.margins} if "margins" in batch else {}
         return self.run(batch, fields, self._loss)
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
-        """`accuracy`: how often the better response scores higher; `margin`: by how much, in the mean."""
+        """Return `accuracy`, how often the better response scores higher, and `margin`, the mean score difference."""
         scores = self.reward_model.scores(batch)
         better, worse = scores[0::2], scores[1::2]
         return {"accuracy": float((better > worse).float().mean()), "margin": float((better - worse).mean())}
@@ -300,19 +313,19 @@ class RewardModelUpdates(PairUpdates):
 
 
 def at_the_end(model: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """[b, s, 1] -> [b, 1] float32: the value at each sequence's last token."""
+    """Return the value at each sequence's last token: [b, s, 1] -> [b, 1] float32, 0 for padding rows."""
     values = model.at_the_end(output, micro)
-    return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # a row that only fills up
+    return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # zero padding rows
 
 
 class ImplicitRewardModel(Policy):
-    """PRIME (arXiv 2502.01456): a language model phi that begins as the policy, whose log-probs are rewards of tokens.
+    """PRIME (arXiv 2502.01456): a language model phi, initialised from the policy, whose log-probs give token rewards.
 
-    r_t = beta log(phi(y_t) / reference(y_t)), phi trained online by cross-entropy of sigmoid(sum r_t) on whether the
-    response is right.
+    r_t = beta log(phi(y_t) / reference(y_t)). phi is trained online by the cross-entropy of sigmoid(sum r_t) with the
+    correctness of the response.
 
     Args:
-        beta: of the rewards.
+        beta: scale of the rewards.
     """
 
     def __init__(self, trainable: TrainableModel, *, temperature: float, micro_batch_tokens: int, beta: float) -> None:
@@ -320,14 +333,16 @@ class ImplicitRewardModel(Policy):
         self.trainable, self.beta = trainable, beta
 
     def rewards(self, batch: RolloutBatch, ref_log_probs: torch.Tensor) -> torch.Tensor:
-        """[B, R] float32: the reward of every response token, the same on every rank."""
+        """Return the reward of every response token, [B, R] float32, identical on every rank."""
         log_probs = self.log_probs(batch)
         return implicit_rewards(log_probs, ref_log_probs.to(log_probs.device), beta=self.beta)
 
     def update(self, batch: RolloutBatch, ref_log_probs: torch.Tensor, correct: torch.Tensor) -> dict[str, float]:
-        """One optimizer step on all responses; every rank takes part.
+        """Take one optimizer step on all responses. Collective over the role's ranks.
 
-        Args: ref_log_probs: [B, R]. correct: [B] bool.
+        Args:
+            ref_log_probs: [B, R].
+            correct: [B] bool.
         """
         weights = torch.full((len(batch), 1), 1.0 / max(len(batch), 1))
         fields = {

@@ -1,4 +1,4 @@
-"""The environments of a run, spread over the ranks of `world`: every rank holds some episodes, all see all turns."""
+"""Plays a run's episodes: each rank holds some of the environments, and every rank receives all turns."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ from megaverl.rollout.environments import (
 )
 from megaverl.user_code import describe, show, user_code
 
-SIDE_BY_SIDE = 16  # episodes of a rank whose steps wait for something outside it
+SIDE_BY_SIDE = 16  # maximum concurrent episodes per rank, if environments wait for something outside the process
 
 
 class Player:
-    """Plays episodes; every rank of `world` takes part, with the same starts, and gets the same views.
+    """Plays episodes. Every rank of `world` takes part with the same starts, and gets the same views.
 
     Args:
-        config: `environment`, with a name.
-        max_tokens: of everything after a prompt. max_prompt_tokens: of a prompt.
-        chat: answers are messages of the tokenizer's chat template.
+        config: the `environment` section, with a name.
+        max_tokens: token limit of everything after a prompt.
+        max_prompt_tokens: token limit of a prompt.
+        chat: format answers as messages of the tokenizer's chat template.
+
+    Raises:
+        ConfigError: no environment has this name.
     """
 
     def __init__(
@@ -63,15 +67,16 @@ class Player:
             self.agents = agents_of(self.name)
 
     def play(self, starts: Sequence[Start], generate: Generate) -> list[Views]:
-        """One episode from each start, to its end.
+        """Play one episode to its end from each start. Collective over `world`.
 
         Args:
-            generate: one turn for each request; the same on every rank.
+            generate: writes one turn for each request, identically on every rank.
 
         Raises:
-            EpisodeError: on every rank, when an environment fails on any.
+            EpisodeError: an environment failed on some rank; raised on every rank.
         """
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
+        # Round-robin: the consecutive episodes of a group go to different ranks.
         mine = range(rank, len(starts), size)
         games: dict[int, Game] = {}
         begun: dict[int, Any] = {}
@@ -84,7 +89,8 @@ class Player:
             views = self._play(starts, games, _joined(gather_json(begun, self.world)), generate)
         except BaseException:
             for number, game in games.items():
-                with suppress(MegaverlError), self._environment(number, "close"):  # what was raised first says more
+                # Errors of close() are dropped, because the first error is more informative.
+                with suppress(MegaverlError), self._environment(number, "close"):
                     game.close()
             raise
         with together(self.world):
@@ -116,7 +122,11 @@ class Player:
         )
 
     def _begin(self, game: Game, number: int, start: Start) -> list[Any]:
-        """[prompts by agent, who writes first] of one episode."""
+        """Return [prompts by agent, agents that write first] of one episode.
+
+        Raises:
+            EpisodeError: the environment's agents or the lengths of its prompts are wrong.
+        """
         start = replace(start, limits=self.limits)
         with self._environment(number, "reset"):
             prompts = {agent: [int(token) for token in ids] for agent, ids in game.reset(start).items()}
@@ -135,9 +145,9 @@ class Player:
         return [prompts, acting]
 
     def _side_by_side(self, games: Mapping[int, Game], call: Callable[[int], Any]) -> dict[int, Any]:
-        """`call` for each of these episodes, several at once where they wait for something outside this process."""
+        """Run `call` for each episode, in threads if the environment waits for something outside this process."""
         first = next(iter(games.values()), None)
-        own: Any = getattr(first, "environment", first)  # the user's
+        own: Any = getattr(first, "environment", first)  # the user's environment object
         if games and type(own).waits:
             with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
                 return dict(zip(games, threads.map(call, games), strict=True))
@@ -166,7 +176,7 @@ def outcome_row(outcome: Outcome) -> list[Any]:
     """Return an outcome as JSON.
 
     Raises:
-        EpisodeError: its reward is no finite number.
+        EpisodeError: the reward is not a finite number.
     """
     try:
         reward = read_number(float(outcome.reward))
@@ -182,11 +192,11 @@ def outcome_row(outcome: Outcome) -> list[Any]:
 
 
 def outcome_of(row: Sequence[Any]) -> Outcome:
-    """The outcome of such a row."""
+    """Return the outcome that `outcome_row` serialised."""
     token_ids, reward, done, conversation, also, *rest = row
     return Outcome(token_ids, reward, done, conversation, [outcome_of(each) for each in also], *rest)
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
-    """By episode; JSON has made its number text."""
+    """Merge the ranks' mappings by episode. JSON has turned episode numbers into text."""
     return {int(number): value for part in parts for number, value in part.items()}

@@ -1,8 +1,8 @@
-"""The policy: log-probs of responses, and its update by a policy loss.
+"""Policy workers: log-probs of responses, and the actor's update by a policy loss.
 
-And how far the engine's log-probs are from the actor's. Fingerprints say whether the weights are the same; the check
-after a start sees what they cannot: another computation with them. In 16 bits two right computations differ, at single
-tokens by any amount: so the mean and the 99.9th percentile are looked at.
+The module also compares the engine's log-probs with the actor's. Weight fingerprints show that both have the same
+weights, but not that both compute the same function, so the first step of a run is checked. In 16 bits two correct
+implementations may differ by any amount at single tokens, so the check uses the mean and the 99.9th percentile.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 
 
 class Policy(ModelWorker):
-    """A language model that scores responses: the reference, and what the actor builds on.
+    """Language model that scores responses: the reference, and the base class of the actor.
 
     Args:
-        temperature: of the rollout; log-probs are of the distribution that was sampled from.
-        micro_batch_tokens: the cap of a micro-batch.
-        with_adapters: False: what the model's own weights say, though it has adapters that are trained.
+        temperature: of the rollout. Log-probs refer to the distribution that was sampled from.
+        micro_batch_tokens: token limit of a micro-batch.
+        with_adapters: False: compute with the model's own weights, without its trained adapters.
         replays: see `ModelWorker`.
     """
 
@@ -81,7 +81,7 @@ class Policy(ModelWorker):
         self.temperature, self._with_adapters = temperature, with_adapters
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, R] float32 log-probs of the response tokens, the same on every rank."""
+        """Return log-probs of the response tokens, [B, R] float32, identical on every rank."""
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             return self.model.log_probs(logits, micro, temperature=self.temperature)[0]
@@ -90,16 +90,16 @@ class Policy(ModelWorker):
             return self.score(batch, score, batch.response_shape)
 
     def report(self) -> dict[str, float]:
-        """What is worth knowing of the log-probs since the last call, the same on every rank."""
+        """Return metrics of the log-probs since the last call, identical on every rank."""
         return {}
 
     def untempered(self) -> Policy:
-        """The same model, whose log-probs are of its own distribution: at temperature 1."""
+        """Return a policy of the same model at temperature 1."""
         cap, adapters = self.micro_batch_tokens, self._with_adapters
         return Policy(self.model, temperature=1.0, micro_batch_tokens=cap, with_adapters=adapters)
 
     def entropies(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, R] float32: the entropy of the distribution that each response token was drawn from, on every rank."""
+        """Return the entropy of the distribution of each response token, [B, R] float32, identical on every rank."""
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             return self.model.log_probs(logits, micro, temperature=self.temperature, with_entropy=True)[1]
@@ -107,7 +107,10 @@ class Policy(ModelWorker):
         return self.score(batch, score, batch.response_shape)
 
     def score_norms(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, R] float32: the squared gradient of each response token's log-prob by its logits, on every rank."""
+        """Return the squared gradient norm of each response token's log-prob with respect to its logits.
+
+        The result is [B, R] float32, identical on every rank.
+        """
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             norms = score_norms(*self.model.squared_probs(logits, micro, temperature=self.temperature))
@@ -117,14 +120,14 @@ class Policy(ModelWorker):
 
 
 class Actor(Policy):
-    """The policy that is trained.
+    """The policy being trained.
 
     Args:
-        router_replay: `actor.router_replay`.
+        router_replay: the value of `actor.router_replay`.
 
     Attributes:
-        teacher: whose distributions it learns as well, if `algorithm.distillation` says so.
-        entropy: the weight of the entropy bonus, where it is steered.
+        teacher: model whose distributions the actor learns too, if `algorithm.distillation` is configured.
+        entropy: controller of the entropy bonus weight, if `algorithm.entropy_target` is set.
     """
 
     def __init__(
@@ -154,25 +157,30 @@ class Actor(Policy):
         self.entropy = None if target is None else AdaptiveEntropy(algorithm.entropy_coef, target, step)
         self.teacher: Teacher | None = None
         self._kl_coef = 0.0
-        self._differences: list[torch.Tensor] = []  # of each micro-batch, [2, b, r]: from the engine's, and whether one
+        # [2, b, r] of each micro-batch: difference to the engine's log-prob, and 1.0 where there is a token.
+        self._differences: list[torch.Tensor] = []
 
     @property
     def is_on_policy(self) -> bool:
-        """One optimizer step per batch: the policy being updated is the one that the old log-probs are of."""
+        """Return whether a batch gets a single optimizer step.
+
+        The updated policy is then the one that the old log-probs belong to.
+        """
         return self.algorithm.num_epochs == 1 and self.algorithm.num_mini_batches == 1
 
     def update(self, batch: RolloutBatch, *, step: int, kl_coef: float = 0.0) -> dict[str, float]:
-        """Take all updates of one step; every rank takes part.
+        """Take all updates of one step. Collective over the role's ranks.
 
         Args:
             batch: holds `advantages` and `rollout_log_probs`, and `ref_log_probs` for a KL loss. Without
-                `old_log_probs` the update must be on-policy; they are then this forward pass's own.
-            kl_coef: of the KL loss, if there is one.
+                `old_log_probs` the update must be on-policy, and the log-probs of its own forward pass are used.
+            kl_coef: coefficient of the KL loss.
 
         Returns:
-            Metrics; without old log-probs those of `DifferenceStats` among them.
+            Metrics. Without old log-probs they include those of `DifferenceStats`.
         """
         self._kl_coef, self._differences = kl_coef, []
+        # The teacher's forward passes run between the updates, so its weights stay on the device for all of them.
         with self.teacher.model.on_device if self.teacher else nullcontext():
             metrics = run_updates(
                 self,
@@ -193,7 +201,11 @@ class Actor(Policy):
         return metrics
 
     def _difference(self) -> LogProbDifference:
-        """From the engine's log-probs, of this rank's samples: read from the device once, when all is computed."""
+        """Return the difference to the engine's log-probs over this rank's samples.
+
+        All micro-batches are copied from the device at once, after the last update, to avoid blocking copies in
+        between.
+        """
         found, held, self._differences = LogProbDifference(), self._differences, []
         flat = torch.cat([each.flatten() for each in held]).cpu() if held else torch.empty(0)
         for each, here in zip(held, flat.split([each.numel() for each in held]), strict=True):
@@ -202,19 +214,19 @@ class Actor(Policy):
         return found
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-        """What the loss needs of a sample."""
+        """Return the fields that the loss needs of each sample."""
         names = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
         return {name: batch[name] for name in names if name in batch}
 
     def _selection(self, batch: RolloutBatch) -> Selection | None:
-        """What the loss needs of a whole mini-batch."""
+        """Return the function that computes the loss's inputs of a whole mini-batch, or None if it needs none."""
         if self.algorithm.top_entropy is not None:
             batch = batch.with_(entropies=self.entropies(batch).cpu())
         looks = self._selector is not None or "entropies" in batch or self.algorithm.positive_coef > 0
         return partial(self._select, batch) if looks else None
 
     def _select(self, batch: RolloutBatch, mini: MiniBatch) -> Mapping[str, torch.Tensor]:
-        """The tokens that the loss treats otherwise, out of a whole mini-batch; the same on every rank."""
+        """Return masks of the tokens that the loss treats specially in a mini-batch, identical on every rank."""
         found, algorithm = {}, self.algorithm
         if algorithm.top_entropy is not None:
             found["trains"] = highest_entropies(batch.entropies, mini.mask, fraction=algorithm.top_entropy)
@@ -224,6 +236,7 @@ class Actor(Policy):
         if self._selector is None:
             return found
         (step, epoch, number), mask = mini.number, mini.mask
+        # Every rank draws the same numbers, so all of them select the same tokens.
         seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
         inputs = {
             "log_probs": batch.tensors.get("old_log_probs", batch.rollout_log_probs).cpu(),
@@ -241,6 +254,7 @@ class Actor(Policy):
             logits, micro, temperature=self.temperature, with_entropy=with_entropy
         )
         weights = fields["weights"]
+        # On-policy updates have no field `old_log_probs`: the ratio is then 1 and only its gradient matters.
         inputs = {"old_log_probs": log_probs.detach(), **fields, "log_probs": log_probs}
         corrected: Mapping[str, torch.Tensor] = {}
         if self._corrections:
@@ -265,7 +279,10 @@ class Actor(Policy):
             terms.append((algorithm.distillation.coef, distillation_loss(divergence, weights)))
         total = combine(*terms)
         metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
-        if "old_log_probs" not in fields and self.model.reports:  # each sample's once, on last stages alone
+        if (
+            "old_log_probs" not in fields and self.model.reports
+            # Only last stages add differences, so that each sample counts once.
+        ):
             difference = log_probs.detach() - fields["rollout_log_probs"]
             self._differences.append(torch.stack([difference, (weights != 0).to(difference.dtype)]))
         return total.loss, metrics
@@ -291,16 +308,16 @@ class Actor(Policy):
         return _product([part for _, part in parts], mask).metrics
 
     def _train_only(self, trained: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
-        """Leave the policy loss's gradient to the tokens of `trained` [b, r] alone.
+        """Restrict the policy loss's gradient to the tokens in `trained`, a [b, r] bool mask.
 
-        Nothing else of the loss may see the choice: ratios, means and baselines of whole responses are over all tokens.
+        The rest of the loss must not see the selection: ratios, means and baselines of responses use all tokens.
         """
         inputs["log_probs"] = torch.where(trained, inputs["log_probs"], inputs["log_probs"].detach())
         if self._reads("trained_tokens"):
             inputs["trained_tokens"] = trained
         else:
-            # The value of the loss is then that of the trained tokens. A product and no torch.where: an advantage that
-            # is not finite must reach the loss.
+            # The value of the loss then covers only the trained tokens. A product is used because it lets a non-finite
+            # advantage reach the loss, which torch.where would hide.
             inputs["advantages"] = inputs["advantages"] * trained
         if "selected" in inputs:
             inputs["selected"] = inputs["selected"] & trained
@@ -310,7 +327,7 @@ class Actor(Policy):
         return name in (*self._policy_loss.inputs, *self._policy_loss.optional_inputs)
 
 
-# Corrections that weigh each token by its own ratio.
+# Corrections that weight each token by its own ratio.
 OF_SINGLE_TOKENS = ("token_truncate", "token_mask")
 
 
@@ -318,20 +335,20 @@ def _product(parts: list[Correction], mask: torch.Tensor) -> Correction:
     return parts[0] if len(parts) == 1 else combined(parts, mask)
 
 
-PER_OCTAVE = 32  # bins between a difference and twice as much: a percentile is known to 2.2 %
-SMALLEST, LARGEST = -40, 8  # powers of two; what lies outside is in the first or the last bin
+PER_OCTAVE = 32  # histogram bins per factor of 2, so that percentiles are accurate to 2.2 %
+SMALLEST, LARGEST = -40, 8  # exponents of 2; values outside go to the first or last bin
 NUM_BINS = (LARGEST - SMALLEST) * PER_OCTAVE
 
 
 class DifferenceStats(NamedTuple):
-    """Of |engine's - actor's log-prob| over tokens, in nats; of no tokens all are 0."""
+    """Statistics of |engine log-prob - actor log-prob| over tokens, in nats; all 0 without tokens."""
 
     mean: float
     p999: float
     largest: float
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that a step's metrics have them by."""
+        """Return the statistics under the names of a step's metrics."""
         return {
             "rollout/logprob_diff_mean": self.mean,
             "rollout/logprob_diff_p999": self.p999,
@@ -340,8 +357,10 @@ class DifferenceStats(NamedTuple):
 
 
 class LogProbDifference:
-    """Adds up the differences of tokens, on the host. Counts of bins make a percentile of all ranks' tokens one small
-    sum."""
+    """Accumulator of log-prob differences on the host.
+
+    A histogram with logarithmic bins makes the percentile over all ranks' tokens a single small all-reduce.
+    """
 
     def __init__(self) -> None:
         self._counts = torch.zeros(NUM_BINS, dtype=torch.float64)
@@ -349,7 +368,8 @@ class LogProbDifference:
         self._largest = torch.zeros(1, dtype=torch.float64)
 
     def add(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
-        """Tokens under the `mask`, both `[batch, response]`. What is no number counts as infinite."""
+        """Add the tokens under `mask`; both arguments are `[batch, response]`. NaN counts as infinite."""
+        # A NaN counts as infinite, so that it cannot hide in the mean or the percentile.
         difference = difference[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
         if difference.numel():
             bins = ((difference.log2() - SMALLEST) * PER_OCTAVE).floor().clamp(0, NUM_BINS - 1).long()
@@ -358,7 +378,7 @@ class LogProbDifference:
             self._largest = torch.maximum(self._largest, difference.max())
 
     def over_ranks(self, group: dist.ProcessGroup) -> LogProbDifference:
-        """What all ranks of the group have added, on each of them."""
+        """Return the sum over all ranks of `group`, on each of them."""
         joined, device = LogProbDifference(), device_of(group)
         sums, largest = torch.cat([self._counts, self._total]).to(device), self._largest.to(device, copy=True)
         dist.all_reduce(sums, group=group)
@@ -367,7 +387,7 @@ class LogProbDifference:
         return joined
 
     def stats(self) -> DifferenceStats:
-        """Of the tokens so far."""
+        """Return statistics of the tokens added so far."""
         below, largest = self._counts.cumsum(0), float(self._largest)
         count = float(below[-1])
         if not count:
@@ -380,18 +400,19 @@ class LogProbDifference:
         )
 
 
-# Of float32 on a CPU, where rounding is all that differs: the suite's runs show 1e-5.
+# Tolerance in nats for float32 on a CPU, where only rounding differs: the test suite's runs show 1e-5.
 STRICT = 1e-3
 
 
 class Rounding(NamedTuple):
-    """How far the log-probs of one model differ between two implementations in 16 bits, because both round.
+    """Log-prob differences that rounding explains between two 16-bit implementations of one model.
 
     Attributes:
-        model: the kind of model.
-        mean, p999: the most that is usual of |difference| over tokens, in units of the dtype's last place at 1
+        model: the kind of model, for messages.
+        mean: upper bound of the usual mean of |difference| over tokens, in units of the dtype's last place at 1
             (bfloat16: 0.0078, float16: 0.00098).
-        most: a mean above this is not rounding, in the same units.
+        p999: upper bound of the usual 99.9th percentile, in the same units.
+        most: a mean above this cannot be rounding, in the same units.
     """
 
     model: str
@@ -400,18 +421,21 @@ class Rounding(NamedTuple):
     most: float
 
 
-# Measured in bfloat16, transformers against megatron-core, random models of the supported architectures with 2 and 8
-# layers and log-probs as broad as a trained model's: means of 0.007 to 0.039 for dense models, of 0.021 to 0.15 with
-# experts, where a token that is near two experts changes between them. Reported: 0.011 (Qwen3-4B), 0.064 (4 layers of
-# 30B-A3B), 0.21 (8 layers, 2 of 32 experts). Models that differ in a rotary base or a window show 0.18 and more.
+# Measured in bfloat16 between transformers and megatron-core, on random models of the supported architectures with 2
+# and 8 layers, and log-probs as spread out as a trained model's: means of 0.007 to 0.039 for dense models and of 0.021
+# to 0.15 with experts, where rounding changes the expert of a token near a tie. Reported: 0.011 (Qwen3-4B), 0.064
+# (4 layers of 30B-A3B), 0.21 (8 layers, 2 of 32 experts). A wrong rotary base or window shows 0.18 and more.
 DENSE = Rounding("a dense model", mean=5.0, p999=64.0, most=16.0)
 WITH_EXPERTS = Rounding("a mixture of experts", mean=20.0, p999=256.0, most=32.0)
-# An engine that rounds weights or its cache to 8 bits, whatever the model: in units of bfloat16.
+# For an engine with weights or cache in 8 bits, whatever the model: in units of bfloat16.
 QUANTISED = Rounding("an engine with 8-bit weights or cache", mean=32.0, p999=512.0, most=64.0)
 
 
 def rounding_of(spec: ModelSpec, rollout: RolloutConfig) -> Rounding:
-    """Return what 16 bits explain. A model that no table describes may have experts."""
+    """Return the differences that 16-bit rounding explains.
+
+    An architecture that no table describes may have experts, and is treated so.
+    """
     cache = str(rollout.vllm.get("kv_cache_dtype") or "auto")
     if rollout.vllm.get("quantization") or not cache.startswith(("auto", "bfloat16", "float16")):
         return QUANTISED
@@ -436,7 +460,7 @@ def check_first_comparison(found: DifferenceStats, config: Config, dtype: torch.
             return None
         raise TrainingStopped(_difference_text(found, config, f"allowed are {tolerance:.3g} for any token"))
     rounding = rounding_of(spec, config.rollout)
-    # on CUDA float32's products may be those of TF32, with float16's digits
+    # On CUDA, float32 matrix products may use TF32, which has the precision of float16.
     unit = torch.finfo(torch.float16 if dtype == torch.float32 else dtype).eps
     if rounding is QUANTISED:
         unit = torch.finfo(torch.bfloat16).eps
@@ -472,7 +496,7 @@ def _difference_text(found: DifferenceStats, config: Config, limit: str) -> str:
 
 
 def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What the configuration sets of the loss's options; what it leaves out keeps the function's default."""
+    """Return the loss options that the configuration sets. The function's defaults apply to the others."""
     options: dict[str, Any] = dict(algorithm.preset_loss_options)
     if algorithm.clip_range is not None:
         options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
@@ -483,7 +507,7 @@ def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> 
 
 
 def rollout_corrections(algorithm: AlgorithmConfig) -> list[tuple[Entry[Correction], dict[str, Any]]]:
-    """The corrections that the configuration names, with their options; none without one."""
+    """Return the configured corrections with their options; empty if none is configured."""
     found = []
     for given in (algorithm.correction, *algorithm.correction.also):
         limits = {name: limit for name, limit in (("low", given.low), ("high", given.high)) if limit is not None}

@@ -1,4 +1,4 @@
-"""Prompts in, a batch of responses or episodes out, and what was measured of it."""
+"""Turns prompts into a batch of responses or episodes, and measures it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,19 @@ from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by
 
 Metrics = dict[str, float]
-# Called with a sample's number in the step, and a batch of it alone.
+# Called with a sample's number in the step, and a batch that holds only this sample.
 Finished = Callable[[int, RolloutBatch], None]
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What the seeds of a step's samples are made of, `group_size` for each prompt; and which of these are opponents.
+    """Seeds of a step's samples, with `group_size` samples per prompt, and the choice of opponents among them.
 
-    opponent_beta: `algorithm.opponent_beta`.
+    Attributes:
+        run_seed: `run.seed`.
+        group_size: number of samples per prompt.
+        first_group: number of the first group in the step.
+        opponent_beta: `algorithm.opponent_beta`. None: no opponents.
     """
 
     run_seed: int
@@ -50,11 +54,11 @@ class Draws:
     opponent_beta: float | None = None
 
     def is_opponent(self, sample: int) -> bool:
-        """Of the second half of its group, where there are opponents."""
+        """Return whether a sample is an opponent: if there are any, they are the second half of each group."""
         return self.opponent_beta is not None and sample % self.group_size >= self.group_size // 2
 
     def ways(self, sampling: Sampling, count: int) -> Sampling:
-        """How each of `count` samples is drawn, the opponents from their mixture."""
+        """Return the sampling options of `count` samples, with the mixture distribution for opponents."""
         if self.opponent_beta is None:
             return sampling
         each = of_each(sampling, count)
@@ -62,11 +66,11 @@ class Draws:
         return [mixed[way] if self.is_opponent(sample) else way for sample, way in enumerate(each)]
 
     def seed(self, sample: int, turn: int = 0, agent: str = "") -> int:
-        """Of one turn of one sample."""
+        """Return the seed of one turn of one sample."""
         return turn_seed(self.run_seed, self.step, self.first_group * self.group_size + sample, turn, agent)
 
     def environment_seed(self, sample: int) -> int:
-        """The same for a whole group: its episodes begin alike."""
+        """Return the seed of a sample's environment. It is the same for a whole group, whose episodes start alike."""
         return sample_seed(self.run_seed, self.step, self.first_group + sample // self.group_size, "environment")
 
 
@@ -80,14 +84,18 @@ def responses(
     finished: Finished | None = None,
     readers: Readers | None = None,
 ) -> RolloutBatch:
-    """A batch of `draws.group_size` responses, or episodes, for every prompt.
+    """Generate a batch of `draws.group_size` responses, or episodes, for every prompt.
 
     Args:
-        sampling: for all responses, or one for each.
-        function: `rollout.function`, which generates instead of the engine alone.
-        finished: called, on the first rank of each engine, with a sample's number and with it, as soon as it is there;
-            not of episodes, nor where a function generates.
-        readers: each rank gets the samples that it reads; None: every rank gets all.
+        sampling: options for all responses, or one for each.
+        player: plays episodes. None: single responses.
+        function: `rollout.function`, which generates in place of the engine alone.
+        finished: called on the first rank of each engine with a sample's number and the sample, as soon as it is
+            generated. Not called for episodes, nor if a function generates.
+        readers: which samples each rank reads; a rank gets only those. None: every rank gets all.
+
+    Raises:
+        RolloutError: a function or an environment got prompts with images.
     """
     size = draws.group_size
     repeated = [prompt for prompt in prompts for _ in range(size)]
@@ -119,7 +127,11 @@ def responses(
 
 
 def without_opponents(batch: RolloutBatch, numbers: Sequence[int], draws: Draws) -> RolloutBatch:
-    """The samples of these numbers, of which opponents do not train: no token of theirs is in the mask."""
+    """Remove the tokens of opponents from `response_mask`, because opponents do not train.
+
+    Args:
+        numbers: number of each sample of the batch.
+    """
     if draws.opponent_beta is None:
         return batch
     own = torch.tensor([not draws.is_opponent(number) for number in numbers])
@@ -134,7 +146,10 @@ def held_responses(
     group_ids: Sequence[int],
     readers: Readers,
 ) -> RolloutBatch:
-    """A batch of the samples that this rank reads; its prompts are here, and its responses come to it."""
+    """Generate a batch that holds the samples that this rank reads.
+
+    The rank already has the prompts; the engines send it the responses.
+    """
     token_ids, images = [prompt.token_ids for prompt in prompts], images_of(prompts)
     numbers: dict[Any, int] = {}
     same = [
@@ -161,7 +176,11 @@ def episodes(
     draws: Draws,
     player: Player,
 ) -> list[Views]:
-    """One episode from each prompt; all that are running write their next turns in one request to the engine."""
+    """Play one episode from each prompt. All running episodes request their next turns from the engine together.
+
+    Raises:
+        RolloutError: the prompts have images.
+    """
     if images_of(prompts) is not None:
         raise RolloutError("environment.name: episodes are of text, and the prompts have images. Leave one out.")
     starts = [
@@ -174,7 +193,8 @@ def episodes(
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
         names = [("" if r.agent == ALONE else r.agent) + r.conversation for r in requests]
         seeds = [draws.seed(r.episode, r.turn, name) for r, name in zip(requests, names, strict=True)]
-        groups = [r.episode // draws.group_size for r in requests]  # one group's episodes begin alike
+        # The engine's prefix cache helps within a group, whose episodes start alike.
+        groups = [r.episode // draws.group_size for r in requests]
         prompts = [r.token_ids for r in requests]
         turns = of_some(turn_sampling, [r.episode for r in requests])
         if isinstance(rollout, AgentRollouts):
@@ -188,7 +208,7 @@ def episodes(
 def rollout_batch(
     prompts: Sequence[PromptRecord], generations: Sequence[Generation], group_ids: Sequence[int]
 ) -> RolloutBatch:
-    """Prompts and their responses, with the columns that rewards and samples read."""
+    """Return a batch of prompts and their responses, with the columns that rewards and samples read."""
     return RolloutBatch.from_generations(
         [prompt.token_ids for prompt in prompts],
         generations,
@@ -205,18 +225,19 @@ def rollout_batch(
 
 
 def images_of(prompts: Sequence[PromptRecord]) -> Images | None:
-    """Those of each prompt; None where no prompt has any."""
+    """Return the images of each prompt, or None if no prompt has any."""
     return [prompt.images or () for prompt in prompts] if any(prompt.images for prompt in prompts) else None
 
 
 def episode_batch(
     prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int], first_episode: int = 0
 ) -> RolloutBatch:
-    """One agent's views of episodes, a row for each conversation: its own tokens train, what the environment wrote does
-    not, nor do turns that it says do not.
+    """Return one agent's views of episodes as a batch with one row per conversation.
+
+    Only the agent's own tokens are in `response_mask`. The environment's tokens and turns marked as untrained are not.
 
     Args:
-        first_episode: number of the first of them in the step.
+        first_episode: number of the first episode in the step.
     """
     rows = [(number, part) for number, view in enumerate(views) for part in view.conversations()]
     numbers, parts = [number for number, _ in rows], [part for _, part in rows]
@@ -238,7 +259,8 @@ def episode_batch(
         own[row, :length] = trained = torch.tensor(part.trained, dtype=torch.bool)
         turns[row, :length] = torch.tensor(part.turns, dtype=torch.int64)
         for (_, end), reward in zip(part.spans, part.rewards, strict=True):
-            places = trained[:end].nonzero()  # of a turn that does not train: it is the one before it that is paid
+            # The reward of an untrained turn goes to the last trained token before its end.
+            places = trained[:end].nonzero()
             rewards[row, int(places[-1]) if len(places) else end - 1] += reward
     episodes = torch.tensor(numbers) + first_episode
     return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards, episode_ids=episodes)
@@ -251,7 +273,7 @@ def episodes_batch(
     group_ids: Sequence[int],
     first_episode: int = 0,
 ) -> RolloutBatch:
-    """The views of all agents, one agent's after the other's; each agent's groups are its own."""
+    """Return the views of all agents, concatenated by agent. Group ids differ between agents."""
     parts = [
         episode_batch(
             prompts,
@@ -272,12 +294,15 @@ def episodes_batch(
 
 
 def own_rows(batch: RolloutBatch) -> list[int]:
-    """Of all samples those of the policy alone: an opponent has tokens, and none in the mask (`without_opponents`)."""
+    """Return the rows of all samples that the policy generated.
+
+    An opponent's sample has tokens, but none in the mask (`without_opponents`).
+    """
     return of_all(batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0)).nonzero()[:, 0].tolist()
 
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None) -> Metrics:
-    """What is worth knowing of responses that took so long to generate; of lengths and ends, of the policy's own."""
+    """Return metrics of responses that took `seconds` to generate. Opponents count only in the throughput."""
     own = of_all(batch, batch.response_mask.sum(dim=1)).double()
     stopped = torch.tensor([reason == "stop" for reason in batch.columns["finish_reason"]], dtype=torch.bool)
     finished, num_tokens = of_all(batch, stopped), float(own.sum())
@@ -296,7 +321,7 @@ def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int, dr
 
 
 def _turn_metrics(batch: RolloutBatch) -> Metrics:
-    """Of episodes."""
+    """Return metrics of episodes; {} for single responses."""
     if "turns" not in batch.columns:
         return {}
     _, episode = answer_rows(batch).unique(return_inverse=True)
@@ -313,14 +338,18 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
 
 
 def once(batch: RolloutBatch, scores: Scores, *, has_opponents: bool = False) -> Scores:
-    """Those of the policy alone, and each episode's once, however many conversations were held in it."""
+    """Return the scores of the policy's own samples, with one score per episode however many conversations it has."""
     if has_opponents:
         return scores.select(own_rows(batch))
     return scores.select(answer_rows(batch).unique()) if "episode_ids" in batch else scores
 
 
 def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, step: int) -> RolloutBatch:
-    """[groups]: the likeliest response to the prompt of each group of `rollouts`; every rank takes part."""
+    """Generate the greedy response to the prompt of each group of `rollouts`. Collective over the role's ranks.
+
+    Returns:
+        A batch with one row per group, in order of first appearance.
+    """
     of_sample, groups = places_of_groups(rollouts)
     firsts = rollouts.select([of_sample.index(number) for number in range(groups)])
     prompts = [
@@ -339,19 +368,19 @@ def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, s
 
 
 def of_each_sample(of_groups: torch.Tensor, rollouts: RolloutBatch) -> torch.Tensor:
-    """[groups] -> [B]: of the group that a sample is in."""
+    """Expand values per group to values per sample: [groups] -> [B]."""
     return of_groups[places_of_groups(rollouts)[0]]
 
 
 def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
-    """Of each sample, which group it is in, in the order in which they come; and how many there are."""
+    """Return the index of each sample's group, in order of first appearance, and the number of groups."""
     place: dict[int, int] = {}
     of_sample = [place.setdefault(group, len(place)) for group in rollouts.group_ids.tolist()]
     return of_sample, len(place)
 
 
 def score_metrics(scores: Scores, seconds: float) -> Metrics:
-    """What is worth knowing of rewards that took so long to compute: of the samples that are scored."""
+    """Return metrics of rewards that took `seconds` to compute, over the samples that could be scored."""
     known = scores.known
     return {
         "reward/latency_ms": seconds * 1e3,

@@ -1,4 +1,7 @@
-"""The reward role: every rank scores its share of the responses; all get all scores. Reward models of transformers."""
+"""Reward role: every rank scores its share of the responses and receives all scores.
+
+The module also contains reward models that run on transformers.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ class Scores:
     """Rewards of a batch.
 
     Attributes:
-        total: [B] float32, the weighted sum; NaN: the sample could not be scored, and is left out of what is learned
-            and measured.
-        components: each reward's own [B], by name.
+        total: [B] float32, the weighted sum. NaN: the sample could not be scored, and is excluded from training and
+            metrics.
+        components: [B] values of each reward by its name.
         correct: [B] bool.
-        logged: sample -> column -> value that a function gave to `log_extra`, of the samples that the run may show.
+        logged: sample -> column -> value that a function passed to `log_extra`, for samples that the run may show.
     """
 
     total: torch.Tensor
@@ -49,21 +52,21 @@ class Scores:
 
     @property
     def scored(self) -> torch.Tensor:
-        """[B] bool: which could be."""
+        """[B] bool: whether each sample could be scored."""
         return ~self.total.isnan()
 
     @property
     def known(self) -> Scores:
-        """Of those samples alone."""
+        """Scores of only the samples that could be scored."""
         return self if bool(self.scored.all()) else self.select(self.scored.nonzero()[:, 0])
 
     def metric(self, name: str) -> torch.Tensor:
-        """[B]: `accuracy`, `reward` (the total), or a reward by its name; NaN where that is not known."""
+        """Return `accuracy`, `reward` (the total) or a reward by its name, [B]; NaN where it is unknown."""
         own = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
         return own[name] if name in own else self.components[name]
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> Scores:
-        """Of these samples, in this order."""
+        """Return the scores of these samples, in this order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         components = {name: values[index] for name, values in self.components.items()}
         logged = {new: self.logged[old] for new, old in enumerate(index.tolist()) if old in self.logged}
@@ -71,7 +74,7 @@ class Scores:
 
     @staticmethod
     def concat(parts: Sequence[Scores]) -> Scores:
-        """Of several batches, one after the other."""
+        """Concatenate the scores of several batches."""
         names = list(parts[0].components)
         logged: dict[int, Mapping[str, Any]] = {}
         first_row = 0
@@ -86,38 +89,38 @@ class Scores:
         )
 
 
-ENVIRONMENT = "environment"  # the component that an environment's own rewards are, with weight 1
+ENVIRONMENT = "environment"  # component name of the environment's rewards, with weight 1
 
 
 class ScoringModel(Protocol):
-    """A reward model, on Megatron or on transformers."""
+    """Reward model on Megatron or transformers."""
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B] float32, the same on every rank; all ranks take part."""
+        """Return [B] float32 scores, identical on every rank. Collective over the role's ranks."""
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the role reads."""
+        """Return the samples that each rank of the role reads."""
 
 
 @dataclass(frozen=True)
 class LearnedReward:
-    """A reward model as a term of the sum."""
+    """Reward model as a term of the weighted sum."""
 
     name: str
     weight: float
     model: ScoringModel | RemoteWorker
 
 
-SIDE_BY_SIDE = 16  # parts of a batch of which services are asked at once
+SIDE_BY_SIDE = 16  # concurrent parts of a batch whose services are called
 T = TypeVar("T")
 
 
 class RewardRole:
-    """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them.
+    """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of these ranks.
 
     Args:
-        num_shown: number of first samples that the run writes down with what functions gave to `log_extra`; None: any
-            sample may become one of them.
+        num_shown: number of leading samples that the run records with the values passed to `log_extra`. None: any
+            sample may be recorded.
     """
 
     def __init__(
@@ -130,26 +133,30 @@ class RewardRole:
     ) -> None:
         self.num_shown = num_shown
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
-        self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
-        self._logged: dict[int, dict[str, Any]] = {}  # what functions gave to `log_extra`, by number of the sample
+        self._scored: dict[int, list[float]] = {}  # scores of `score_some`: sample -> [total, correct, *components]
+        self._logged: dict[int, dict[str, Any]] = {}  # sample -> values passed to `log_extra`
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
 
     @property
     def _waits(self) -> bool:
-        """Whether services are asked, and none is another's function, which may know one thread alone."""
+        """Return whether scoring can run in threads: it calls services, and only megaverl's own functions.
+
+        A user's function may not be thread-safe.
+        """
         functions = [component.function for component in self.reward.components]
         ours = (str(each.function.__module__).partition(".")[0] == "megaverl" for each in functions)
         return any(each.may_fail for each in functions) and all(ours)
 
     def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
-        """Score samples of a batch that is not whole yet, those of them that are this rank's, ahead of `score`.
+        """Score this rank's samples of an incomplete batch, ahead of `score`.
 
-        An error is kept until all ranks hear of it there. What waits for a service is asked beside what comes next.
+        Errors are kept until `score` raises them on all ranks. Calls of services run in background threads.
 
         Args:
-            rows: their numbers among the `num_samples` of the batch.
+            rows: numbers of the samples of `part` in the whole batch.
+            num_samples: number of samples of the whole batch.
         """
         mine = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
         places = [place for place, row in enumerate(rows) if row in mine]
@@ -176,10 +183,11 @@ class RewardRole:
             return None
 
     def _columns(self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]) -> list[list[float]]:
-        """Of each of these samples: total, correct, components.
+        """Return [total, correct, *components] for each of these samples.
 
         Args:
-            rows: where the samples stand in `batch`. numbers: those that they have in the whole batch.
+            rows: rows of the samples in `batch`.
+            numbers: their numbers in the whole batch.
         """
         output = self.reward.score(self.samples(batch, rows))
         if self._logs_extra:
@@ -189,7 +197,7 @@ class RewardRole:
         return [[float(column[number]) for column in found] for number in range(len(rows))]
 
     def _of_answers(self, batch: RolloutBatch, rows: Sequence[int], answers: torch.Tensor | None) -> list[list[float]]:
-        """The same; NaN of conversations that no episode ends with."""
+        """Return `_columns` of the samples, with NaN for conversations that do not end an episode."""
         if answers is None:
             return self._columns(batch, places_in(batch, rows), rows)
         kept = [row for row in rows if int(answers[row]) == row]
@@ -197,7 +205,11 @@ class RewardRole:
         return [scored.get(row, [torch.nan] * (2 + len(self.reward.components))) for row in rows]
 
     def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
-        """What was scored early, if it was all of these."""
+        """Return what `score_some` scored if it covers all of `rows`, else None. Reset the early scores.
+
+        Raises:
+            RewardError: scoring ahead failed.
+        """
         for asked in self._asked:
             asked.result()
         self._asked.clear()
@@ -207,23 +219,28 @@ class RewardRole:
         return [scored[row] for row in rows] if scored and scored.keys() >= set(rows) else None
 
     def score(self, batch: RolloutBatch) -> Scores:
-        """Scores of all samples, on every rank. The batch has the columns `prompt`, `reference` and `extra`.
+        """Score all samples and return the scores on every rank. Collective over the role's ranks.
+
+        The batch has the columns `prompt`, `reference` and `extra`.
 
         Raises:
-            RewardError: on every rank, when a reward raises or returns the wrong thing on any.
+            RewardError: a reward raised or returned a wrong value on some rank, or no sample could be scored. Raised on
+                every rank.
         """
         rows = own_rows(batch, self.world)
         scored = torch.empty(0)
         answers = answer_rows(batch) if "episode_ids" in batch else None
         with together(self.world):
+            # Early scores are used only if they cover every sample; otherwise all are scored again.
             columns = self._take_scored(rows) or self._of_answers(batch, rows, answers)
             scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(self.reward.components))
         table = gather_host_rows(scored, self.world)
         components = {each.name: table[:, 2 + i] for i, each in enumerate(self.reward.components)}
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
-            components[each.name] = each.model.scores(batch)  # of all samples
+            components[each.name] = each.model.scores(batch)  # scores of all samples
             total = total + each.weight * components[each.name]
+        # Without a rule that decides correctness, a positive score of the first reward model counts as correct.
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
         if "turn_rewards" in batch:
@@ -232,25 +249,26 @@ class RewardRole:
             components[ENVIRONMENT], total = earned, total + earned
             if self.reward.accuracy_component is None and not self.learned:
                 correct = earned > 0
+        # Single failures of a service are tolerated, but a batch without any reward would train on nothing.
         if len(total) and bool(total.isnan().all()):
             lost = [name for name, values in components.items() if bool(values.isnan().all())]
             raise RewardError(
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
                 f"{self._why()}See that the service is there, and start the run again."
             )
-        # An episode of several conversations shows what was logged of its answer.
+        # Every conversation of an episode shows the values that were logged for its last one.
         shown = range(len(total)) if answers is None else answers.tolist()
         scores = Scores(total, components, correct, self._gather_logged(set(shown[: self.num_shown])))
         return scores.select(shown)
 
     def logged_metrics(self) -> dict[str, float]:
-        """Return the means of what functions logged on all ranks since the last call. Collective over the role."""
+        """Return means over all ranks of the values logged since the last call. Collective over the role's ranks."""
         if not any(component.function.may_take(LOG_METRIC) for component in self.reward.components):
             return {}
         return dict(reduce_json(self.reward.take_logged(), _means, self.world))
 
     def forget_logged(self) -> None:
-        """Forget what functions gave to `log_metric` in a validation, which is no part of a step's metrics."""
+        """Drop the values passed to `log_metric` during a validation, which do not belong to a step's metrics."""
         self.reward.take_logged()
 
     @property
@@ -258,7 +276,7 @@ class RewardRole:
         return any(component.function.may_take(LOG_EXTRA) for component in self.reward.components)
 
     def _gather_logged(self, shown: set[int]) -> dict[int, dict[str, Any]]:
-        """Return what functions gave to `log_extra` of the samples that are shown. Collective over the role."""
+        """Return the values passed to `log_extra` for the samples that are shown. Collective over the role."""
         mine = {str(row): columns for row, columns in self._logged.items() if row in shown}
         self._logged.clear()
         if not self._logs_extra:
@@ -267,11 +285,14 @@ class RewardRole:
         return {int(row): columns for row, columns in merged.items()}
 
     def begin(self, state: TrainerState) -> None:
-        """Tell reward functions how far training is."""
+        """Pass the training progress to the reward functions."""
         self.reward.begin(state)
 
     def service_costs(self) -> dict[str, float]:
-        """What services were asked by all ranks since the last call; every rank takes part. Empty: nobody asks any."""
+        """Return the services' costs on all ranks since the last call. Collective over the role's ranks.
+
+        The result is empty if no reward calls a service.
+        """
         if not any(component.function.may_fail for component in self.reward.components):
             return {}
         added = reduce_json(Service.spent(), lambda each: {k: sum(r[k] for r in each) for k in each[0]}, self.world)
@@ -279,12 +300,12 @@ class RewardRole:
 
     @staticmethod
     def _why() -> str:
-        """What services said last, to this rank."""
+        """Return a sentence with the last failure of a service on this rank, or ""."""
         said = [service.last_failure for service in Service.known() if service.last_failure]
         return f"The last failure: {said[-1]}. " if said else ""
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """Return the samples that each rank of the role reads, those of its models among them."""
+        """Return the samples that each rank of the role reads, including those that its models read."""
         size = dist.get_world_size(self.world)
         found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
         for each in self.learned:
@@ -293,15 +314,16 @@ class RewardRole:
         return [sorted(mine) for mine in found]
 
     def weights(self, scores: Scores) -> dict[str, float]:
-        """The weight of every component in the total."""
+        """Return the weight of every component in the total."""
         own = {rule.name: rule.weight for rule in self.reward.components}
         own |= {model.name: model.weight for model in self.learned}
         return {name: own.get(name, 1.0) for name in scores.components}
 
     def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
-        """What a reward function sees of the samples `rows`."""
+        """Return the samples `rows` as reward functions see them."""
         own = batch.response_mask.sum(dim=1)
-        num_tokens = own.where(own > 0, batch.response_lengths).tolist()  # an opponent's tokens are not in the mask
+        # `response_mask` excludes an opponent's tokens, so count by length there.
+        num_tokens = own.where(own > 0, batch.response_lengths).tolist()
         return [self._sample(batch, row, num_tokens[row]) for row in rows]
 
     def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
@@ -322,14 +344,14 @@ class RewardRole:
         )
 
     def response(self, batch: RolloutBatch, row: int) -> str:
-        """A response as text, without special tokens; of an episode its last turn."""
+        """Return a response as text without special tokens; for an episode, its last turn."""
         if "turns" not in batch.columns:
             return self.transcript(batch, row)
         begin, end = (batch.columns["turns"][row] or [(0, 0)])[-1]
         return self.tokenizer.decode(batch.generated_ids[row, begin:end].tolist())
 
     def transcript(self, batch: RolloutBatch, row: int) -> str:
-        """Everything after the prompt as text, without special tokens."""
+        """Return everything after the prompt as text without special tokens."""
         return self.tokenizer.decode(batch.generated_ids[row, : int(batch.response_lengths[row])].tolist())
 
 
@@ -342,24 +364,27 @@ def _means(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
-BLOCK = 8  # samples that it reads together, whenever they come: they round alike
-NO_TOKEN = -1  # as padding: rows of one length have none, and transformers scores the last token that is not padding
+# Samples are scored in fixed blocks, so that rounding does not depend on whether they were scored ahead.
+BLOCK = 8
+# Id of the padding token. transformers scores the last token that is not padding, and no row is padded here because a
+# forward pass holds rows of one length.
+NO_TOKEN = -1
 
 
 class TransformersRewardModel:
-    """A sequence classifier with one label, whole on every rank; the ranks share the responses.
+    """Sequence classifier with one label, replicated on every rank. The ranks share the responses.
 
-    With the run's own vocabulary and chat template it reads the token ids of prompt and response. Else it reads the
-    conversation as its own tokenizer writes it: by its own chat template or, if it has none, the texts as they stand.
+    With the run's vocabulary and chat template, it reads the token ids of prompt and response. Otherwise it reads the
+    conversation in its own chat template or, without one, as plain text.
 
     Args:
-        folder: a Hugging Face folder with its weights, which keep their dtype.
-        tokenizer: the run's.
+        folder: a Hugging Face folder with weights, which keep their dtype.
+        tokenizer: the run's tokenizer.
         world: the ranks of the role.
-        micro_batch_tokens: most tokens in a forward pass, unless one response has more.
+        micro_batch_tokens: token limit of a forward pass, exceeded only by a single longer response.
 
     Raises:
-        ModelError: no such classifier, or one with several labels.
+        ModelError: transformers cannot load the classifier, or it has several labels.
     """
 
     def __init__(
@@ -383,7 +408,7 @@ class TransformersRewardModel:
         def not_read(error: BaseException) -> ModelError:
             return ModelError(f"{folder}: transformers cannot read it as a sequence classifier: {describe(error)}")
 
-        with user_code(not_read, keep=ModelError):  # a model's own code may raise anything
+        with user_code(not_read, keep=ModelError):  # remote model code may raise anything
             labels = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).num_labels
             if labels != 1:
                 raise ModelError(f"{folder}: it has {labels} labels; a reward model has one.")
@@ -392,21 +417,21 @@ class TransformersRewardModel:
             )
         model.config.get_text_config().pad_token_id = NO_TOKEN
         model.config.pad_token_id = NO_TOKEN
-        self._waiting: dict[int, list[int]] = {}  # tokens of samples that came early, and their scores
+        self._waiting: dict[int, list[int]] = {}  # sample -> tokens, until its block is complete
         self._early: dict[int, float] = {}
         self.model: Any = model.to(platform.device).eval().requires_grad_(False)
         flash_attention.use_in(self.model)
 
     @property
     def reads_text(self) -> bool:
-        """Whether it writes conversations itself, and so does without the run's token ids."""
+        """Return whether the model tokenizes conversations itself instead of reading the run's token ids."""
         return self._tokenizer is not None
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B] float32, the same on every rank.
+        """Return [B] float32 scores, identical on every rank. Collective over the role's ranks.
 
         Raises:
-            RewardError: on every rank: a response too long for it, or a score that is no number.
+            RewardError: a response is too long for the model, or a score is not finite. Raised on every rank.
         """
         rows, early = own_rows(batch, self.world), self._early
         self._waiting, self._early = {}, {}
@@ -419,10 +444,11 @@ class TransformersRewardModel:
         return gather_host_rows(torch.tensor([early[row] for row in rows], dtype=torch.float32), self.world)
 
     def score_some(self, part: RolloutBatch, places: Mapping[int, int], mine: range) -> None:
-        """Ahead of `scores`, samples of a batch that is not whole yet, in the same blocks, as soon as one is.
+        """Score samples of an incomplete batch ahead of `scores`, in the same blocks, each as soon as it is complete.
 
         Args:
-            places: in `part`, by the samples' numbers. mine: all that are this rank's.
+            places: number of a sample -> its row in `part`.
+            mine: numbers of all of this rank's samples.
         """
         self._waiting |= {row: self._tokens(part, place) for row, place in places.items()}
         for block in blocks_of(mine, BLOCK):
@@ -431,7 +457,7 @@ class TransformersRewardModel:
 
     @torch.no_grad()
     def _scored(self, tokens_of: Mapping[int, list[int]]) -> dict[int, float]:
-        """The scores of samples, by their numbers."""
+        """Return the scores of samples by their numbers."""
         rows, tokens, found = list(tokens_of), list(tokens_of.values()), torch.zeros(len(tokens_of))
         self._check_lengths(tokens, rows)
         for places in self._micro_batches(tokens):
@@ -444,7 +470,7 @@ class TransformersRewardModel:
         return dict(zip(rows, found.tolist(), strict=True))
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the role reads."""
+        """Return the samples that each rank of the role reads."""
         size = dist.get_world_size(self.world)
         return [rows_of_rank(len(outline), rank, size) for rank in range(size)]
 
@@ -461,8 +487,9 @@ class TransformersRewardModel:
         return self._tokenizer.encode(self._tokenizer.render_chat(conversation, where=f"response {row}"))
 
     def _messages(self, batch: RolloutBatch, row: int, prompt: list[int]) -> list[Message]:
-        """The conversation before a response."""
-        if "turns" in batch.columns:  # plain text, see `reads_text`; the environment may have changed the row's prompt
+        """Return the conversation before a response."""
+        # The environment may have changed the prompt, so decode it as plain text; see `reads_text`.
+        if "turns" in batch.columns:
             return [{"role": "user", "content": self._run_tokenizer.decode(prompt)}]
         if "messages" not in batch.columns:
             raise RewardError(
@@ -482,7 +509,7 @@ class TransformersRewardModel:
                 )
 
     def _micro_batches(self, tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Places of rows of the same length."""
+        """Yield indices of rows of equal length, within the token limit."""
         of_length: dict[int, list[int]] = {}
         for place, ids in enumerate(tokens):
             of_length.setdefault(len(ids), []).append(place)
@@ -493,11 +520,11 @@ class TransformersRewardModel:
 
 
 def own_rows(batch: RolloutBatch, world: dist.ProcessGroup) -> range:
-    """The numbers of the samples that this rank scores: which it is follows from how many there are."""
+    """Return the numbers of the samples that this rank scores. They depend only on the number of samples."""
     count = len(batch) if batch.held is None else len(batch.held.lengths)
     return rows_of_rank(count, dist.get_rank(world), dist.get_world_size(world))
 
 
 def places_in(batch: RolloutBatch, rows: Sequence[int]) -> Sequence[int]:
-    """Where in this rank's batch samples are."""
+    """Return the rows of samples in this rank's batch."""
     return rows if batch.held is None else [batch.held.place[row] for row in rows]

@@ -1,4 +1,4 @@
-"""The rollout role: prompts in, responses out, spread over the engines; of one actor or of several in turn."""
+"""Rollout role: distributes prompts over the engines and collects responses, for one actor or for several in turn."""
 
 from __future__ import annotations
 
@@ -39,12 +39,17 @@ Finished = Callable[[int, Generation], None]
 
 
 class Rollout:
-    """An engine on every rank; its replicas share the prompts, and every rank gets all responses.
+    """Engine on every rank. Its replicas share the prompts, and every rank receives all responses.
 
     Args:
         engine: this rank's part of an engine.
         world: the ranks that the engines live on.
-        sync: how its weights come from the actor; None: it keeps those it loaded.
+        sync: copies weights from the actor. None: the engine keeps the weights that it loaded.
+
+    Example:
+        with rollout.awake():  # keeps the prefix cache between turns
+            first = rollout.generate(prompts, sampling, seeds)
+            second = rollout.generate(next_prompts, sampling, next_seeds)
     """
 
     def __init__(self, engine: Engine, world: dist.ProcessGroup, sync: WeightSync | ServerSync | None = None) -> None:
@@ -53,12 +58,12 @@ class Rollout:
 
     @property
     def weight_version(self) -> int:
-        """How often the weights have come from the actor."""
+        """Number of times that the weights were copied from the actor."""
         return self.sync.weight_version if self.sync is not None else 0
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, the engine does not sleep between requests: what it has cached of a conversation is still there."""
+        """Return a context in which the engine does not sleep between requests, so that its prefix cache survives."""
         self._stays_awake = True
         try:
             yield
@@ -67,11 +72,12 @@ class Rollout:
             self._sleep()
 
     def engine_metrics(self) -> dict[str, float]:
-        """What is worth knowing of the engines since their `saved_work` was set to none; every rank takes part."""
+        """Return metrics of the engines since `saved_work` was reset. Collective over the role's ranks."""
         engine, found = self.engine, {}
         if engine.in_flight is not None:
             found["rollout/sequences_in_flight"] = float(engine.in_flight.number)
-        counted = vars(engine.saved_work if engine.tp_rank == 0 else SavedWork())  # a replica's ranks count alike
+        # All ranks of a replica have the same counters, so only its first rank reports them.
+        counted = vars(engine.saved_work if engine.tp_rank == 0 else SavedWork())
         return found | dict(reduce_json(counted, SavedWork.shares, self.world))
 
     def _wake(self) -> None:
@@ -97,7 +103,10 @@ class Rollout:
         finished: Finished | None = None,
         images: Images | None = None,
     ) -> list[Generation]:
-        """One response per prompt, in order, the same list on every rank. Arguments and errors: see `write`."""
+        """Generate one response per prompt, in order, and return the same list on every rank. Collective.
+
+        Arguments and errors are those of `write`.
+        """
         mine, found = self.write(
             prompts,
             sampling,
@@ -123,16 +132,20 @@ class Rollout:
         finished: Finished | None = None,
         images: Images | None = None,
     ) -> tuple[HeldRows, list[Generation]]:
-        """Each rank gets the responses that it works on, and of all others their lengths.
+        """Generate responses, and send each rank only the responses that it works on. Collective.
 
         Args:
-            hold: tokens of each response -> who has which of them. The others and errors: see `write`.
+            hold: number of tokens of each response -> the samples that each rank holds.
 
-        Returns: what `hold` says, and this rank's responses in the order of its samples.
+        The remaining arguments and the errors are those of `write`.
+
+        Returns:
+            The result of `hold`, and this rank's responses in the order of its samples.
         """
         mine, found = self.write(prompts, sampling, seeds, group_size=group_size, finished=finished, images=images)
         sizes = [[number, len(each.token_ids), fabric.rank] for number, each in zip(mine, found, strict=True)]
         known = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
+        # Only the lengths go to every rank. Each rank computes the same assignment, and tokens go point to point.
         table = sorted(gather_host_rows(known, self.world).tolist())
         source: dict[int, list[int]] = {rank: [] for rank in fabric.world.ranks}
         for number, _, rank in table:
@@ -153,37 +166,42 @@ class Rollout:
         finished: Finished | None = None,
         images: Images | None = None,
     ) -> tuple[list[int], list[Generation]]:
-        """This rank's engine answers its share of the prompts; every rank takes part.
+        """Generate responses to this rank's share of the prompts with its engine. Collective over the role's ranks.
 
         Args:
-            prompts: token ids; a prompt that is to be answered several times stands there several times.
-            sampling: for all prompts, or one for each.
-            seeds: one per prompt; what is generated depends on the prompt and its seed, not on its place.
-            group_size: how often a prompt stands in a row; its responses are made where its prefix is cached.
+            prompts: token ids. A prompt with several responses is repeated.
+            sampling: options for all prompts, or one for each.
+            seeds: one per prompt. The response depends on the prompt and its seed, not on its position.
+            group_size: number of consecutive repetitions of a prompt. They are generated where the prefix is cached.
             conversations: see `split_prompts`.
-            finished: called, on the first rank of each engine, with the prompt's number and the response, as soon as
-                that is there; once for each response of that engine.
-            images: of each prompt; None where no prompt has any.
+            finished: called on the first rank of each engine with the prompt's number and the response as soon as it is
+                complete, once for each response of that engine.
+            images: images of each prompt; None if no prompt has any.
 
-        Returns: numbers of prompts, ascending, and their responses, on the first rank of each engine; elsewhere none.
+        Returns:
+            Numbers of the prompts, ascending, and their responses on the first rank of each engine; empty elsewhere.
 
         Raises:
-            ReshardError: the engine holds parts of two versions of the weights.
+            ReshardError: the engine holds parts of two weight versions.
+            RolloutError: the engine raised an error.
         """
         engine = self.engine
         self._wake()
         if engine.in_flight is not None and engine.in_flight.measures:
+            # The rank with the least free memory sets the budget of all, because the number of concurrent sequences
+            # affects an engine's rounding.
             engine.in_flight.fit(int(reduce_json(platform.free_memory(), min, self.world)))
         mine = self.numbers([len(prompt) for prompt in prompts], group_size, conversations)
-        speaks = engine.tp_rank == 0  # the ranks of a replica hold the same responses: its first one speaks for it
+        # All ranks of a replica hold the same responses, so only its first rank returns them.
+        speaks = engine.tp_rank == 0
         found: list[Generation] = []
         with together(self.world), _reporting(engine, mine, finished if speaks else None) as rest:
             if self.sync is not None:
                 self.sync.check_whole()
             given = [list(prompts[i]) for i in mine]
-            # an engine that knows no images is never given any
+            # Pass `images` only if there are any, because an engine may not accept the argument.
             more = {} if images is None else {"images": [images[i] for i in mine]}
-            with user_code(_engine_ended, keep=Exception):  # an engine may be the user's own
+            with user_code(_engine_ended, keep=Exception):  # engines can be user code
                 found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine], **more)
             rest(found)
         if not self._stays_awake:
@@ -193,7 +211,11 @@ class Rollout:
     def numbers(
         self, lengths: Sequence[int], group_size: int = 1, conversations: Sequence[int] | None = None
     ) -> list[int]:
-        """Of prompts of these lengths, those that this rank's engine answers; ascending."""
+        """Return the numbers of the prompts that this rank's engine answers, ascending.
+
+        Args:
+            lengths: number of tokens of each prompt.
+        """
         return split_prompts(lengths, self.engine.num_replicas, group_size, conversations)[self.engine.replica]
 
 
@@ -205,10 +227,12 @@ def _engine_ended(error: BaseException) -> RolloutError:
 def _reporting(
     engine: Engine, numbers: Sequence[int], finished: Finished | None
 ) -> Iterator[Callable[[Sequence[Generation]], None]]:
-    """Inside, `finished` is called with the engine's responses; what is yielded calls it with the rest of them.
+    """Return a context that calls `finished` with the engine's responses as they complete.
+
+    The context yields a function that calls `finished` with the remaining responses.
 
     Args:
-        numbers: of the engine's prompts.
+        numbers: numbers of the engine's prompts.
     """
     reported: set[int] = set()
 
@@ -230,7 +254,7 @@ def _reporting(
 
 
 def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> RaggedBatch:
-    """Responses as rows, each with the number of its prompt."""
+    """Pack responses as rows, each with the number of its prompt."""
     tokens = [torch.tensor(generation.token_ids, dtype=torch.int32) for generation in generations]
     log_probs = [torch.tensor(generation.log_probs, dtype=torch.float32) for generation in generations]
     tensors = {
@@ -240,7 +264,7 @@ def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> Ragge
     lengths = torch.tensor([len(generation.token_ids) for generation in generations], dtype=torch.int64)
     reasons = [generation.finish_reason for generation in generations]
     columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons}
-    # also where there are no rows, or nothing is known: ranks send alike
+    # Ranks without rows or experts send the column too, because all ranks must send the same columns.
     columns[EXPERTS] = experts_column(generations).get(EXPERTS, [None] * len(generations))
     return RaggedBatch(tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns)
 
@@ -257,14 +281,14 @@ def _from_rows(rows: RaggedBatch) -> list[Generation]:
 
 
 class AgentRollouts:
-    """The rollouts of all agents, over the same engine, each with its own actor to take weights from.
+    """Rollouts of all agents over the same engine. Each agent has its own actor as the source of weights.
 
-    Nothing of the engine may share storage with an actor (`reshard.alias: never`): it holds one agent's weights after
-    the other's. A change of agents costs one reshard.
+    The engine holds one agent's weights at a time, so its storage must not be shared with an actor
+    (`reshard.alias: never`). Every change of agent costs one reshard.
 
     Attributes:
-        weight_version: how often the agents' weights have changed, together.
-        current: the agent whose weights the engine holds; None: those of nobody, or old ones.
+        weight_version: number of times that the agents' weights have changed.
+        current: agent whose weights the engine holds. None: none, or outdated ones.
     """
 
     def __init__(self, rollouts: Mapping[str, Rollout]) -> None:
@@ -281,24 +305,24 @@ class AgentRollouts:
         return next(iter(self.rollouts.values())).world
 
     def engine_metrics(self) -> dict[str, float]:
-        """As `Rollout.engine_metrics`: they share the engines."""
+        """Return `Rollout.engine_metrics` of the engines, which all agents share."""
         return next(iter(self.rollouts.values())).engine_metrics()
 
     def source_changes(self) -> None:
-        """To be called before the actors' weights change."""
+        """Mark the engine's weights as outdated. Call it before the actors' weights change."""
         self.current = None
         for agent in self.rollouts:
             self._sync(agent).source_changes()
 
     def reshard(self) -> ReshardStats:
-        """The first agent's weights, checked; the others' follow when it is their turn."""
+        """Copy the first agent's weights to the engine. The other agents' weights follow when they generate."""
         self.weight_version += 1
         first = next(iter(self.rollouts))
         self.current = first
         return self._sync(first).reshard()
 
     def of(self, agent: str) -> Rollout:
-        """The engine with this agent's weights in it."""
+        """Return the rollout of `agent`, after copying its weights to the engine if needed."""
         if self.current != agent:
             self._sync(agent).reshard()
             self.current = agent
@@ -311,7 +335,7 @@ class AgentRollouts:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """As `Rollout.awake`, for every agent."""
+        """Return `Rollout.awake` for every agent."""
         with ExitStack() as stack:
             for rollout in self.rollouts.values():
                 stack.enter_context(rollout.awake())
@@ -325,9 +349,9 @@ class AgentRollouts:
         seeds: Sequence[int],
         conversations: Sequence[int],
     ) -> list[Generation]:
-        """One response per prompt, each written by its agent; all of one agent at a time."""
+        """Generate one response per prompt with the weights of its agent, one agent after the other."""
         found: dict[int, Generation] = {}
-        # whose weights are there already begins
+        # Start with the agent whose weights are loaded, which saves a reshard.
         for agent in sorted(set(agents), key=lambda name: (name != self.current, list(self.rollouts).index(name))):
             mine = [number for number, other in enumerate(agents) if other == agent]
             prompts_of, seeds_of = [prompts[n] for n in mine], [seeds[n] for n in mine]
@@ -348,13 +372,14 @@ def generate_by(
     sampling: SamplingOptions,
     seeds: Sequence[int],
 ) -> list[Generation]:
-    """Responses by the function that `rollout.function` names.
+    """Generate responses with the user function that `rollout.function` names.
 
-    It is called as function(generate, prompts, sampling, seeds) on every rank alike, may call `generate` as often as it
-    likes, and returns one `Generation` for each prompt: what it returns is what trains.
+    It is called as function(generate, prompts, sampling, seeds) on every rank alike, and may call `generate` any number
+    of times. It returns one `Generation` per prompt, which is what the actor trains on.
 
     Raises:
-        ConfigError: there is no such function. RolloutError: what it returns is not one response per prompt.
+        ConfigError: the function does not exist.
+        RolloutError: the result is not one response per prompt.
     """
     found = list(call_object(name, "rollout.function", generate, prompts, sampling, seeds))
     check_generations(found, len(prompts))

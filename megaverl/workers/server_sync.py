@@ -1,4 +1,4 @@
-"""The actor's weights into inference servers: a Hugging Face folder for each version, which servers read."""
+"""Weight synchronisation with inference servers, which read a Hugging Face folder for each version."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
 
 FINGERPRINT = "fingerprint.json"
-NUM_TOKENS = 16  # that a server's log-probs are compared of
-FINGERPRINT_BATCH = 4096  # tokens of its one micro-batch, padding included: more than there are
+NUM_TOKENS = 16  # number of tokens whose log-probs are compared
+FINGERPRINT_BATCH = 4096  # token limit of the comparison's micro-batch; large enough to hold it in one
 TOLERANCE = {torch.float32: 1e-3}
-ROUGH = 0.1  # in 16 bits engine and trainer round differently
+ROUGH = 0.1  # nats; in 16 bits engine and trainer round differently
 
 
 class ServerSync:
-    """Stands where a `WeightSync` does: every rank of the actor and of the rollout takes part in each reshard.
+    """Counterpart of `WeightSync` for servers. Every rank of the actor and of the rollout takes part in each reshard.
 
-    The actor's ranks write the folder, by the plan of an export, with the log-probs that the actor gives to some tokens
-    beside it. The rollout's first rank has servers read it (`ServerEngine.use`), compares, and says so to the others.
+    The actor's ranks export the weights to a folder, together with the actor's log-probs of a few tokens. The first
+    rank of the rollout makes the servers read the folder (`ServerEngine.use`), compares their log-probs with the
+    actor's, and broadcasts the result to the other ranks.
 
     Args:
-        model: the actor on this rank; None: it is on other ranks, or there is none and the folder does not change.
-        engine: this rank's way to the servers; None: it has none.
+        model: the actor on this rank. None: it lives on other ranks, or the run has no actor and a constant folder.
+        engine: this rank's connection to the servers, or None.
         world: the ranks of this rank's role.
-        group: those of actor and rollout.
-        folder: where versions are written.
-        source_folder: where the model came from; its small files go along.
-        max_tokens: what a server takes at least.
+        group: the ranks of actor and rollout.
+        folder: versions are written here.
+        source_folder: folder of the original model, whose small files are copied.
+        dtype: of the actor's weights.
+        tolerance: largest allowed log-prob difference in nats. None: a default for `dtype`.
+        max_tokens: smallest number of tokens that every server accepts.
 
     Attributes:
-        weight_version: how often the servers' weights have changed.
+        weight_version: number of times that the servers' weights have changed.
     """
 
     def __init__(
@@ -67,19 +70,20 @@ class ServerSync:
         self._model, self._engine, self._world, self._group = model, engine, world, group
         self._folder, self._source_folder = folder, source_folder
         self._tolerance = tolerance or TOLERANCE.get(dtype, ROUGH)
-        self._num_tokens = min(NUM_TOKENS, max_tokens - 2)  # the server draws one more
-        # names of weights that no other run has given, nor this one before it was started again
+        self._num_tokens = min(NUM_TOKENS, max_tokens - 2)  # leave room for one sampled token
+        # Prefix of folder names that is unique among runs and restarts.
         self._run = broadcast_json(os.urandom(6).hex(), 0, group)
         self._number, self._whole = 0, False
 
     def source_changes(self) -> None:
-        """To be called before the actor's weights change; servers share nothing with it, and keep theirs."""
+        """Do nothing: servers share no memory with the actor. Called before the actor's weights change."""
 
     def reshard(self) -> ReshardStats:
-        """Write the actor's weights, and have all servers read them.
+        """Write the actor's weights, and make all servers read them. Collective over actor and rollout.
 
         Raises:
-            CheckpointError: the folder cannot be written. RolloutError: no server has them in the end.
+            CheckpointError: the folder cannot be written.
+            RolloutError: no server could read the weights.
         """
         start = perf_counter()
         self._number += 1
@@ -89,7 +93,8 @@ class ServerSync:
         if self._model is not None:
             try:
                 self._write(self._model, folder)
-            except Exception as caught:  # every rank of the actor has it, and the rollout's are told
+            # Only the actor's ranks have the error here; `raise_together` passes it to the rollout's ranks.
+            except Exception as caught:
                 error = caught
         raise_together(error, self._group)
         self._use(folder)
@@ -100,11 +105,11 @@ class ServerSync:
 
     @property
     def _speaks(self) -> bool:
-        """For the others, to the servers."""
+        """Return whether this rank talks to the servers for its role."""
         return self._engine is not None and dist.get_rank(self._world) == 0
 
     def _write(self, model: TrainingModel, folder: Path) -> None:
-        """Every rank of the actor takes part."""
+        """Export the weights and the actor's log-probs. Collective over the actor's ranks."""
         model.export(folder, source_folder=self._source_folder, overwrite=True)
         tokens = fingerprint_tokens(model.vocab_size, self._num_tokens)
         log_probs = self._log_probs(model, tokens)
@@ -116,7 +121,7 @@ class ServerSync:
         on_first_rank(describe, model.grid.world)
 
     def _log_probs(self, model: TrainingModel, tokens: list[int]) -> list[float]:
-        """What the actor itself says of these tokens; every rank of it takes part."""
+        """Return the actor's log-probs of these tokens, after the first one. Collective over the actor's ranks."""
         given = Generation(tokens[1:], [0.0] * (len(tokens) - 1), "length")
         batch = RolloutBatch.from_generations([tokens[:1]], [given])
         policy = Policy(model, temperature=1.0, micro_batch_tokens=FINGERPRINT_BATCH)
@@ -125,7 +130,7 @@ class ServerSync:
         return found
 
     def _use(self, folder: Path) -> None:
-        """Servers read it, and older versions go."""
+        """Make the servers read the folder, and remove older versions."""
         if self._engine is None:
             return
         engine = self._engine
@@ -137,8 +142,11 @@ class ServerSync:
             engine.use(PublishedWeights(str(folder), folder.name))
 
     def _remove_old(self) -> None:
-        """Versions before the current one, and of this run before it was started again, that no server is reading; a
-        newer one may be on its way already."""
+        """Remove outdated versions that no server is reading.
+
+        These are versions before the current one, and versions from before a restart of the run. A newer version may
+        already be in the folder.
+        """
         assert self._engine is not None
         kept = self._engine.pool.being_read()
         for folder in self._folder.glob("*-*"):
@@ -159,7 +167,7 @@ class ServerSync:
         return PublishedWeights(str(folder.absolute()), folder.name, tokens, log_probs, self._tolerance)
 
     def use_folder(self, folder: Path) -> None:
-        """The servers get the weights of a folder that does not change; every rank of the world takes part."""
+        """Load a constant folder into the servers. Collective over the role's ranks."""
         weights = PublishedWeights(str(folder.absolute()), f"{self._run}-0")
         assert self._engine is not None
         with together(self._world):
@@ -170,13 +178,13 @@ class ServerSync:
         self._whole = True
 
     def wake(self) -> None:
-        """Servers are awake."""
+        """Do nothing: servers are always awake."""
 
     def sleep(self) -> None:
-        """They stay so."""
+        """Do nothing: servers are always awake."""
 
     def check_whole(self) -> None:
-        """Before anything is generated.
+        """Check that the servers hold the actor's weights. Called before anything is generated.
 
         Raises:
             ReshardError: the last reshard failed.
@@ -189,5 +197,5 @@ class ServerSync:
 
 
 def fingerprint_tokens(vocab_size: int, count: int = NUM_TOKENS) -> list[int]:
-    """A first token and `count` more, from all over the vocabulary; the same in every run."""
+    """Return a first token and `count` more, spread over the vocabulary; identical in every run."""
     return [sample_seed(0, 0, place, "fingerprint") % vocab_size for place in range(1 + count)]

@@ -1,10 +1,15 @@
-"""Teachers that the policy learns from on its own responses: by whole distributions over one vocabulary (`Teacher`), or
-by the text, with a tokenizer of their own (`TextTeacher`).
+"""Teachers that score the policy's own responses.
 
-Two tokenizers cut one text at different places. A chunk lies between two neighbouring places at which both cut it, or
-is the end of the response for both. Its log-prob is the sum over its tokens: the student's over those that were drawn,
-the teacher's over those that its tokenizer makes of the same text. What the student ends with has the teacher's end of
-sequence as its counterpart.
+`Teacher` compares whole distributions over the same vocabulary. `TextTeacher` compares texts, with another tokenizer.
+
+Two tokenizers split a text at different positions. A chunk lies between two neighbouring positions where both split it;
+the end of sequence of both is a chunk too. The log-prob of a chunk is the sum over its tokens. The student's tokens are
+those that were sampled, the teacher's are those of its tokenizer for the same text.
+
+    text       Hello world!
+    student    Hel | lo | _world!
+    teacher    Hello    | _world | !
+    chunks     0        | 1
 """
 
 from __future__ import annotations
@@ -34,14 +39,14 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
 
-INSIDE = -1  # in the place of a token's end: it ends within a character
-MOST_INSIDE = 32  # tokens in a row that end within characters; after more, where they end is not looked for
-MOST_UNFINISHED = 3  # tokens of a character, the last of which is missing
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes become that are no character
+INSIDE = -1  # end of a token that stops within a character
+MOST_INSIDE = 32  # maximum run of tokens that end within characters; after a longer run the search stops
+MOST_UNFINISHED = 3  # maximum number of tokens of a character whose last token is missing
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # replaces invalid bytes in decoded text
 
 
 class TokenTexts:
-    """Which part of a text each token of a tokenizer is."""
+    """Maps the tokens of a tokenizer to positions in a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.backend.added_tokens_decoder
@@ -52,18 +57,24 @@ class TokenTexts:
         self._pieces: dict[int, str] = {}
 
     def text(self, token_ids: Sequence[int], *, follows: bool) -> str:
-        """What tokens say.
+        """Return the text of tokens.
 
         Args:
-            follows: after other text. False: at the beginning, where some tokenizers do not write their first space.
+            follows: the tokens follow other text. False: they start the text, where some tokenizers drop a leading
+                space.
         """
         if not follows:
             return self._decode(token_ids)
         return self._decode([*self._before, *token_ids]).removeprefix(self._text_before)
 
     def ends(self, token_ids: Sequence[int], text: str, *, follows: bool) -> list[int]:
-        """After how many characters of `text`, which is theirs, each token ends, or `INSIDE`. It has no entries for the
-        last tokens if where they end cannot be seen; its last entry is no `INSIDE`."""
+        """Return the end of each token in characters of `text`, or `INSIDE` if it ends within a character.
+
+        The list stops early if the ends of the last tokens cannot be determined. Its last entry is never `INSIDE`.
+
+        Args:
+            text: text of the tokens.
+        """
         ends: list[int] = []
         start = reached = 0
         for number in range(len(token_ids)):
@@ -78,8 +89,10 @@ class TokenTexts:
         return ends[:start]
 
     def read(self, token_ids: Sequence[int], *, follows: bool) -> tuple[str, list[int]]:
-        """What tokens say, up to the first special one or the first bytes that are no text, and where they end; the
-        tokens after these have no entry."""
+        """Return the text of tokens and their ends.
+
+        It stops at the first special token and at the first bytes that are not valid text. Later tokens have no entry.
+        """
         first = next((number for number, token in enumerate(token_ids) if token in self.special), len(token_ids))
         text = self.text(token_ids[:first], follows=follows)
         ends = self.ends(token_ids[:first], text, follows=follows)
@@ -89,10 +102,17 @@ class TokenTexts:
         return text[: ends[-1]] if ends else "", ends
 
     def write(self, text: str) -> tuple[list[int], list[int]] | None:
-        """The tokens of a text that follows another, and where they end; None where no tokens say just this, as under a
-        tokenizer that writes all letters small, or where some are special."""
+        """Return the tokens of a text that follows other text, and their ends.
+
+        Returns:
+            None if no tokens reproduce the text exactly, as with a tokenizer that lower-cases it, or if some are
+            special.
+        """
         encode = self.tokenizer.encode
-        line = encode("\n")  # joins no letters, and some tokenizers put a space before all that they are given
+        line = encode(
+            "\n"
+            # A newline merges with no letters, and it absorbs the space that some tokenizers put before a text.
+        )
         after_line = encode(f"\n{text}")
         ways = [(encode(text), True), (encode(text.removeprefix(" ")), True)]
         ways += [(after_line[len(line) :], True)] if after_line[: len(line)] == line else []
@@ -115,15 +135,20 @@ class TokenTexts:
 
 
 class Teacher:
-    """Says how far a student of the same vocabulary is from it.
+    """Measures the divergence between a student and this model, which has the same vocabulary.
 
-    Of its forward pass the hidden states of the response tokens are kept, for the micro-batches of one mini-batch;
-    logits are made of them where they are compared, some tokens at a time.
+    The hidden states of the response tokens are kept for the micro-batches of one mini-batch. Logits are computed from
+    them in chunks during the comparison, to save memory.
 
     Args:
-        model: with `chunked_logits`, on the student's grid.
-        name, options: of the divergence.
-        temperature: of both distributions. top_k: see `vocab_parallel_divergence`.
+        model: a model with `chunked_logits` on the student's grid.
+        name: name of the divergence.
+        options: options of the divergence.
+        temperature: of both distributions.
+        top_k: see `vocab_parallel_divergence`.
+
+    Raises:
+        ConfigError: no divergence has this name, or the divergence does not have these options.
     """
 
     def __init__(
@@ -145,10 +170,12 @@ class Teacher:
         self._divergence = divergence
 
     def check_student(self, student: TrainingModel) -> None:
-        """That their vocabularies are the same. From now on micro-batches are packed if both can read such rows.
+        """Check that student and teacher have the same vocabulary size.
+
+        The student's micro-batches are then packed only if both models can read packed rows.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the vocabulary sizes differ.
         """
         mine, theirs = self.model.spec.vocab_size, student.spec.vocab_size
         if mine != theirs:
@@ -161,7 +188,7 @@ class Teacher:
         student.token_multiple = math.lcm(student.token_multiple, self.model.token_multiple)
 
     def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The same micro-batches, with what this model thinks at each response token; every rank takes part."""
+        """Return the micro-batches with this model's hidden states of each response token. Collective over the grid."""
 
         def take(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             _, row, position = batch.predicting
@@ -173,7 +200,10 @@ class Teacher:
         return [replace(batch, taught=states) for batch, states in zip(micro_batches, taught, strict=True)]
 
     def divergence(self, student: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """[b, r] float32, zero in the padding; the gradient flows to the student's output."""
+        """Return the divergence at each response token, [b, r] float32, zero in the padding.
+
+        Gradients flow to the student's output.
+        """
         assert micro.taught is not None, "the teacher attends to micro-batches before they are trained on"
         index = torch.arange(len(micro.taught), device=micro.taught.device)
         mine = Distributions(micro.taught, index, self.model.head_weight)
@@ -193,11 +223,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: ModelSpec) -> Tokenizer | None:
-    """The tokenizer of the reference, whose files are in `folder`; None where the model's tokens are its own as well: a
-    number that both have is the same token. One of the two may have more, such as those of a chat template.
+    """Return the tokenizer of the reference, whose files are in `folder`, or None if it shares the model's tokens.
+
+    Tokens are shared if every id in both vocabularies stands for the same token. One vocabulary may have additional
+    tokens, such as those of a chat template.
 
     Raises:
-        ConfigError, DataError: it has other tokens, and the run needs it to read the model's; it does not fit `spec`.
+        ConfigError: the tokens differ and the run uses a feature that needs equal tokens.
+        DataError: the tokenizer does not fit `spec`.
     """
     path = config.reference.path or config.model.path
     named = config.reference.tokenizer
@@ -215,7 +248,7 @@ def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: Mode
 
 
 def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of two ways to cut one text, by where their tokens end: the number of the chunk that each token is in."""
+    """Return the chunk index of each token, for two tokenizations of one text given by their tokens' ends."""
     cuts = sorted({*ends} & {*others} - {INSIDE})
 
     def numbers(of: Sequence[int]) -> list[int]:
@@ -232,15 +265,18 @@ def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], li
 def compared(
     log_probs: torch.Tensor, teacher: torch.Tensor, chunks: Sequence[int], teacher_chunks: Sequence[int]
 ) -> torch.Tensor:
-    """[n] float64: each token's log-prob, plus how much likelier its whole chunk is to the teacher.
+    """Return each token's log-prob plus the log-ratio of teacher to student on its whole chunk, [n] float64.
 
-    So its advantage (`algorithms.distillation`) is log teacher(chunk) - log student(chunk), for every token of the
-    chunk: the score-function gradient of KL(student || teacher) over chunks, as log student(chunk) is the sum over
-    them. Where a token is a chunk of both, the result is the teacher's log-prob of it.
+    The advantage (`algorithms.distillation`) is then log teacher(chunk) - log student(chunk) for every token of the
+    chunk, because log student(chunk) is the sum of its tokens' log-probs. That is the score-function gradient of
+    KL(student || teacher) over chunks. For a token that is a chunk in both tokenizations, the result is the teacher's
+    log-prob.
 
     Args:
-        log_probs: [n], the student's. teacher: [m]. chunks, teacher_chunks: the number of each token's chunk; every
-            chunk has tokens of both.
+        log_probs: [n], the student's.
+        teacher: [m], the teacher's.
+        chunks: chunk index of each student token.
+        teacher_chunks: chunk index of each teacher token. Every chunk has tokens of both.
     """
     index, others = (torch.tensor(list(each), dtype=torch.int64) for each in (chunks, teacher_chunks))
     sums = torch.zeros(2, int(index.max()) + 1 if len(index) else 0, dtype=torch.float64)
@@ -250,8 +286,15 @@ def compared(
 
 
 class ReadText(NamedTuple):
-    """A sample as a teacher reads it: its tokens of prompt and response, and the chunks of the student's first tokens
-    and of its own; of the student's further tokens it says nothing, or that the first of them is impossible."""
+    """A sample as the teacher reads it.
+
+    Attributes:
+        prompt: the teacher's tokens of the prompt.
+        response: the teacher's tokens of the response.
+        chunks: chunk index of the student's first tokens. The teacher does not score later ones.
+        own_chunks: chunk index of the teacher's tokens.
+        then_impossible: the first student token after `chunks` belongs to no text, and is scored as impossible.
+    """
 
     prompt: list[int]
     response: list[int]
@@ -261,12 +304,14 @@ class ReadText(NamedTuple):
 
 
 class TextTeacher(Policy):
-    """A reference with a tokenizer of its own: it reads the conversation as its own chat template writes it, or the
-    text of the prompt, and the text of the response.
+    """Reference model with its own tokenizer.
+
+    It reads the conversation in its own chat template, or the text of the prompt, followed by the text of the response.
 
     Args:
-        student: the run's tokenizer. own: this model's.
-        chat: conversations are written by chat templates, where a tokenizer has one.
+        student: the run's tokenizer.
+        own: this model's tokenizer.
+        chat: render conversations with chat templates, if the tokenizers have them.
     """
 
     def __init__(
@@ -286,20 +331,24 @@ class TextTeacher(Policy):
         self._counts: dict[str, float] = {}
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """All on every rank: how long a sample is to this model, and so who works on it, is in its text."""
+        """Return all samples for every rank.
+
+        The micro-batches depend on the teacher's token counts, which are known only from the texts.
+        """
         return [range(len(outline))] * self.model.grid.shape.world_size
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, R] float32, see `compared`; NaN for tokens that have no counterpart. The same on every rank, on the host.
+        """Return the log-probs of `compared`, [B, R] float32 in host memory, identical on every rank.
 
-        A token that no text has, special or of bytes that are none, gets `LOWEST`, and what follows it NaN: were it not
-        judged, the student would learn to flee there.
+        Tokens without a counterpart get NaN. A token that belongs to no text, because it is special or has invalid
+        bytes, gets `LOWEST`, and the tokens after it NaN. Without this penalty the student would learn to produce such
+        tokens to avoid being scored.
 
         Args:
             batch: has the columns `messages` and `prompt`.
 
         Raises:
-            DataError: it has not, or it has images.
+            DataError: a column is missing, or prompts have images.
         """
         if any(batch.columns.get(COLUMN) or ()):
             raise DataError("reference.tokenizer: the teacher reads text alone, and the prompts have images.")
@@ -321,12 +370,14 @@ class TextTeacher(Policy):
         return result.masked_fill(beyond, 0.0)
 
     def report(self) -> dict[str, float]:
-        """Of what was compared: `kl_per_token`, log student - log teacher by the student's tokens (nats);
-        `tokens_per_chunk`, the student's; `compared_fraction` of all tokens; `impossible_samples`, that have a token
-        which no text has; `unread_samples`, of which nothing could be judged.
+        """Return metrics of the comparisons since the last call.
+
+        `kl_per_token` is log student - log teacher per student token (nats), `tokens_per_chunk` the student tokens per
+        chunk, and `compared_fraction` the compared share of all tokens. `impossible_samples` counts samples with a
+        token that belongs to no text, `unread_samples` those without any scored token.
 
         Raises:
-            DataError: that is so of all.
+            DataError: no sample could be scored.
         """
         counts, self._counts = self._counts, {}
         if not counts:
@@ -360,7 +411,7 @@ class TextTeacher(Policy):
         response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
         ended = bool(response) and response[-1] in self._student.tokenizer.stop_token_ids
         said = response[:-1] if ended else response
-        # after a chat template's words an answer begins without the space that some tokenizers put before every text
+        # After a chat template, an answer starts without the leading space that some tokenizers add to a text.
         text, ends = self._student.read(said, follows=not self._student_chats)
         written = self._own.write(text) if text else ([], [])
         if written is None or not prompt:
@@ -371,23 +422,23 @@ class TextTeacher(Policy):
             token_ids, last = [*token_ids, own.eos_token_id], max(chunks, default=-1) + 1
             chunks, own_chunks = [*chunks, last], [*own_chunks, last]
         rest = said[len(chunks) :]
-        # a character of which the limit left no more than the beginning is not impossible
+        # A character that the length limit cut off is not impossible.
         impossible = bool(rest) and (rest[0] in self._student.special or ended or len(rest) > MOST_UNFINISHED)
         fits = len(prompt) + len(token_ids) <= self.model.spec.max_positions
         return ReadText(prompt, token_ids, chunks, own_chunks, impossible) if fits else nothing
 
     def _prompt(self, batch: RolloutBatch, row: int) -> list[int]:
-        """Its tokens of what stands before a response."""
+        """Return the teacher's tokens of everything before a response."""
         messages, own = batch.columns["messages"][row], self._own.tokenizer
         if self._chats:
             return own.encode(own.render_chat(messages, where=f"reference.tokenizer: sample {row}"))
         texts = [message["content"] for message in messages] if self._student_chats else [batch.columns["prompt"][row]]
         token_ids = own.encode("\n\n".join(texts), add_special_tokens=True)
-        # some tokenizers end every text; a prompt must stay open
+        # Some tokenizers append an end-of-sequence token, which must not end the prompt.
         return token_ids[:-1] if token_ids[-1:] == [own.eos_token_id] else token_ids
 
     def _batch(self, batch: RolloutBatch, read: Sequence[ReadText]) -> RolloutBatch:
-        """The same samples in its tokens."""
+        """Return the batch in the teacher's tokens."""
 
         def rows(of: Sequence[Sequence[int]]) -> torch.Tensor:
             width = max([1, *map(len, of)])
@@ -408,7 +459,12 @@ class TextTeacher(Policy):
 
 
 def reference_policy(config: Config, model: TrainingModel, folder: Path, student: Tokenizer) -> Policy:
-    """The reference as a run has it, of a model whose files are in `folder`: see `other_tokenizer`."""
+    """Build the reference of a run from its model, whose files are in `folder`. See `other_tokenizer`.
+
+    Raises:
+        ConfigError: see `other_tokenizer`.
+        DataError: see `other_tokenizer`.
+    """
     own = other_tokenizer(config, folder, student, model.spec)
     cap, temperature = config.reference.micro_batch_tokens, float(config.rollout.sampling.get("temperature", 1.0))
     if own is None:

@@ -1,4 +1,7 @@
-"""A model with its optimizer: one update from micro-batches and a loss, as the coordinator decides."""
+"""Base class of models with an optimizer.
+
+An update computes gradients of micro-batches, and asks the coordinator whether to apply them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Attributes:
-        sums: the loss's sums, added over all micro-batches and data-parallel ranks, equal on every rank.
+        sums: the loss's sums over all micro-batches and data-parallel ranks, identical on every rank.
         grad_norm: of the whole model, before clipping.
-        is_skipped: the weights were left as they were.
+        learning_rate: of this step.
+        is_skipped: the weights were left unchanged.
     """
 
     sums: MetricSums
@@ -43,10 +47,10 @@ class UpdateReport:
 
 
 class UpdateDecision(Protocol):
-    """What is to become of a gradient: `megaverl.coordinator.decide.Decision`.
+    """Decision about a gradient: `megaverl.coordinator.decide.Decision`.
 
-    It is multiplied by `scale` (its loss is then the mean over all tokens) and by `clip`; `schedule_step` updates were
-    applied before this one.
+    If it applies, the gradient is multiplied by `scale`, which makes the loss the mean over all tokens, and by `clip`.
+    `schedule_step` is the number of updates applied before this one.
     """
 
     @property
@@ -60,10 +64,11 @@ class UpdateDecision(Protocol):
 
 
 class DecidesUpdates(Protocol):
-    """Who decides over updates: `megaverl.coordinator.CoordinatorClient`.
+    """Decides whether updates are applied: `megaverl.coordinator.CoordinatorClient`.
 
     Attributes:
-        oldest, newest: versions of the engines' weights: that of the oldest sample, and that which they have now.
+        oldest: weight version of the oldest sample.
+        newest: weight version that the engines have now.
     """
 
     oldest: int
@@ -76,7 +81,7 @@ class DecidesUpdates(Protocol):
 
 @dataclass(frozen=True)
 class OwnDecision:
-    """Where nobody else decides: a supervised stage, a stage on pairs."""
+    """Decision of a role without a coordinator, such as a supervised stage or a stage on pairs."""
 
     applies: bool
     clip: float
@@ -85,40 +90,56 @@ class OwnDecision:
 
 
 class Islands(Protocol):
-    """The same model elsewhere, trained on other samples: `megaverl.trainer.islands.Island`."""
+    """Replica groups of the model on slowly connected nodes: `megaverl.trainer.islands.Island`.
+
+    Each island trains on its share of a batch, and their updates are joined.
+
+    Attributes:
+        part: (index, count): this island's share of a batch.
+    """
 
     part: tuple[int, int]
 
     def before_update(self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]) -> MetricSums:
-        """When this island's gradients are added up over its ranks; the sums of the loss that are to be reported."""
+        """Return the loss sums to report. Called after this island's gradients are summed over its ranks."""
 
     def after_update(self) -> None:
-        """When the step is taken, or skipped."""
+        """Finish an update. Called after the step is taken or skipped."""
 
 
 class SendsWeights(Protocol):
-    """Takes new weights to where they are used: `megaverl.workers.weight_sync.WeightSync`."""
+    """Sends new weights to the engines: `megaverl.workers.weight_sync.WeightSync`."""
 
     @property
     def is_under_way(self) -> bool: ...
     def begin(self) -> None:
-        """The optimizer step begins behind which no weight changes until these are used."""
+        """Begin sending. Called before the last optimizer step of a training step.
+
+        No weight changes after that step until the engines have it.
+        """
 
     def final(self, number: int | None = None) -> None:
-        """So many sets of `TrainingModel.in_order` have their new values; None: all weights have, begun or not."""
+        """Report that the first `number` sets of `TrainingModel.in_order` have their new values.
+
+        None reports all weights, and starts the transfer if `begin` was not called.
+        """
 
 
 class TrainableModel(ABC):
-    """A `TrainingModel` that takes updates: what is the same whoever computes gradients and steps.
+    """Base of a `TrainingModel` that takes updates, for all training backends.
+
+        update(micro_batches, loss)
+          zero gradients -> forward/backward -> sum over ranks -> gradient norm
+          -> decide (coordinator, or this role alone) -> scale and clip -> optimizer step -> send new weights
 
     Args:
-        max_norm: gradients of a larger norm are clipped to it. 0: never.
-        gradient_accumulation: micro-batches of an optimizer step, at least.
+        max_norm: gradients with a larger norm are clipped to it. 0: no clipping.
+        gradient_accumulation: minimum number of micro-batches of an optimizer step.
 
     Attributes:
-        before_step: called when the optimizer is about to change weights and its state.
-        sender: new weights go from here, as soon as the last update of a step has made them. None: they are fetched.
-        scheduler: of the learning rate and the weight decay; a subclass makes it, as it needs the optimizer.
+        before_step: called before the optimizer changes weights and its state.
+        sender: sends new weights as soon as the last update of a step has written them. None: they are fetched later.
+        scheduler: of learning rate and weight decay. Subclasses create it, because it needs the optimizer.
     """
 
     scheduler: OptimizerParamScheduler
@@ -126,66 +147,68 @@ class TrainableModel(ABC):
     def __init__(self, model: TrainingModel, *, max_norm: float, gradient_accumulation: int = 1) -> None:
         self.model, self.gradient_accumulation, self._max_norm = model, gradient_accumulation, max_norm
         self.before_step: Callable[[], None] = lambda: None
-        # adapters are of use with the weights that they were trained on, and no others
+        # Adapters fit only the weights that they were trained on. Checkpoints compare this identity.
         adapted = model.adapters is not None
         self.base_identity = model_identity(model.layout_of, model.parameters, model.grid.world) if adapted else ""
         self.coordinator: DecidesUpdates | None = None
         self.islands: Islands | None = None
         self.sender: SendsWeights | None = None
-        self._sends_to: SendsWeights | None = None  # in an optimizer step, as its weights are made
+        self._sends_to: SendsWeights | None = None  # set during an optimizer step that sends its weights
         self._is_updating = False
         self._gradients: Offload | None = None
         self._optimizer_state: Offload | None = None
 
     @abstractmethod
     def _zero_gradients(self) -> None:
-        """Before an update."""
+        """Zero the gradients before an update."""
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
-        """Accumulate gradients, and add them up over the data-parallel ranks; each micro-batch's sums where the model
-        reports."""
+        """Accumulate gradients and sum them over the data-parallel ranks.
+
+        Returns the sums of each micro-batch on ranks that report, see `TrainingModel.reports`.
+        """
 
     @abstractmethod
     def _gradient_norm(self) -> float | None:
-        """Of the whole model's gradient; None where it overflowed (float16)."""
+        """Return the norm of the whole model's gradient, or None if it overflowed (float16)."""
 
     @abstractmethod
     def _multiply_gradients(self, factor: float) -> None:
-        """Those that the optimizer is about to step on."""
+        """Multiply the gradients that the optimizer is about to use."""
 
     @abstractmethod
     def _step(self) -> None:
-        """The optimizer's, on all weights."""
+        """Take the optimizer step on all weights."""
 
     @property
     @abstractmethod
     def trained(self) -> list[torch.Tensor]:
-        """The memory that only optimizer steps change: weights, masters, moments."""
+        """Tensors that only optimizer steps change: weights, master weights, moments."""
 
     @abstractmethod
     def _optimizer_storages(self) -> Storages:
-        """Master weights and moments, where they are not views of the weights (as in float32)."""
+        """Return the storages of master weights and moments, without those that the weights share (float32)."""
 
     @property
     @abstractmethod
     def _gradient_buffers(self) -> list[torch.Tensor]:
-        """Where gradients lie between updates."""
+        """Tensors that hold gradients between updates."""
 
     @property
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the gradients, added up over the data-parallel ranks: flat, in a fixed order."""
+        """This rank's gradients, summed over the data-parallel ranks: flat tensors in a fixed order."""
 
     @property
     def masters(self) -> dict[str, torch.Tensor]:
-        """What the optimizer steps on: float32 of what is trained, of all of it or of this data-parallel rank's part
-        alone, in a fixed order. In float32 they are the weights themselves.
+        """Float32 tensors that the optimizer updates, in a fixed order.
 
-        To be read inside `updating` or `present`.
+        They cover all trained parameters, or only this data-parallel rank's part. With float32 weights they are the
+        weights themselves. Read them inside `updating` or `present`.
         """
         if self._optimizer_state is not None:
-            self._optimizer_state.onload()  # a skipped update has left it where it was
+            self._optimizer_state.onload()  # a skipped update does not load it
         return self._masters()
 
     @abstractmethod
@@ -193,16 +216,16 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def follow_masters(self) -> None:
-        """The masters were changed from outside: the weights become these, as after an optimizer step."""
+        """Copy the master weights to the weights, after they were changed from outside."""
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update; NaN where this rank has nothing to train."""
+        """Learning rate of the next update; NaN if this rank has nothing to train."""
         groups = self.scheduler.optimizer.param_groups
         return float(groups[0]["lr"]) if groups else math.nan
 
     def _offload(self, config: OffloadConfig) -> None:
-        """From now on, weights, gradients and the optimizer's state are away between the stages that need them."""
+        """Offload weights, gradients and optimizer state between the stages that need them, from now on."""
         place = place_for(config.folder)
         if place is None:
             return
@@ -217,13 +240,16 @@ class TrainableModel(ABC):
 
     @property
     def offloads(self) -> bool:
-        """Whether any of its state is away at times."""
+        """Return whether weights or optimizer state are offloaded at times."""
         return self.model.offloads or self._optimizer_state is not None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the updates of one stage: weights and gradients are here, and the optimizer's state from its first
-        step on. `update` is inside one by itself; a stage of several updates is inside one for all of them."""
+        """Return a context for the updates of one stage. Weights and gradients are on the device inside it.
+
+        The optimizer's state is loaded at the first applied step. `update` enters the context itself. A stage of
+        several updates enters it once around all of them, which avoids moving the state in between.
+        """
         outermost, self._is_updating = not self._is_updating, True
         with self.model.on_device, self._gradients or nullcontext():
             try:
@@ -235,27 +261,27 @@ class TrainableModel(ABC):
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Around what looks at the weights and the optimizer's state, such as a checkpoint's saving and loading."""
+        """Return a context in which weights and optimizer state are on the device, for example to save a checkpoint."""
         with self.model.on_device, self._optimizer_state or nullcontext():
             yield
 
     @property
     def part(self) -> tuple[int, int]:
-        """(which, of how many): the share of a batch that this model trains on."""
+        """The share of a batch that this model trains on, as (index, count)."""
         return self.islands.part if self.islands is not None else (0, 1)
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float = 1.0, *, is_last: bool = False
     ) -> UpdateReport:
-        """One optimizer step on this data-parallel rank's share of a mini-batch. Every rank takes part.
+        """Take one optimizer step on this data-parallel rank's share of a mini-batch. Collective over the role's ranks.
 
         Args:
-            tokens: of the whole mini-batch, that the loss is taken over.
-            is_last: no other update comes before the next reshard.
+            tokens: number of tokens of the whole mini-batch in the loss.
+            is_last: no other update follows before the next reshard.
 
         Raises:
-            TrainingStopped: the loss or the gradient is not finite; the weights are left as they were.
-            ReshardError: the weights are on their way since the update that was the last.
+            TrainingStopped: the loss or the gradient is not finite; the weights are unchanged.
+            ReshardError: an earlier update was the last one of the step, and its weights are being sent.
         """
         if self.sender is not None and self.sender.is_under_way:
             raise ReshardError(
@@ -270,6 +296,7 @@ class TrainableModel(ABC):
     ) -> UpdateReport:
         self._zero_gradients()
         reports = self._forward_backward(micro_batches, loss)
+        # The reductions and the norm are collectives, so every rank reaches the same decision.
         sums = self._reduce(reports)
         if self.islands is not None:
             sums = self.islands.before_update(sums, tokens, micro_batches)
@@ -283,7 +310,9 @@ class TrainableModel(ABC):
             if self._optimizer_state is not None:
                 self._optimizer_state.onload()
             self.before_step()
-        self._sends_to = sender if self.islands is None else None  # islands change weights after the step
+        # Islands change the weights after the step, so they are sent only at its end.
+        # A skipped last update is followed by a transfer too, because earlier updates have changed the weights.
+        self._sends_to = sender if self.islands is None else None
         if self._sends_to is not None:
             self._sends_to.begin()
         if decision.applies:
@@ -296,24 +325,29 @@ class TrainableModel(ABC):
         return UpdateReport(sums, grad_norm, learning_rate, not decision.applies)
 
     def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
-        """Whether to take the step, and with which factors: as the coordinator says, if there is one."""
+        """Decide whether to apply the gradient and with which factors. The coordinator decides if there is one.
+
+        Raises:
+            TrainingStopped: the loss or the gradient is not finite, or the coordinator stops the run.
+        """
         wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
         if self.coordinator is None:
             if not found_inf:
                 self._check_finite(wrong, grad_norm)
             return OwnDecision(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
+        # A non-finite loss is reported as a non-finite norm, so that the coordinator treats both alike.
         norm = math.nan if wrong else grad_norm
         try:
             return self.coordinator(sums, norm, tokens, overflow=found_inf, max_norm=self._max_norm)
         except TrainingStopped:
             if not found_inf:
-                self._check_finite(wrong, grad_norm)  # where it is this role's fault, it can say more
+                self._check_finite(wrong, grad_norm)  # this role's error is more specific
             raise
 
     def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
-        """Add the losses' sums over micro-batches and ranks. All ranks learn the names from the last stages.
+        """Sum the losses' sums over micro-batches and ranks. Last stages send the metric names to the other ranks.
 
-        Of an update this is what the host reads of the loss, in one copy; from there on no device takes part.
+        The sums are copied from the device in a single blocking copy, and reduced on the host.
         """
         mine = MetricSums()
         if self.model.reports:
@@ -334,17 +368,20 @@ class TrainableModel(ABC):
             )
 
     def move_schedule(self, updates: int) -> None:
-        """Move the schedule of learning rate and weight decay by so many updates, but not before its beginning."""
+        """Move the schedule of learning rate and weight decay by `updates` steps, but not below zero."""
         self._take_schedule_to(max(0, self.scheduler.num_steps + updates))
 
     def _take_schedule_to(self, steps: int) -> None:
-        """The learning rate and the weight decay after so many applied updates; the coordinator counts them."""
+        """Set learning rate and weight decay to their values after `steps` applied updates.
+
+        The coordinator counts applied updates.
+        """
         if steps != self.scheduler.num_steps:
             self.scheduler.step(increment=steps - self.scheduler.num_steps)
 
 
 def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Every name's sums, added up in the order of the ranks."""
+    """Return the sums of every name, added in rank order."""
     total: dict[str, list[float]] = {}
     for found in ranks:
         for name, sums in found.items():

@@ -1,4 +1,4 @@
-"""The actor's weights into the engines, in place: on ranks that have both, or one of the two."""
+"""Synchronises the actor's weights to the engines in place, on ranks that have an actor, an engine, or both."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ NodeOf = Callable[[int], int]
 
 @dataclass(frozen=True)
 class ActorWeights:
-    """What a synchronisation reads: who holds which part of the actor, and this rank's tensors of it.
+    """Source of a synchronisation: the actor's layout on every rank, and this rank's tensors.
 
     Attributes:
-        layout_of: rank of the synchronisation -> what it holds, the factors of adapters too.
-        tensors: this rank's, by local name; none where the actor is on other ranks.
+        layout_of: rank of the synchronisation -> the actor's layout there, including factors of adapters.
+        tensors: this rank's tensors by local name; empty if the actor lives on other ranks.
         dtype: of the weights.
-        on_device: entered around every reading of `tensors`.
-        offloads: the tensors' storage is away outside `on_device`.
-        low_ranks: the actor's adapters by the weight that they belong to; `scaling` (alpha / rank) and this rank's
-            `factors` of them.
-        in_order: which of `tensors` get their new values together, in the order of an optimizer step.
+        on_device: context in which `tensors` may be read.
+        offloads: the tensors are offloaded outside `on_device`.
+        low_ranks: the actor's adapters by the weight that they change. None: no adapters.
+        scaling: alpha / rank of the adapters.
+        factors: this rank's factors of the adapters.
+        in_order: sets of `tensors` that get their new values together, in the order of an optimizer step.
     """
 
     layout_of: LayoutOf
@@ -70,7 +71,7 @@ class ActorWeights:
 
     @classmethod
     def of(cls, model: TrainingModel) -> ActorWeights:
-        """An actor on this rank."""
+        """Return the weights of an actor on this rank."""
         held = cls(model.layout_of, model.parameters, model.dtype, model.on_device, model.offloads)
         if (adapters := model.adapters) is None:
             return replace(held, in_order=model.in_order)
@@ -86,7 +87,7 @@ class ActorWeights:
     def elsewhere(
         cls, spec: ModelSpec, shape: GridShape, dtype: torch.dtype, options: Mapping[str, Any], lora: LoraConfig | None
     ) -> ActorWeights:
-        """An actor on other ranks: the layouts that a TrainingModel of this grid has there, and no tensors."""
+        """Return the weights of an actor on other ranks: layouts of a `TrainingModel` on this grid, without tensors."""
         weights, config = weights_of(spec), transformer_config(spec, shape, dtype, options)
         layout_of = layouts_of(weights, spec, config, shape)
         held = cls(layout_of, {}, config.params_dtype)
@@ -113,7 +114,7 @@ class ActorWeights:
         *,
         trust_remote_code: bool,
     ) -> tuple[ActorWeights, list[Weight]]:
-        """The same of an `FSDPModel`, and its weights."""
+        """Return the weights of an `FSDPModel` on other ranks: its layouts without tensors, and its list of weights."""
         model = module_without_data(folder, trust_remote_code=trust_remote_code)
         weights = sharded_weights(model, spec, num_shards, cuts=tensor_cuts(model, tp, "actor"))
         held = cls(weights.layout_of, {}, dtype)
@@ -129,35 +130,48 @@ class ActorWeights:
         return held, weights.weights
 
     def sides(self, layout_of: LayoutOf) -> tuple[LayoutOf, LayoutOf]:
-        """Layouts of the actor and of the engines, with the factors of its adapters, which the engines merge."""
+        """Return the layouts of actor and engines, with the factors of adapters, which the engines merge."""
         if self.low_ranks is None:
             return self.layout_of, layout_of
         return self.layout_of, with_factors(layout_of, self.low_ranks)
 
     def plan(self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None) -> Plan:
-        """What this rank of the group does to bring the actor's weights to the engines that `layout_of` is of."""
+        """Return the copy plan of this rank of `group`, from the actor's layout to the engines' `layout_of`.
+
+        Args:
+            node_of: node of a rank. None: all on one node.
+
+        Raises:
+            ReshardError: see `make_plan`.
+        """
         place = dist.get_world_size(group), dist.get_rank(group)
-        # what an engine's own loader passes over, it is not given
+        # Engines ignore some weights of a folder, so the actor may have weights that no engine takes.
         return make_plan(*self.sides(layout_of), *place, node_of, allow_unused=True)
 
 
 def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf) -> LayoutOf:
-    """Where actor and engines are on different ranks: a member's place -> what it holds of one of the two.
+    """Return the layouts of one side by rank of the group, if actor and engines live on different ranks.
+
+    Ranks of the group that are not on this side have an empty layout.
 
     Args:
-        members: all ranks that take part.
-        ranks: of them, those of the actor or of the engines; `layout_of` speaks of their places.
+        members: all ranks of the group.
+        ranks: those of the actor or of the engines, in the order of `layout_of`.
+        layout_of: index in `ranks` -> layout.
     """
     places = {members.index(rank): number for number, rank in enumerate(ranks)}
     return lambda place: layout_of(places[place]) if place in places else EMPTY
 
 
 def told_layouts(layout_of: LayoutOf | None, engines: Sequence[int], group: dist.ProcessGroup) -> LayoutOf:
-    """What engines say of their layouts, on every rank of `group`: actors on other ranks have no engine to ask.
+    """Broadcast the engines' layouts to every rank of `group`, because an actor on other ranks has no engine to ask.
 
     Args:
-        layout_of: of this rank's engine, asked by its first rank; None: it has none.
-        engines: the places of all engines' ranks in the group; the result speaks of them as `layout_of` does.
+        layout_of: index of an engine rank -> layout, on ranks with an engine. None: this rank has no engine.
+        engines: ranks in the group of all engines.
+
+    Returns:
+        Index of an engine rank -> layout.
     """
     told = None
     if layout_of is not None and dist.get_rank(group) == engines[0]:
@@ -174,35 +188,47 @@ class SynchronisesWeights(Protocol):
     weight_version: int
 
     def source_changes(self) -> None:
-        """To be called before the actor's weights change."""
+        """Mark the engines' weights as outdated. Call it before the actor's weights change."""
 
     def reshard(self) -> ReshardStats:
-        """Bring the engines' weights up to the actor's."""
+        """Copy the actor's weights to the engines."""
 
 
 class WeightSync:
-    """Takes weights from the actor's layout to the engines', as often as they change. Every rank of either takes part.
+    """Copies weights from the actor's layout to the engines' after every change. Every rank of both sides takes part.
 
-    An engine that can sleep has memory only while it needs it, and this is the one place that says when: its cache from
-    `wake` to `sleep`, its weights from `start` to `sleep`. So the cache is not there while a reshard has its buckets.
-    Where actor and engines share their ranks, `sleep` throws the weights away instead of keeping a copy in the host's
-    memory: `start` writes them anew, and where something is generated before that, `wake` brings them once more.
+    An engine that can sleep has memory only while it needs it, and only this class switches it: its cache exists from
+    `wake` to `sleep`, its weights from `start` to `sleep`. So no cache is allocated while a reshard uses its buckets.
+
+                  start        finish       wake        sleep
+        weights     |-- copied --|------------|-----------|
+        cache                                 |-----------|
+
+    If actor and engines share their ranks, `sleep` drops the weights instead of copying them to host memory. `start`
+    writes them again, and so does `wake` if something is generated before the next reshard.
 
     Args:
-        source: the actor's.
+        source: the actor's weights.
         layout_of: rank -> the engine's layout there.
-        engine: this rank's; None: it has none.
-        world: the ranks that this rank's role lives on.
-        node_of: the node of a rank; None: all on one.
-        config: `reshard`.
-        timeout: how long a reshard waits for another rank; None: as long as the group.
-        group: the ranks of actor and engines, where these differ; None: `world`. Layouts and `node_of` speak of its
-            ranks.
-        plan: this rank's, where `Adopting` has made it; None: made here.
-        background: the ranks of `group` once more: weights move there from `begin` on (`reshard.overlap`).
+        engine: this rank's engine, or None.
+        world: the ranks of this rank's role.
+        node_of: node of a rank. None: all on one node.
+        config: the `reshard` section.
+        timeout: how long a reshard waits for another rank. None: the group's timeout.
+        group: the ranks of actor and engines if these differ; layouts and `node_of` use its ranks. None: `world`.
+        plan: this rank's plan if `Adopting` has computed it. None: computed here.
+        background: second group of the same ranks, in which weights move from `begin` on (`reshard.overlap`).
 
     Attributes:
-        weight_version: how often the engines' weights have changed.
+        weight_version: number of times that the engines' weights have changed.
+
+    Example:
+        sync.source_changes()
+        actor.update(batch, step=step)
+        sync.reshard()
+        sync.wake()
+        engine.generate(prompts, sampling, seeds)
+        sync.sleep()
     """
 
     def __init__(
@@ -222,15 +248,15 @@ class WeightSync:
         self.config, self.world, self.weight_version = config or ReshardConfig(), world, 0
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
-        self._final: FinalParts | None = None  # of weights that are on their way
-        # with its own ranks alone it can bring the weights whenever they are missing
+        self._final: FinalParts | None = None  # of weights that are being sent in the background
+        # Without other ranks, the weights can be copied again at any time, so sleeping may drop them.
         self._refills = engine is not None and group is None and not self.config.overlap
         self._lost = self._source_changed = False
         group = group or world
         tensors = {**source.tensors, **(source.factors or {})}
         self._dest = engine.named_parameters() if engine is not None else {}
         held = self._held = layout_of(dist.get_rank(group))
-        # what a reshard writes whole: nothing else may be lost, padding neither
+        # Tensors that a reshard writes completely. All others, such as padded ones, must survive sleeping.
         self._written = frozenset(self._dest) - frozenset(padded_tensors(held))
         if source.low_ranks is not None:
             self._merge = Merge(held, source.low_ranks, source.scaling, source.dtype, platform.device)
@@ -243,6 +269,7 @@ class WeightSync:
             timeout=timeout,
             folder=None if self.config.folder is None else Path(self.config.folder),
             ipc=self.config.ipc == "auto",
+            # Merging adapters writes to these tensors, so they must not share storage with the actor.
             never_alias=self._merge.written if self._merge is not None else frozenset(),
         )
         self._quantised = self._landing(layout_of, group)
@@ -262,7 +289,7 @@ class WeightSync:
             self._check = ReshardCheck(*source.sides(layout_of), tensors, self._dest, group)
 
     def _landing(self, layout_of: LayoutOf, group: dist.ProcessGroup) -> QuantisedDestination | None:
-        """How weights land in quantised engines; None where there are none."""
+        """Return the destination of weights for quantised engines, or None if no engine quantises."""
         layouts = RankLayouts(layout_of, dist.get_world_size(group)).layouts
         max_numel = self.config.bucket_mb * 2**20 // self._actor.dtype.itemsize
         if not (parts := landing_parts(layouts, max_numel)):
@@ -271,49 +298,60 @@ class WeightSync:
         return QuantisedDestination(parts, weights, self._landed)
 
     def _landed(self, tensors: frozenset[str], view_of: ViewOf) -> None:
-        """What is done with weights that have arrived and are not quantised yet."""
+        """Compare weights that have arrived but are not quantised yet, and merge adapters into them."""
         if self._check is not None and self._check_is_due(self._resharder.version):
             self._check.compare(tensors, view_of)
         if self._merge is not None:
             self._merge.apply(view_of, tensors)
 
     def reshard(self) -> ReshardStats:
-        """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
+        """Copy the actor's weights to the engine in place, and drop its prefix cache. Collective.
+
+        Raises:
+            ReshardError: see `finish`.
+        """
         if self._final is None:
             self.start()
         return self.finish()
 
     @property
     def is_under_way(self) -> bool:
-        """Weights are on their way, and must stay as they are."""
+        """Return whether weights are being sent. The actor's weights must not change meanwhile."""
         return self._final is not None
 
     def begin(self) -> None:
-        """The optimizer step begins behind which no weight of the actor's changes until the next reshard: `final` says
-        which have their new values, and these go in the background. The engines must be done with the old ones."""
-        if self._resharder.brings_all:  # a whole reshard comes when all have
+        """Start sending weights in the background while the last optimizer step before the next reshard runs.
+
+        `final` reports which weights have their new values. The engines must no longer use the old weights.
+        """
+        # All weights must move, so `reshard` sends them when all are final.
+        if self._resharder.brings_all:
             return
         self._final = FinalParts(self._resharder.num_parts, max(1, len(self._actor.in_order)))
         self.start()
 
     def final(self, number: int | None = None) -> None:
-        """So many sets of `ActorWeights.in_order` have their new values. None: all weights have, and go if none did."""
+        """Report that the first `number` sets of `ActorWeights.in_order` have their new values. None: all weights have.
+
+        The call starts the transfer if `begin` was not called.
+        """
         if self._final is None:
             self.begin()
         if self._final is not None:
             self._final.after(number)
 
     def start(self) -> None:
-        """Send the actor's weights on their way; they must not change until `finish`."""
+        """Start sending the actor's weights, which must not change until `finish`."""
         if self._engine is not None:
             if self._refills:
-                self.sleep()  # what its cache holds is of old weights, and the buckets need the room
+                self.sleep()  # the cache is outdated, and the buckets need its memory
             self._engine.wake_weights()
+        # The actor's weights stay on the device until `finish`, because they may be sent in the background.
         self._reading.enter_context(self._actor.on_device)
         self._resharder.start(self._final)
 
     def finish(self) -> ReshardStats:
-        """The engine has the new weights, all of them, from here on.
+        """Wait until the engine has all new weights, and return statistics. Collective.
 
         Raises:
             ReshardError: a rank died or stalled, or the weights differ from the actor's.
@@ -335,7 +373,7 @@ class WeightSync:
         return stats
 
     def sleep(self) -> None:
-        """Let this rank's engine give its memory back, if it can."""
+        """Free the memory of this rank's engine, if the engine can sleep."""
         assert self._engine is not None
         if not self._refills:
             self._engine.sleep()
@@ -344,10 +382,10 @@ class WeightSync:
             self._lost = True
 
     def wake(self) -> None:
-        """This rank's engine can generate from here on. Every rank of the world takes part.
+        """Prepare this rank's engine to generate. Collective over the role's ranks.
 
         Raises:
-            ReshardError: its weights were thrown away, and the actor's are newer by now, or not whole.
+            ReshardError: the engine dropped its weights, and the actor's have changed since or are incomplete.
         """
         assert self._engine is not None
         if self._lost:
@@ -363,25 +401,29 @@ class WeightSync:
         self._engine.wake_up()
 
     def source_changes(self) -> None:
-        """To be called before the actor's weights change: what the engine shares with it changes as well, so that
-        nothing is generated before the next reshard. An actor that trains adapters shares only what never changes."""
+        """Mark the engine's weights as outdated. Call it before the actor's weights change.
+
+        Tensors that the engine shares with the actor change too, so nothing may be generated before the next reshard.
+        An actor that trains adapters shares only weights that never change.
+        """
         self._source_changed = True
         if self._merge is None:
             self._resharder.source_changes()
 
     def check_whole(self) -> None:
-        """Before anything is generated.
+        """Check that the engine holds one version of the weights. Called before anything is generated.
 
         Raises:
-            ReshardError: the engine holds parts of two versions of the weights.
+            ReshardError: the engine holds parts of two versions.
         """
         self._resharder.check_whole()
 
     def _merge_adapters(self) -> float:
-        """The actor's adapters go into the weights that have just arrived, if it has any; seconds that it took."""
+        """Merge the actor's adapters, if any, into the weights that have just arrived. Return the seconds it took."""
         if self._merge is None:
             return 0.0
         start, resharder = perf_counter(), self._resharder
+        # If merging fails, the engine holds half-merged weights and must not generate.
         resharder.inconsistent = f"the adapters of version {resharder.version} are being merged into its weights"
         landed = self._quantised.tensors if self._quantised is not None else frozenset()
         dest = viewed(self._held, self._dest)
@@ -392,15 +434,19 @@ class WeightSync:
         return perf_counter() - start
 
     def _check_is_due(self, before: int) -> bool:
-        """Whether the version that follows `before` is compared."""
+        """Return whether the version after `before` is compared."""
         every = self.config.check_every
         return not (before % every if every else before)
 
     def _compare(self) -> None:
-        """Fingerprints of both sides, where `reshard.check_every` asks for them."""
+        """Compare fingerprints of both sides if `reshard.check_every` asks for it.
+
+        Raises:
+            ReshardError: they differ.
+        """
         if self._check is None or not self._check_is_due(self._resharder.version - 1):
             return
-        rest = None  # what is quantised was compared when it landed
+        rest = None  # quantised tensors were compared in `_landed`
         if self._quantised is not None:
             rest = self._check.tensors - self._quantised.tensors
         try:
@@ -411,12 +457,13 @@ class WeightSync:
 
 
 class Adopting:
-    """`make_engine`'s `on_load`: the engine's weights take the actor's storage before their addresses are captured.
+    """`make_engine`'s `on_load`: lets the engine's weights take over the actor's storage.
 
-    The WeightSync that is made with both then finds them aliased, and goes by the same plan.
+    This must happen before the engine captures the addresses of its weights. The `WeightSync` of both then finds the
+    tensors aliased, and uses the same plan.
 
     Attributes:
-        plan: this rank's, once the engine has been loaded.
+        plan: this rank's plan, set when the engine has been loaded.
     """
 
     def __init__(self, model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None) -> None:
@@ -434,5 +481,5 @@ class Adopting:
 def adopting(
     model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
 ) -> Adopting | None:
-    """None where `reshard` wants no aliases."""
+    """Return an `Adopting`, or None if `reshard.alias` or offloading rules out shared storage."""
     return None if config.alias != "auto" or model.offloads else Adopting(model, world, node_of)
