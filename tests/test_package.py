@@ -76,7 +76,6 @@ HIDING_OPENINGS = {
 DOCSTRINGS_TO_REWRITE = {
     "coordinator",
     "dataflow",
-    "distributed",
     "trainer",
 }
 LEVEL_OF = {name: number for number, name in enumerate(ORDER)}

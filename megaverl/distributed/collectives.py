@@ -1,13 +1,18 @@
-"""Small agreements between ranks, as JSON from host to host: nothing is pickled; an error on one is raised on all.
+"""Collectives of small JSON values between hosts. Nothing is pickled, and an error on one rank is raised on all.
 
-No device takes part, whatever the group's backend, so nothing waits for one; tensors on a device go through
-`gather_rows` alone. Messages go up a tree to the first rank, and back. It is the binomial one of MPI's broadcasts: a
-rank speaks with at most log2(N) + 1 others, and where the ranks of a node are neighbours and a power of two, with one
-on another node.
+No device takes part, whatever the group's backend, so no rank blocks on a device. Only `gather_rows` moves tensors on a
+device. Messages go up a tree to the root rank and back. It is the binomial tree of MPI's broadcasts: a rank talks to at
+most log2(N) + 1 others. If each node has the same power of two of consecutive ranks, only the first rank of a node
+talks to other nodes.
 
-Under NCCL the messages go over gloo connections that are opened when two ranks first speak (`TORCH_GLOO_LAZY_INIT` of
-torch 2.7 and newer; a gloo group as torch makes it else joins every rank with every other). A first message between
-two ranks then waits until both of them want to speak, which both do here.
+    rank 0  <- 1           a rank sends its own values and those of the ranks below it to its parent
+            <- 2 <- 3      rank 0 computes the result, and sends it down the same edges
+            <- 4 <- 5
+                 <- 6 <- 7
+
+Under NCCL the messages use gloo connections that are opened when two ranks first talk (`TORCH_GLOO_LAZY_INIT` of torch
+2.7 and newer; otherwise a gloo group connects every pair of ranks at creation). The first message between two ranks
+blocks the sender until the receiver expects it, which it does in these collectives.
 """
 
 from __future__ import annotations
@@ -32,18 +37,18 @@ from megaverl.outside import clean
 from megaverl.platform import platform
 from megaverl.user_code import describe
 
-FRAME = 2048  # bytes of a message, its length among them; what is longer follows in a second one
-_LENGTH = 8  # bytes of a length
+FRAME = 2048  # bytes of the first message, including the length; the rest of longer data is a second message
+_LENGTH = 8  # bytes of an encoded length
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def parent(place: int) -> int:
-    """Who passes a place's messages on towards place 0; not asked of that one."""
+    """Return the parent of a place in the tree, which forwards its messages to place 0. Undefined for place 0."""
     return place & (place - 1)
 
 
 def children(place: int, size: int) -> list[int]:
-    """Those whose parent it is. They and all below them are the places behind it up to the next that is not."""
+    """Return the places whose parent is `place`. The subtree below a place is a contiguous range of places."""
     reach = place & -place or size
     return [place + (1 << bit) for bit in range((reach - 1).bit_length()) if place + (1 << bit) < size]
 
@@ -55,40 +60,44 @@ def conclude(
     kind: str = "",
     root: int = 0,
 ) -> bytes:
-    """What `function` makes of every rank's bytes, in rank order, on the rank `root`; its result, on every rank.
+    """Apply `function` to every rank's bytes on the rank `root`, and return the result on every rank. Collective.
 
-    Every rank of `group` takes part. `function` must not raise: the others would wait. One kind of agreement does not
-    take another's messages: ranks that are not at the same one wait, and liveness says where.
+    `function` gets the bytes in rank order. It must not raise, because the other ranks would block. Collectives of
+    different `kind` do not receive each other's messages: ranks in different ones block, and liveness reports where.
 
     Raises:
-        TrainingStopped: a rank died, or did not come within the group's timeout; by its number in the group.
+        TrainingStopped: a rank died or did not arrive within the group's timeout; names its rank in the group.
     """
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     ranks = _hosts_of(group)
     size = ranks.size()
+    # Places are ranks rotated so that the root has place 0.
     place = (ranks.rank() - root) % size
     below = [(child + root) % size for child in children(place, size)]
-    tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF  # apart from what is sent point to point
-    found = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]  # neighbours' come in the order of ranks
+    # A tag of its own separates these messages from point-to-point ones of the same group.
+    tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF
+    # The subtrees are contiguous ranges of places, so this concatenates in order.
+    found = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]
     if place:
         above = (parent(place) + root) % size
         sent = _send(ranks, above, b"".join(found), tag)
         result = _receive(ranks, above, tag)
+        # The result comes after the parent has read this message, so this does not block.
         _finish(sent)
     else:
         of_places = _split(b"".join(found))
         result = function(of_places[size - root :] + of_places[: size - root])
-    _finish([one for child in reversed(below) for one in _send(ranks, child, result, tag)])  # the longest way first
+    _finish([one for child in reversed(below) for one in _send(ranks, child, result, tag)])  # largest subtree first
     return result
 
 
-# Group -> gloo among the same ranks, where the group's own backend is another.
+# Group with another backend -> gloo group of the same ranks.
 _hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _hosts_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What joins the hosts of a group's ranks: a gloo group itself; beside another one, made at its first use."""
+    """Return a gloo group of the same ranks: `group` itself, or one that is created at its first use."""
     if dist.get_backend(group) == "gloo":
         return group
     if group not in _hosts:
@@ -105,7 +114,7 @@ def _hosts_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @contextmanager
 def connects_lazily() -> Iterator[None]:
-    """A gloo group that is made inside opens a connection when two ranks first speak, and no others."""
+    """Return a context in which new gloo groups open a connection only when two ranks first talk."""
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"
     try:
@@ -118,7 +127,7 @@ def connects_lazily() -> Iterator[None]:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Of everything in a group; torch's own where the backend, such as a fake one, has none."""
+    """Return the timeout of a group, or torch's default if its backend, such as a fake one, has none."""
     options = group._get_backend(platform.device).options
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
@@ -128,7 +137,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 def _split(chunks: bytes) -> list[bytes]:
-    """Undo the joining of `_chunk`s."""
+    """Split joined `_chunk`s."""
     found, start = [], 0
     while start < len(chunks):
         end = start + _LENGTH + int.from_bytes(chunks[start : start + _LENGTH], "little")
@@ -141,12 +150,12 @@ _Pending = tuple[dist.Work, Tensor, int]
 
 
 def _send(ranks: dist.ProcessGroup, peer: int, data: bytes, tag: int) -> list[_Pending]:
-    """Begin to send; the tensors are kept until it is done."""
+    """Begin to send `data`. The result holds the tensors until the messages are sent."""
     framed = torch.frombuffer(bytearray(_chunk(data).ljust(FRAME, b"\0")), dtype=torch.uint8)
     parts = [part for part in (framed[:FRAME], framed[FRAME:]) if part.numel()]
     try:
         return [(ranks.send([part], peer, tag), part, peer) for part in parts]
-    except RuntimeError as error:  # the first message opens the connection
+    except RuntimeError as error:  # the first message opens the connection, which may fail
         raise _lost(peer, error) from error
 
 
@@ -181,14 +190,14 @@ def _lost(peer: int, error: Exception) -> TrainingStopped:
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors that go through `group` must lie: gloo's on the CPU, on a machine with CUDA as well."""
+    """Return the device of tensors in collectives of `group`: the CPU for gloo, even on a machine with CUDA."""
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else platform.device
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` (anything JSON can hold), in rank order, on every rank of `group`.
+    """Return every rank's JSON `value` in rank order, on every rank of `group`. Collective.
 
-    Where one answer is wanted of all values, `reduce_json` has it without sending them all to all.
+    If only a function of all values is needed, `reduce_json` sends less.
     """
     if dist.get_world_size(group) == 1:
         return [value]
@@ -201,10 +210,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 def reduce_json(
     value: Any, function: Callable[[list[Any]], Any], group: dist.ProcessGroup | None = None, root: int = 0
 ) -> Any:
-    """What `function` makes of every rank's `value`, in rank order; it is called on the rank `root` of `group` alone,
-    and all get its result.
+    """Apply `function` to every rank's `value` on the rank `root`, and return the result on every rank. Collective.
 
-    Both are anything JSON can hold; what it raises is raised on every rank.
+    `function` gets the values in rank order. Values and result are JSON. An error of `function` is raised on every
+    rank.
     """
     if dist.get_world_size(group) == 1:
         return function([value])
@@ -222,7 +231,7 @@ def reduce_json(
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """`value` of the rank `source` of `group`, on every rank of it."""
+    """Return the `value` of the rank `source` of `group` on every rank. Collective."""
     if dist.get_world_size(group) == 1:
         return value
     mine = _encode(value) if dist.get_rank(group) == source else b""
@@ -230,20 +239,21 @@ def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = No
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Until every rank of `group` is here."""
+    """Wait until every rank of `group` has called this."""
     if dist.get_world_size(group) > 1:
         conclude(b"", lambda every: b"", group, "barrier")
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Concatenate `rows` [n_i, ...] of all ranks of `group` in rank order; the n_i may differ.
+    """Concatenate `rows` [n_i, ...] of all ranks of `group` in rank order. The n_i may differ. Collective.
 
-    They go where the group's tensors lie (`device_of`), and are found there.
+    The result lies on the device of the group's tensors (`device_of`).
     """
     if dist.get_world_size(group) == 1:
         return rows
     counts = gather_json(rows.shape[0], group)
     padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device_of(group))
+    # all_gather needs equal shapes, so every rank pads to the longest.
     padded[: rows.shape[0]] = rows
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
@@ -251,7 +261,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`gather_rows` of a few bytes for each row, which lie on the host and stay there."""
+    """Concatenate small `rows` of all ranks like `gather_rows`, but in host memory. Collective."""
     if dist.get_world_size(group) == 1:
         return rows
     joined = conclude(rows.contiguous().numpy().tobytes(), b"".join, group, "rows")
@@ -260,10 +270,10 @@ def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank if any rank has an error, so that no rank waits for one that has left.
+    """Raise on every rank if any rank has an error, so that no rank waits for one that has left. Collective.
 
-    Every rank of `group` takes part. All raise the same: the error of the lowest failing rank, with its class
-    where it is one of megaverl's own. It names that rank, unless all ranks failed alike.
+    All ranks raise the error of the lowest failing rank, with its class if it is one of megaverl's. The message names
+    that rank, unless all ranks failed with the same error.
     """
     found = reduce_json(None if error is None else _report(error), _first_failure, group)
     if found is not None:
@@ -272,7 +282,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 
 def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | None:
-    """Of the lowest rank that failed: how to name it, and its report."""
+    """Return the prefix that names the lowest failing rank, and its report; None if no rank failed."""
     rank = next((rank for rank, report in enumerate(reports) if report is not None), None)
     if rank is None:
         return None
@@ -282,7 +292,14 @@ def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | N
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a body that may fail on some ranks only (no collectives inside); fail on all or on none."""
+    """Return a context for code that may fail on some ranks only: it fails on all ranks or on none.
+
+    The code inside must not contain collectives.
+
+    Example:
+        with together(group):
+            spec = read(folder)  # may fail on one node
+    """
     error: Exception | None = None
     try:
         yield
@@ -292,7 +309,10 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | None = None) -> Any:
-    """Call `function` on one rank of `group`; every rank gets its JSON result, or its error, which names the rank."""
+    """Call `function` on one rank of `group`, and return its JSON result on every rank. Collective.
+
+    An error is raised on every rank and names the rank.
+    """
     outcome: dict[str, Any] = {}
     error: Exception | None = None
     if dist.get_rank(group) == rank:
@@ -305,7 +325,7 @@ def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | N
 
 
 def on_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """`on_rank` 0."""
+    """Call `on_rank` with rank 0."""
     return on_rank(function, 0, group)
 
 
@@ -320,7 +340,7 @@ def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
 
 
 def _report(error: Exception) -> list[str]:
-    """Class, where it is one of megaverl's, and text."""
+    """Return [class name, text] of an error. The class name is empty unless the class is one of megaverl's."""
     own = isinstance(error, MegaverlError)
     return [type(error).__name__ if own else "", clean(str(error)) if own else describe(error)]
 

@@ -1,6 +1,9 @@
-"""Waiting for other ranks with a deadline; and when one does not answer, which rank is at the root of it.
+"""Waits with a deadline, and search for the rank at the root of a failure.
 
-A rank that cannot go on says whom it waits for, and all learn who is the one that waits for nobody.
+A rank that times out reports which rank it was waiting for. Following these reports leads to the rank that waits for
+none, which every rank then names in its error.
+
+    rank 2 waits for 1, rank 1 waits for 0, rank 0 has no report  ->  rank 0 is at fault
 """
 
 from __future__ import annotations
@@ -20,18 +23,18 @@ import torch.distributed as dist
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 
-# How long a rank waits to hear whether the rank that it blames has itself been waiting for another.
+# How long a rank waits for a report from the rank that it blames, which may itself have waited for another.
 GRACE_SECONDS = 2.0
 POLL_SECONDS, DEVICE_POLL_SECONDS = 0.05, 1e-4
 
-_made: Counter[str] = Counter()  # so that all ranks of a group name their resharders alike
+_made: Counter[str] = Counter()  # counts resharders per group, so that all ranks use the same store keys
 
 
 def wait(work: dist.Work, timeout: timedelta | None) -> None:
-    """Wait for an operation; on CUDA only the current stream does: see `wait_for_event`.
+    """Wait for an operation. On CUDA only the current stream waits; see `wait_for_event`.
 
     Raises:
-        RuntimeError: it failed, or took longer than `timeout` (None: than the group's own).
+        RuntimeError: the operation failed, or took longer than `timeout` (None: than the group's timeout).
     """
     if platform.is_cuda or timeout is None:
         work.wait()
@@ -40,7 +43,7 @@ def wait(work: dist.Work, timeout: timedelta | None) -> None:
 
 
 def record_event() -> torch.cuda.Event | None:
-    """An event behind all that the current stream has been given; None without CUDA."""
+    """Record an event after all work on the current stream. Return None without CUDA."""
     if not platform.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -49,7 +52,7 @@ def record_event() -> torch.cuda.Event | None:
 
 
 def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) -> None:
-    """Wait until the device has come to the event.
+    """Wait until the device has reached the event.
 
     Raises:
         TimeoutError: it took longer than `timeout`.
@@ -64,13 +67,13 @@ def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) ->
 
 
 def cause_of(error: BaseException) -> str:
-    """What a transport says, in short: without the place in its source, and the causes that it guesses."""
+    """Return a transport's error message without source locations and guesses about its cause."""
     text = str(error).splitlines()[0] if str(error) else "no answer"
     return re.sub(r"^\[[^\]]*:\d+\] ", "", text).partition(". ")[0][:160]
 
 
 class Report(NamedTuple):
-    """`reporter` waited for `culprit` (-1: for all) while it was `doing` something."""
+    """Report that `reporter` waited for `culprit` (-1: for all ranks) while it was `doing` something."""
 
     culprit: int
     doing: str
@@ -78,13 +81,14 @@ class Report(NamedTuple):
 
 
 class Failures:
-    """Reports of one resharder's ranks in the store of the process group, looked at only when something failed.
+    """Failure reports of one resharder's ranks, in the store of the process group. They are read only after a failure.
 
-    Where that store is hosted by the rank that is lost (rank 0, without torchrun), each rank says what it knows.
+    If the lost rank hosts the store (rank 0 without torchrun), each rank reports only what it knows itself.
 
     Args:
-        group: the ranks; None: all.
-        timeout: how long they wait for each other.
+        group: the ranks. None: all.
+        rank: this rank in the group.
+        timeout: how long ranks wait for each other.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None) -> None:
@@ -97,18 +101,18 @@ class Failures:
         self._seconds = None if timeout is None else timeout.total_seconds()
 
     def blame(self, version: int, peer: int, what: str, error: Exception) -> ReshardError:
-        """An error that names the rank at the root of this one's failure.
+        """Return an error that names the rank at the root of this rank's failure.
 
         Args:
-            version: of the weights that were moving.
+            version: version of the weights that were moving.
             peer: the rank that this one waited for; -1: all.
-            what: this rank was doing, with the boxes concerned.
-            error: the transport's.
+            what: what this rank was doing, with the affected boxes.
+            error: the transport's error.
         """
         found = [Report(peer, what, self._rank)]
 
         def ask() -> None:
-            # the group's own: a group over several worlds reaches ranks that the default group's store does not know
+            # Use the group's store, because a group over several worlds has ranks that the default group's store lacks.
             group = self._group or dist.distributed_c10d._get_default_group()
             store = dist.distributed_c10d._get_process_group_store(group)
             store = dist.PrefixStore(f"{self._prefix}/{version}", store)
@@ -119,6 +123,7 @@ class Failures:
             elif culprit := self._missing(store, what):
                 found[0] = culprit
 
+        # A rank that waited for all ranks waits once more for their timeouts, after which they report whom they lack.
         patience = (self._seconds or 0.0) if peer < 0 else 0.0
         _within(patience + 3 * GRACE_SECONDS, ask)
         root = found[0]
@@ -131,8 +136,10 @@ class Failures:
         )
 
     def _missing(self, store: dist.Store, what: str) -> Report | None:
-        """Who is at the root when this rank only knows that not all have come: someone else's report says it, or
-        there is one rank alone of which nothing is heard."""
+        """Find the root of a failure if this rank knows only that some rank is missing.
+
+        Either another rank's report leads to it, or exactly one rank is silent. Otherwise return None.
+        """
         store.set(f"present/{self._rank}", "")
         store.add("num_present", 1)
         end = time.monotonic() + (self._seconds or 0.0) + GRACE_SECONDS
@@ -151,7 +158,7 @@ def _report_of(store: dist.Store, rank: int | str) -> Report:
 
 
 def _follow(store: dist.Store, report: Report) -> Report:
-    """From a report to that of the rank blamed in it, and on, until one that says nothing."""
+    """Follow reports from the reporter to the rank that it blames, until a rank without a report."""
     end = time.monotonic() + GRACE_SECONDS
     seen = {report.reporter}
     while time.monotonic() < end and report.culprit not in seen:
@@ -164,13 +171,13 @@ def _follow(store: dist.Store, report: Report) -> Report:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Run it in a thread and leave it there if it takes longer: the store's own host may be the one that stalled."""
+    """Run `function` in a thread, and abandon the thread after `seconds`, because the store's host may have stalled."""
 
     def run() -> None:
         try:
             function()
         except RuntimeError:
-            # The store went with the rank that hosts it; what this rank knows by itself must do.
+            # The store was lost together with its host. This rank falls back to what it knows.
             return
 
     thread = threading.Thread(target=run, daemon=True, name="reshard-failure")

@@ -1,4 +1,4 @@
-"""The shape of a parallel grid, the place of a rank in it, and whether it fills so many ranks: pure arithmetic."""
+"""Shape of a parallel grid, coordinates of ranks, and checks that a grid fits a number of ranks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol
 
 from megaverl.errors import GridError
 
-# The fastest-varying dimension first: tensor-parallel ranks are neighbours, pipeline stages farthest apart.
+# Fastest-varying dimension first: tensor-parallel ranks are adjacent, pipeline stages farthest apart.
 DIMS = ("tp", "cp", "dp", "pp")
-# Experts use the same ranks: expert-tensor, expert and expert-data ranks fill what tp, cp and dp fill.
+# Dimensions of expert layers over the same ranks: etp x ep x edp equals tp x cp x dp.
 EXPERT_DIMS = ("etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
 class Coords:
-    """A rank's index along every dimension of a grid."""
+    """A rank's index in every dimension of a grid."""
 
     tp: int
     cp: int
@@ -29,16 +29,16 @@ class Coords:
 
 @dataclass(frozen=True)
 class GridShape:
-    """Sizes of the dimensions: tensor, context, data, pipeline; expert and expert-tensor over the same ranks.
+    """Sizes of the dimensions: tensor, context, data, pipeline, and expert and expert-tensor over the same ranks.
 
     `rank = tp + TP * (cp + CP * (dp + DP * pp))`, megatron-core's order "tp-cp-dp-pp".
 
     Attributes:
-        vpp: virtual pipeline stages per pipeline rank (None: one).
-        etp: tensor parallelism inside an expert (None: the same as `tp`).
+        vpp: virtual pipeline stages per pipeline rank. None: one.
+        etp: tensor parallelism inside an expert. None: the same as `tp`.
 
     Raises:
-        GridError: a size below 1, or experts that do not divide the ranks of a stage.
+        GridError: a size is below 1, or the expert sizes do not divide the ranks of a stage.
     """
 
     tp: int = 1
@@ -70,10 +70,10 @@ class GridShape:
         etp: int | None = None,
         role: str = "grid",
     ) -> GridShape:
-        """The grid whose data-parallel size fills `world_size`.
+        """Return the grid of these sizes whose data-parallel size fills `world_size`.
 
         Raises:
-            GridError: the sizes do not divide the world; names the numbers and what would fit.
+            GridError: the sizes do not divide the world size; the message lists sizes that would fit.
         """
         sizes, ranks = Sizes(tp, cp, pp, ep, etp), f"{world_size} ranks"
         if problem := grid_problem(sizes, world_size, ranks, "the world of", "start a multiple of {} processes"):
@@ -93,12 +93,16 @@ class GridShape:
         return self.tp * self.cp * self.dp * self.pp
 
     def sizes(self, dims: tuple[str, ...] = DIMS) -> tuple[int, ...]:
-        """Sizes in the order of `dims` (`DIMS` or `EXPERT_DIMS`)."""
+        """Return the sizes in the order of `dims` (`DIMS` or `EXPERT_DIMS`)."""
         derived = {"etp": self.expert_tp, "edp": self.expert_dp}
         return tuple(derived.get(dim) or getattr(self, dim) for dim in dims)
 
     def coords(self, rank: int) -> Coords:
-        """Where `rank` (0 to world_size - 1) stands."""
+        """Return the coordinates of `rank` (0 to world_size - 1).
+
+        Raises:
+            GridError: the rank is outside the grid.
+        """
         if not 0 <= rank < self.world_size:
             raise GridError(f"rank {rank} is outside the grid of {self.world_size} ranks.")
         dense = dict(zip(DIMS, _unravel(rank, self.sizes(DIMS)), strict=True))
@@ -107,12 +111,14 @@ class GridShape:
         return Coords(**dense, **expert)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank that stands there."""
+        """Return the rank at these coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The ranks that share all but one coordinate with `rank`, by that dimension; only where there are several, and
-        those of experts where these are cut over ranks."""
+        """Return for each dimension the ranks that differ from `rank` only in it.
+
+        Dimensions of size 1 are left out, and so are expert dimensions unless ep > 1.
+        """
         every = [self.coords(other) for other in range(self.world_size)]
         found: dict[str, tuple[int, ...]] = {}
         for dims in (DIMS, EXPERT_DIMS) if self.ep > 1 else (DIMS,):
@@ -132,7 +138,10 @@ class GridShape:
 
 
 class GridSizes(Protocol):
-    """Sizes of a role's grid; the data-parallel size is what is left. `GridConfig` and `GridShape` are such."""
+    """Sizes of a role's grid without the data-parallel size, which fills the remaining ranks.
+
+    `GridConfig` and `GridShape` implement it.
+    """
 
     @property
     def tp(self) -> int: ...
@@ -147,7 +156,7 @@ class GridSizes(Protocol):
 
 
 class Sizes(NamedTuple):
-    """The sizes alone, where there is no section that has them: of an engine's grid."""
+    """Sizes of a grid without a configuration section, such as an engine's."""
 
     tp: int = 1
     cp: int = 1
@@ -159,12 +168,14 @@ class Sizes(NamedTuple):
 def grid_problem(
     grid: GridSizes, num_ranks: int, ranks: str, whose: str = "its", fix: str = "give it a multiple of {} ranks"
 ) -> str:
-    """What is wrong with a grid on so many ranks; empty where it fits.
+    """Return the reason why a grid does not fit a number of ranks, or "".
 
-    `tp * cp * pp` divides the ranks, and `etp * ep` the ranks of a pipeline stage.
+    `tp * cp * pp` must divide the ranks, and `etp * ep` the ranks of a pipeline stage.
 
     Args:
-        ranks, whose, fix: how the message calls the ranks, and what it advises.
+        ranks: name of the ranks in the message, such as "8 ranks".
+        whose: words before that name.
+        fix: advice at the end of the message; `{}` is the product of the sizes.
     """
     size = grid.tp * grid.cp * grid.pp
     if size < 1 or num_ranks % size:

@@ -1,7 +1,7 @@
-"""The process-group manager: grids over ranks, and every group made once.
+"""Process groups of grids. Every distinct group is created once.
 
-Groups belong to the manager, not to megatron-core's global `parallel_state`: actor and critic may lie on
-different grids over the same ranks, and groups over the same ranks are shared between them.
+Groups belong to the manager instead of megatron-core's global `parallel_state`, because actor and critic may use
+different grids over the same ranks. Grids share groups of the same ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DENSE_GROUPS = {
     "intra_dp_cp": ("cp", "dp"),
     "intra_dist_opt": DIMS,
 }
-# ... and of the expert grid over the same ranks.
+# Field of ProcessGroupCollection -> dimensions of the expert grid, over the same ranks.
 EXPERT_GROUPS = {
     "expt_tp": ("etp",),
     "ep": ("ep",),
@@ -50,7 +50,11 @@ EXPERT_GROUPS = {
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's view of one grid: its coordinates and its groups."""
+    """This rank's view of one grid: its coordinates and its groups.
+
+    Attributes:
+        world: group of all ranks of the grid.
+    """
 
     shape: GridShape
     rank: int
@@ -84,29 +88,34 @@ class Grid:
 
 
 class ProcessGroupManager:
-    """Makes grids over the ranks of the default group, each distinct process group once.
+    """Creates grids over the ranks of the default group, and each distinct process group once.
 
     Args:
-        timeout: the deadline of every collective on the groups made here; None: the default group's.
+        timeout: deadline of every collective in the groups created here. None: the default group's.
+
+    Example:
+        groups = ProcessGroupManager()
+        grid = groups.grid(GridShape.fit(8, tp=2, pp=2, role="actor"))
+        dist.all_reduce(tensor, group=grid.tp_group)
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): default_group()}
-        # megatron-core's sequence-parallel layers ask for this buffer even without the global state
+        # Megatron-core's sequence-parallel layers need this buffer even without the global state.
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
 
     @property
     def num_groups(self) -> int:
-        """Distinct groups this rank is a member of."""
+        """Number of distinct groups that this rank is a member of."""
         return sum(dist.get_rank() in ranks for ranks in self._groups)
 
     def group(self, enumeration: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
-        """The group of `enumeration` that this rank is in, if any; those not there yet are made.
+        """Create the missing groups of `enumeration`, and return the one that contains this rank, or None.
 
-        Every rank of the world takes part, in the same order, for groups that it is not in as well: torch names
-        a group by the number of those before it, so members that have counted differently would never meet.
+        Every rank of the world must call this in the same order, also for groups that it is not in. torch names a group
+        by the number of groups created before it, so ranks with different counts would never connect.
         """
         mine = None
         for ranks in enumeration:
@@ -118,10 +127,10 @@ class ProcessGroupManager:
         return mine
 
     def grid(self, shape: GridShape) -> Grid:
-        """Lay `shape` over the ranks of the world; every rank takes part.
+        """Create the groups of a grid over all ranks of the world. Collective over the world.
 
         Raises:
-            GridError: the grid does not fill the world.
+            GridError: the grid does not have as many ranks as the world.
         """
         world, rank = dist.get_world_size(), dist.get_rank()
         if shape.world_size != world:
@@ -138,5 +147,6 @@ class ProcessGroupManager:
         # Tied embeddings live on the first and last stage; only those ranks share a gradient group.
         groups["embd"] = self.group({stages[0], stages[-1]} for stages in pipelines)
         groups["pos_embd"] = self.group([stages[0]] for stages in pipelines)
+        # Optimizer shards are not replicated over several instances, so each of these groups has one rank.
         groups["inter_dist_opt"] = self.group([one] for one in range(world))
         return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), default_group())

@@ -1,4 +1,7 @@
-"""What every rank says of itself once a second, and what follows from what all of them say. Pure but for `here`."""
+"""Heartbeats that every rank publishes once a second, and the decision which rank is lost or stalled.
+
+All functions are pure except `this_host`, `process_is_gone` and `place`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import psutil
 
 Wait = Literal["", "device", "ranks"]
 
-# Frames up from the innermost in which a wait for other ranks may show.
+# Number of innermost frames that are searched for a wait for other ranks.
 _DEPTH = 6
 _WAITS = (
     "torch/distributed/",
@@ -24,23 +27,29 @@ _WAITS = (
     "megaverl/coordinator/__init__.py",
 )
 _CALLS = (".wait(", "barrier(", "batch_isend_irecv(")
-# Where Python waits until a device has computed, and with it for the collectives that were launched before.
+# Calls that block until the device has finished, including the collectives launched before.
 _READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", ".copy_(", "synchronize(", "float(", "int(", "bool(")
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Of one rank.
+    """State of one rank.
 
     Attributes:
-        number: grows with every beat. doing: what it began last, `seconds` ago.
-        waits_for: what its main thread waits in: a call for other ranks, or for its device, which may itself wait for
-            other ranks, as under NCCL; empty: it works. waited: seconds in this one call.
-        where: its main thread is, as file:line (function).
-        host: the machine and the space of process ids in it. left: it ended of its own accord.
-        world: those of one name go through the same stages. step: in which it is, or was last.
-        begun: the stages that it has begun in that step, the last one last.
-        collective: that its process waits in for long, in words; empty: none is known of.
+        number: grows with every heartbeat.
+        doing: name of the stage that it began last.
+        seconds: time since then.
+        waits_for: what its main thread blocks on: "ranks", "device" (which may itself wait for other ranks, as under
+            NCCL), or "" if it is working.
+        waited: seconds in this call.
+        where: position of its main thread, as file:line (function).
+        host: machine and process id namespace.
+        pid: process id.
+        left: it ended on its own, without a failure.
+        world: ranks with the same name run the same stages.
+        step: current or last step.
+        begun: stages begun in that step, the latest last.
+        collective: description of the collective that it has been blocked in for long; "" if none is known.
     """
 
     number: float
@@ -59,7 +68,7 @@ class Heartbeat:
 
     @property
     def reached(self) -> tuple[str, int, tuple[str, ...]]:
-        """How far it is, among those of its world."""
+        """Progress of the rank, to compare with other ranks of its world: (world, step, stages begun)."""
         return self.world, self.step, self.begun
 
     def to_json(self) -> str:
@@ -77,7 +86,7 @@ class Heartbeat:
 
 
 def this_host() -> str:
-    """The machine, and the space of process ids in it."""
+    """Return the machine and the process id namespace."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -86,7 +95,7 @@ def this_host() -> str:
 
 
 def process_is_gone(beat: Heartbeat) -> bool:
-    """Whether the process of a beat has ended, if it is of this machine; of another's nothing is known."""
+    """Return whether the process of a heartbeat has ended. False for another machine, where this cannot be checked."""
     if beat.host != this_host():
         return False
     try:
@@ -102,10 +111,13 @@ def who_is_gone(
     name: Callable[[int], str],
     is_gone: Callable[[Heartbeat], bool] = process_is_gone,
 ) -> str:
-    """The ranks that are no more; empty where all are.
+    """Return a text that names the ranks that are lost, or "".
 
     Args:
-        silent: rank -> seconds since its beat last changed.
+        beats: rank -> last heartbeat.
+        silent: rank -> seconds since its heartbeat last changed.
+        lost_after: seconds of silence after which a rank counts as lost.
+        name: name of a rank in the text.
     """
     found = []
     for rank, beat in sorted(beats.items()):
@@ -119,29 +131,35 @@ def who_is_gone(
 
 
 def is_behind(beat: Heartbeat, other: Heartbeat) -> bool:
-    """Whether a rank has yet to come to where another one of its world is, by what both say."""
+    """Return whether a rank has not yet reached the stage that another rank of its world is in."""
     if beat.world != other.world or not beat.begun or not other.begun:
         return False
     if beat.step != other.step:
         return beat.step < other.step
-    # a stage that only one of the two has, such as writing what was measured, puts neither behind
+    # A stage that only one of the two runs, such as writing metrics, puts neither behind.
     return beat.begun[-1] in other.begun and other.begun[-1] not in beat.begun
 
 
 def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[int], int] | None:
-    """Which ranks hold the others up, and who has waited for them too long; None where nobody has.
+    """Find the ranks that block the others, and the rank that has waited longest for them.
 
-    What ranks say decides first: nobody is to blame who has passed another rank of its world. Between the last ones
-    their calls decide: a rank at work is to blame before one that reads from its device, which may wait for others,
-    and this one before one in a call that waits for other ranks, which is to blame where others have passed it: its
-    wait is for something else, such as a disk. A rank that has begun something new within the time is not to blame:
-    it may have several things to do while others wait for the last of them.
+    First, only ranks that are not ahead of another rank of their world are suspects. Among these, suspicion goes in
+    this order:
+
+        1. ranks that are working
+        2. ranks that read from their device, which may wait for others
+        3. ranks that wait for other ranks although others have passed them: they wait for something else, such as a
+        disk
+
+    A rank that began a stage within `stalled_after` is not blamed: it may have several stages to run while others wait
+    for the last of them.
 
     Returns:
-        The ranks to blame, none where all of several wait for each other, and the rank that has waited.
+        The ranks to blame (empty if several ranks all wait for each other) and the rank that has waited, or None if no
+        rank has waited for longer than `stalled_after` seconds.
     """
     here = {rank: beat for rank, beat in sorted(beats.items()) if not beat.left}
-    places = {beat.reached: beat for beat in here.values()}  # a few, however many ranks there are
+    places = {beat.reached: beat for beat in here.values()}  # few entries even with many ranks
     is_last = {where: not any(is_behind(other, beat) for other in places.values()) for where, beat in places.items()}
     is_passed = {where: any(is_behind(beat, other) for other in places.values()) for where, beat in places.items()}
     last = [rank for rank, beat in here.items() if is_last[beat.reached]]
@@ -150,12 +168,14 @@ def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[in
     passed = [rank for rank in last if is_passed[here[rank].reached]]
     suspects = at_work or reading or passed
     to_blame = [rank for rank in suspects if here[rank].seconds > stalled_after]
+    # If every rank is a suspect and has waited, no single rank is at fault: all wait for each other.
     if len(to_blame) == len(here) > 1 and all(here[rank].waited > stalled_after for rank in to_blame):
         to_blame = []
     elif suspects and not to_blame:
         return None
     waited = {rank: beat.waited for rank, beat in here.items() if rank not in to_blame}
-    for rank in waited:  # nothing shows that it waits, but it has been further for so long
+    # A rank that is ahead of a blamed rank counts as waiting, even if its call does not show it.
+    for rank in waited:
         if any(is_behind(here[other], here[rank]) for other in to_blame):
             waited[rank] = here[rank].seconds
     longest = max(waited, key=waited.__getitem__, default=-1)
@@ -163,7 +183,7 @@ def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[in
 
 
 def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Callable[[int], str]) -> str:
-    """What to say of those whom `blame` finds; empty where nobody stalls."""
+    """Return a text about the ranks that `blame` finds, or "" if none stalls."""
     found = blame(beats, stalled_after)
     if found is None:
         return ""
@@ -180,7 +200,10 @@ def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Calla
 
 
 def place(frame: FrameType | None) -> tuple[str, Wait]:
-    """Where a thread is, outermost of its waits if it waits for other ranks, and what it waits for."""
+    """Return the position of a thread, and what it waits for.
+
+    If it waits for other ranks, the position is the outermost frame of that wait.
+    """
     if frame is None:
         return "nowhere", ""
     where = _text(frame)
@@ -196,7 +219,7 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
 
 
 def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # no number as a call begins or ends
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None while a call begins or ends
 
 
 def _text(frame: FrameType) -> str:

@@ -1,13 +1,19 @@
-"""A lost or stalled rank is named on every rank: all write to the store what they do, the coordinator reads it.
+"""Detects lost and stalled ranks, and names them on every rank.
 
-A thread of each rank writes a heartbeat a second, and reads the coordinator's and whether there is a failure reason;
-the coordinator's thread reads all. So the work of a rank does not grow with the job. Who finds a rank gone writes the
-failure reason; the first one stands. Every rank then shows it and ends, unless its main thread ends by itself before.
+    every rank, once a second             coordinator, once a second
+    main thread: status(stage, step)
+    thread: publish heartbeat  ---------> read all heartbeats
+            read the failure   <--------- publish the failure reason if a rank is lost or stalled
+            reason and the coordinator's
+            heartbeat
 
-Which collective a rank waits in is read from torch's flight recorder, as JSON. torch keeps the last collectives of a
-process, of NCCL and of gloo in a recorder each (torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp` and
-`FlightRecorderDetail.hpp`; NCCL's messages between two ranks are in it as well, gloo's are not).
-`TORCH_NCCL_TRACE_BUFFER_SIZE` is how many, 0: none.
+A rank reads only the coordinator's heartbeat, so its work does not grow with the job. The first failure reason that is
+published stands. Every rank then shows it and ends, unless its main thread ends earlier.
+
+The collective that a rank blocks in comes from torch's flight recorder, as JSON. torch keeps the last collectives of a
+process, with one recorder for NCCL and one for gloo (torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp` and
+`FlightRecorderDetail.hpp`). NCCL's point-to-point messages are recorded too, gloo's are not.
+`TORCH_NCCL_TRACE_BUFFER_SIZE` sets the number of entries; 0 disables it.
 """
 
 from __future__ import annotations
@@ -32,17 +38,18 @@ from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, wh
 from megaverl.errors import FAILED
 from megaverl.user_code import describe
 
-# Of NCCL, where torch is built with it, and of the other backends.
+# Recorder of NCCL, if torch is built with it, and of the other backends.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _WRITES_TO = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def write_flight_record(folder: Path, world: str = "") -> None:
-    """Let torch, where its own deadline passes first, write its recorder into a folder that is there, as one file a
-    rank for its `torchfrtrace`. What the environment names already stays.
+    """Make torch write its flight record into an existing folder when one of its own timeouts expires.
+
+    It writes one file per rank for torch's `torchfrtrace`. Paths that the environment already sets are kept.
 
     Args:
-        world: of this rank, where there are several, each with ranks from 0.
+        world: name of this rank's world, if there are several with ranks from 0.
     """
     if not any(name in os.environ for name in _WRITES_TO):
         words = ["nccl_trace", *re.findall(r"\w+", world), "rank_"]
@@ -50,8 +57,11 @@ def write_flight_record(folder: Path, world: str = "") -> None:
 
 
 def waits_in() -> str:
-    """The collective that this process began first of those that are not over; '' where it is in none, or the
-    recorder is off. Nobody is waited for: a device is asked how far it is."""
+    """Return a description of the oldest unfinished collective of this process.
+
+    It is "" if there is none, or if the recorder is off. The call does not block: it only queries the device's
+    progress.
+    """
     entries: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for name in _DUMPS:
         if dump := getattr(_distributed_c10d, name, None):
@@ -64,16 +74,16 @@ def waits_in() -> str:
 
 
 def unfinished(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What is not over: NCCL's are found to be complete, gloo's are only retired."""
+    """Return the unfinished entries. NCCL's finished ones are "completed", gloo's are only "retired"."""
     return [entry for entry in entries if entry["state"] != "completed" and not entry["retired"]]
 
 
 def describe_collective(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, str]], now: int) -> str:
-    """As "all_reduce 17 of the group tp (ranks [0, 1]), BFloat16 [4096, 1024], begun 312 s ago".
+    """Describe an entry as "all_reduce 17 of the group tp (ranks [0, 1]), BFloat16 [4096, 1024], begun 312 s ago".
 
     Args:
-        groups: the recorder's `pg_config`: by name, what each is and which ranks it has.
-        now: in nanoseconds since 1970.
+        groups: the recorder's `pg_config`: name of a group -> its description and ranks.
+        now: nanoseconds since 1970.
     """
     operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
@@ -88,15 +98,18 @@ def describe_collective(entry: Mapping[str, Any], groups: Mapping[str, Mapping[s
     return f"{text}, {_STATES[entry['state']]} {(now - entry['time_created_ns']) / 1e9:.0f} s ago"
 
 
-# A device has come to it, or it waits there behind another.
+# "started": the device has begun it. "scheduled": it is queued on the device.
 _STATES = {"scheduled": "queued", "started": "begun"}
 
 
 class Collectives(NamedTuple):
-    """What a process sent into collectives of one kind, in one group.
+    """Collectives of one kind that a process has called in one group.
 
     Attributes:
-        ranks: of the group; empty: torch does not say. calls: how many. nbytes: of all inputs.
+        ranks: ranks of the group; empty if torch does not report them.
+        operation: name of the collective.
+        calls: number of calls.
+        nbytes: bytes of all inputs.
     """
 
     ranks: tuple[int, ...]
@@ -106,8 +119,13 @@ class Collectives(NamedTuple):
 
 
 def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
-    """Those that this process began after a moment (nanoseconds since 1970), and whether that is all of them: the
-    recorder keeps the last ones only. Messages between two ranks are in it under NCCL alone."""
+    """Return the collectives that this process began after `since`, and whether the list is complete.
+
+    The recorder keeps only the last ones. Point-to-point messages are recorded only under NCCL.
+
+    Args:
+        since: nanoseconds since 1970.
+    """
     found: dict[tuple[tuple[int, ...], str], list[int]] = {}
     is_whole = True
     for name in _DUMPS:
@@ -131,13 +149,13 @@ def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
     return [Collectives(*key, *sums) for key, sums in sorted(found.items())], is_whole
 
 
-# torch's names of dtypes there; of others (8-bit floats, integers, booleans) it is one byte.
+# torch's names of dtypes in records. Others (8-bit floats and integers, booleans) count as one byte.
 _BYTES_OF = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2}
 
 
 _REASON = "liveness/failure_reason"
-ASKS_AFTER = 10.0  # seconds of waiting, at most: then the flight recorder is asked what for
-# What the transports say when the other side is gone.
+ASKS_AFTER = 10.0  # seconds of waiting after which the flight recorder is read
+# Parts of transport errors that mean the peer is gone.
 _SILENCE = re.compile(
     r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
 )
@@ -145,8 +163,15 @@ _SILENCE = re.compile(
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds: between beats; without a beat until a rank counts as lost (a call that holds the interpreter is
-    shorter); that a rank may wait for others; that a rank may take to end by itself once there is a failure reason."""
+    """Time limits in seconds.
+
+    Attributes:
+        stalled_after: how long a rank may wait for others.
+        interval: between heartbeats.
+        lost_after: silence after which a rank counts as lost. It must exceed the longest call that holds the
+            interpreter.
+        grace: how long a rank may take to end by itself after a failure.
+    """
 
     stalled_after: float
     interval: float = 1.0
@@ -155,23 +180,30 @@ class Timeouts:
 
     @property
     def until_found(self) -> float:
-        """Seconds within which a rank that is gone is found to be: two beats to miss it, two to say so."""
+        """Seconds within which a lost rank is detected: two heartbeats to miss it, and two to publish it."""
         return 4 * self.interval + 0.5
 
 
 class Liveness:
-    """Of one rank; every rank of the job makes one.
+    """Liveness of one rank. Every rank of the job creates one, on its main thread.
 
     Args:
-        store: the job's; a connection of its own is made, since others may be blocked in a wait.
-        coordinator: the rank that reads all beats.
-        name: how a rank is called in a message.
-        world: of this rank; those of one name go through the same stages.
-        say: shows the failure reason before this rank is ended.
-        end: ends this rank, with an exit code.
-        show: given all ranks' beats where they are read.
+        store: the job's store. It is cloned, because other threads may be blocked in a wait on its connection.
+        rank: this rank.
+        size: number of ranks.
+        coordinator: the rank that reads all heartbeats.
+        timeouts: time limits.
+        name: returns the name of a rank in messages.
+        world: name of this rank's world; ranks with the same name run the same stages.
+        say: shows the failure reason before this rank ends.
+        end: ends this rank with an exit code.
+        show: gets all heartbeats on the coordinator whenever they are read.
 
-    The thread that makes it is the rank's main one.
+    Example:
+        liveness = Liveness(store, rank, size, coordinator=0, timeouts=Timeouts(stalled_after=1800.0))
+        liveness.status("generate", step=3)
+        ...
+        liveness.leave()
     """
 
     def __init__(
@@ -195,28 +227,32 @@ class Liveness:
         self._found = threading.Event()
         self._stop = threading.Event()
         self._world = world
-        self._position: tuple[int, tuple[str, ...]] = (0, ("start",))  # the step, and what of it has begun
+        self._position: tuple[int, tuple[str, ...]] = (0, ("start",))  # the step, and the stages begun in it
         self._doing, self._since = "start", time.monotonic()
         self._left = False
-        self._rounds = 0  # of the thread that speaks with the store
+        self._rounds = 0  # iterations of the thread that uses the store
         self._main = threading.get_ident()
-        self._call: tuple[int, int, Wait] = (0, 0, "")  # in which the main thread waits, and since when
+        self._call: tuple[int, int, Wait] = (0, 0, "")  # the main thread's current call, and `_called` its start
         self._called = 0.0
-        self._collective: str | None = None  # that is waited in, where the flight recorder was asked
-        self._seen: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its last beat, and when it changed
-        connection: Any = store  # torch's own annotations leave `clone` out
+        self._collective: str | None = None  # None: the flight recorder has not been read yet
+        self._seen: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its last heartbeat, and when it changed
+        connection: Any = store  # torch's annotations lack `clone`
         self._store: dist.Store = connection.clone()
         self._publish()
+        # The last rank to arrive creates the key for which all ranks wait.
         if self._store.add("liveness/count", 1) == size:
             self._store.set(_REASON, "")
-        self._store.wait([_REASON])  # from here on every key is there
+        self._store.wait([_REASON])  # from here on every rank's key exists
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
 
     def status(self, stage: str, step: int | None = None) -> None:
-        """This rank begins a stage of a step, or of what is between two; published at once, so that it is known of a
-        rank that ends in it. A thread beside the main one, such as a writer, does not say how far this rank is."""
+        """Publish that this rank begins a stage of a step.
+
+        It is published immediately, so that it is known if the rank dies in it. Calls from other threads, such as a
+        writer's, do not change the rank's position.
+        """
         if threading.get_ident() == self._main:
             before, begun = self._position
             now = before if step is None else step
@@ -226,54 +262,57 @@ class Liveness:
         self._try_to_publish()
 
     def leave(self) -> None:
-        """This rank ends of its own accord, and so may the others."""
+        """Declare that this rank ends without a failure, and stop the thread."""
         self._left = True
         self._stop.set()
         self._thread.join(timeout=2 * self.timeouts.interval)
         self._try_to_publish()
 
     def report_failure(self, text: str) -> str:
-        """Make this the reason why the run fails, for all ranks; returns the one that stands."""
+        """Propose `text` as the run's failure reason, and return the reason that stands, which is the first one."""
         try:
             reason = self._store.compare_set(_REASON, "", text).decode()
-        except RuntimeError:  # no store any more: the text is for this rank alone
+        except RuntimeError:  # the store is lost, so only this rank knows the text
             reason = text
         self.failure_reason = reason
         self._found.set()
         return reason
 
     def last_heard(self, rank: int) -> str:
-        """What a rank was doing when this one last heard of it; the coordinator hears of all."""
+        """Return the last known state of a rank as text, or "". Only the coordinator knows all ranks."""
         seen = self._seen.get(rank)
         return str(seen[0]) if seen else ""
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is a failure reason, or comes within so long."""
+        """Wait up to `seconds` for a failure reason, and return whether there is one."""
         return self._found.wait(seconds)
 
     def settle(self, seconds: float, otherwise: str) -> str:
-        """The failure reason, waited for so long; where there is none, `otherwise` becomes it.
+        """Wait up to `seconds` for a failure reason, and return it. If there is none, `otherwise` becomes the reason.
 
-        For a main thread that was cut off: it then ends by itself, with these words.
+        The caller is a main thread that lost contact and then ends by itself with this text.
         """
         self._found.wait(seconds)
         self._stop.set()
         reason = self.failure_reason or self.report_failure(otherwise)
         if self._store_ends_with_me():
-            time.sleep(3 * self.timeouts.interval)  # others must read it first
+            time.sleep(3 * self.timeouts.interval)  # let the others read the reason first
         return reason
 
     def _store_ends_with_me(self) -> bool:
-        """Whether others lose the store when this rank ends: it keeps it, or the agent that does, of several nodes'
-        the first, ends with its ranks."""
+        """Return whether the other ranks lose the store when this rank ends.
+
+        That is the case if this rank hosts the store. If torchrun's agent hosts it, the agent of the first of several
+        nodes ends with its ranks.
+        """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return self.rank == 0
         return os.environ.get("GROUP_RANK") == "0" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
     def explain(self, error: BaseException) -> str | None:
-        """What to say of an error on this rank: the failure reason, if it comes of another rank's end, else None.
+        """Return the failure reason if another rank's end caused `error`, else None.
 
-        Without one the error is made the reason, for ranks that wait for this one.
+        Without a failure reason, the error becomes the reason, for ranks that wait for this one.
         """
         if self.size == 1:
             return None
@@ -284,12 +323,13 @@ class Liveness:
         own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
         silent = _SILENCE.search(_chain(error)) is not None
         reason = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own)
-        return None if reason.endswith(what) else reason  # an error that all ranks have, each of them tells
+        return None if reason.endswith(what) else reason  # each rank reports an error that all ranks have
 
     def _guard(self) -> None:
-        """Ends a rank that is cut off: a call to a store behind a dead link may not come back, whatever its timeout.
+        """End a rank that is cut off: a call to a store behind a dead link may never return, whatever its timeout.
 
-        It counts its own rounds, so that an interpreter that was busy elsewhere counts for nothing.
+        The guard counts its own iterations instead of reading a clock, so that a busy interpreter does not count as
+        silence.
         """
         rounds, seen = 0, self._rounds
         while not self._stop.wait(self.timeouts.interval):
@@ -305,13 +345,15 @@ class Liveness:
                 if reason := self._look():
                     self._end(reason)
                     return
-        except RuntimeError as error:  # the store's
+        except RuntimeError as error:  # the store is lost
             if not self._stop.is_set():
                 self._end(self._without_a_store(error))
 
     def _without_a_store(self, error: Exception | None = None, silent: float = 0.0) -> str:
-        """Whoever keeps it is gone, or silent for so many seconds: torchrun's agent, or the first rank, whose last beat
-        may be known here."""
+        """Return a text about the host of the store, which is gone or has been silent for `silent` seconds.
+
+        The host is torchrun's agent or the first rank, whose last heartbeat may be known here.
+        """
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         what = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
         keeper = "torchrun's agent" if agent else self.name(0)
@@ -321,7 +363,7 @@ class Liveness:
         return f"{text}: {self.last_heard(0) or 'nothing was heard of it'}"
 
     def _look(self) -> str:
-        """The failure reason, if there is one or this rank finds it."""
+        """Return the failure reason, after looking for lost and (on the coordinator) stalled ranks."""
         ranks = range(self.size) if self.rank == self.coordinator else [self.coordinator]
         data = self._store.multi_get([_REASON, *(f"liveness/beat/{rank}" for rank in ranks)])
         if data[0]:
@@ -341,12 +383,13 @@ class Liveness:
         return self.report_failure(text) if text else ""
 
     def _end(self, reason: str) -> None:
-        """Pass on the reason, and end the process unless it ends by itself."""
+        """Set the failure reason, and end the process unless it ends by itself within the grace period."""
         self.failure_reason = reason
         self._found.set()
         if self._stop.wait(self.timeouts.grace):
             return
-        if not reason.endswith(_interrupted_here()):  # here, who started the ranks says so
+        # After an interrupt on this machine, the launcher already reports it.
+        if not reason.endswith(_interrupted_here()):
             self._say(f"{reason}. {self.name(self.rank)} was in {self._doing}; the run ends.")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -355,14 +398,16 @@ class Liveness:
     def _try_to_publish(self) -> None:
         try:
             self._publish()
-        except RuntimeError:  # the thread finds out as well that there is no store any more, and tells
+        except RuntimeError:  # the thread notices the lost store too, and reports it
             return
 
     def _publish(self) -> None:
+        # Reading the main thread's frame from outside works even while that thread is blocked.
         frame = sys._current_frames().get(self._main or 0)
         where, waits_for = place(frame)
         now = time.monotonic()
         call = (id(frame), frame.f_lasti if frame else 0, waits_for)
+        # The same frame at the same instruction means that the thread is still in the same call.
         if call != self._call:
             self._call, self._called, self._collective = call, now, None
         asks_after = min(ASKS_AFTER, self.timeouts.stalled_after / 2)
@@ -392,7 +437,7 @@ def _interrupted_here() -> str:
 
 
 def _chain(error: BaseException | None) -> str:
-    """The texts of an error and of its causes."""
+    """Return the texts of an error and of its causes."""
     texts = []
     while error is not None:
         texts.append(describe(error))

@@ -1,12 +1,18 @@
-"""Messages from host to host between any two ranks of a job, over connections that are opened when two ranks speak.
+"""Point-to-point messages between the hosts of any two ranks of a job, over connections that are opened on first use.
 
-Who sends waits for nobody: a thread of the receiver's reads what comes, keeps it until it is asked for, and then tells
-the sender, for whom a message has left when it was taken. In a gloo group that connects lazily the first send to a rank
-would wait until that rank receives.
+A sender never blocks. A thread of the receiver reads incoming messages, keeps them until `receive` asks for them, and
+then acknowledges them; a message counts as sent once it is acknowledged. A gloo group with lazy connections would block
+the first send to a rank until that rank receives.
 
-A connection has messages one way, and what was taken of them the other way. A rank that waits for another opens one as
-well, though it has nothing to say: it breaks at once when the other's process ends. Those that nobody uses are closed
-beyond a number (`MOST_IDLE`), so the sockets of a rank do not grow with those that it has ever spoken with.
+    sender                              receiver
+    send() -> Future     --message-->   thread reads and keeps it
+                                        receive() returns it
+    Future is done       <-number----   and acknowledges it
+
+A connection carries messages in one direction and acknowledgements in the other. A rank that waits for another one
+opens a connection as well, without sending anything: it breaks immediately when the other process ends. Beyond
+`MOST_IDLE`, unused connections are closed, so the number of sockets does not grow with the number of ranks ever
+contacted.
 """
 
 from __future__ import annotations
@@ -32,21 +38,28 @@ from torch import Tensor
 
 from megaverl.distributed.store import family_of, own_address
 
-MOST_IDLE = 64  # connections of a rank that are kept though nobody uses them: those used last
-_TOKEN = 16  # bytes that a connection begins with, known from the store
+MOST_IDLE = 64  # number of unused connections that stay open: the most recently used ones
+_TOKEN = 16  # bytes of the token that a connection begins with
 _HELLO = struct.Struct(f"<{_TOKEN}sI")  # the receiver's token, the sender's rank
-_HEAD = struct.Struct("<QI")  # a message's number, the bytes of its name and sizes
+_HEAD = struct.Struct("<QI")  # number of a message, bytes of its name and sizes
 _NUMBER = struct.Struct("<Q")
-_SMALL = 65536  # bytes of a message that goes in one piece
-_HELLO_SECONDS = 300.0  # in which who connects says who it is
+_SMALL = 65536  # bytes up to which a message is sent in one piece
+_HELLO_SECONDS = 300.0  # timeout for the first bytes of an incoming connection
 _RETRY_SECONDS = 0.05
-_LAST_WORDS = 5.0  # seconds in which what a rank sent before it ended is still read
+_LAST_WORDS = 5.0  # seconds to read what a rank sent before it ended
 
 _Outbox = asyncio.Queue[Sequence[bytes | memoryview]]
 
 
 class _Message(NamedTuple):
-    """One that came, and on which connection."""
+    """Message that has arrived, and its connection.
+
+    Attributes:
+        parts: [n] uint8 each.
+        number: number that acknowledges it.
+        link: socket of the connection.
+        one: lock for writes to the socket.
+    """
 
     parts: list[Tensor]
     number: int
@@ -54,9 +67,9 @@ class _Message(NamedTuple):
     one: threading.Lock  # speaks on it
 
     def say_taken(self) -> None:
-        """At once: this process may end next."""
+        """Acknowledge the message at once, because this process may end next."""
         data, ready = _NUMBER.pack(self.number), select.poll()
-        with suppress(OSError, ValueError), self.one:  # whoever is gone need not know
+        with suppress(OSError, ValueError), self.one:  # a rank that is gone needs no acknowledgement
             ready.register(self.link, select.POLLOUT)
             while data:
                 ready.poll()
@@ -65,13 +78,15 @@ class _Message(NamedTuple):
 
 @dataclass(eq=False)
 class _Connection:
-    """To another rank.
+    """Outgoing connection to another rank.
 
     Attributes:
-        under_way: by number, what was sent and is not known to be taken.
-        waiting: threads that wait for a message from there.
-        queued: messages that the loop has to send.
-        link: once it is open.
+        outbox: chunks that the event loop has to send.
+        under_way: number -> future of messages that are not acknowledged yet.
+        waiting: number of threads that wait for a message from that rank.
+        queued: number of messages in the outbox.
+        link: socket, once it is connected.
+        task: task of the event loop that serves the connection.
     """
 
     outbox: _Outbox = field(default_factory=asyncio.Queue)
@@ -83,17 +98,28 @@ class _Connection:
 
 
 class HostMessages:
-    """This rank's messages with the others of its job; every rank makes one, and each at once.
+    """This rank's messages to and from the other ranks of its job. Each rank creates one, without a collective.
 
     Args:
-        store: the job's; in it each rank says where it is reached, and what a connection to it must begin with.
+        store: the job's store, in which each rank publishes its address and the token that a connection must begin
+            with.
+        rank: this rank in the job.
+        size: number of ranks of the job.
+
+    Example:
+        messages = HostMessages(store, rank, size)
+        if rank == 0:
+            messages.send(1, "samples", [tensor]).result()  # returns when rank 1 has received it
+        if rank == 1:
+            (data,) = messages.receive(0, "samples", timedelta(seconds=60))
+        messages.close()
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
-        self._changed = threading.Condition()  # of all that follows, but what the loop's thread alone has
+        self._changed = threading.Condition()  # guards all attributes below, except those of the loop's thread
         self._arrived: defaultdict[tuple[int, str], deque[_Message]] = defaultdict(deque)
-        self._connections: dict[int, _Connection] = {}  # by rank; the last one used is the last
+        self._connections: dict[int, _Connection] = {}  # by rank, in the order of last use
         self._gone: dict[int, str] = {}
         self._addresses: dict[int, list[str]] = {}
         self._number = 0
@@ -101,25 +127,26 @@ class HostMessages:
         self._token = secrets.token_bytes(_TOKEN)
         self._thread: threading.Thread | None = None
         if size > 1:
-            times = store.add(f"messages/{rank}", 1)  # ranks that meet again in one store do not take old addresses
+            # A counter in the key keeps ranks that reuse a store from reading outdated addresses.
+            times = store.add(f"messages/{rank}", 1)
             self._store = dist.PrefixStore(f"messages/{times}", store)
             self._open()
 
     def find(self, rank: int) -> list[str]:
-        """Where a rank is reached. The store is asked once: before its keeper may be gone.
+        """Return host, port and token of a rank. The store is read only once, because its host may be lost later.
 
         Raises:
-            RuntimeError: it did not come within the store's timeout.
+            RuntimeError: the rank did not publish them within the store's timeout.
         """
         if rank not in self._addresses:
             self._addresses[rank] = self._store.get(str(rank)).decode().split()
         return self._addresses[rank]
 
     def send(self, dest: int, name: str, parts: Sequence[Tensor | bytes]) -> Future[None]:
-        """Begin to send bytes, or tensors of the host, as one message; done when the receiver has taken it.
+        """Begin to send bytes or host tensors as one message. The future is done when the receiver has taken it.
 
         Raises:
-            RuntimeError: the store does not say where that rank is.
+            RuntimeError: the store does not have the address of that rank.
         """
         self.find(dest)
         sent: Future[None] = Future()
@@ -141,11 +168,11 @@ class HostMessages:
         return sent
 
     def receive(self, source: int, name: str, timeout: timedelta) -> list[Tensor]:
-        """The parts of the next message of this name from there, [n] uint8, when it is here.
+        """Wait for the next message of this name from `source`, and return its parts, [n] uint8 each.
 
         Raises:
-            OSError: that rank's process has ended, or did not send in time.
-            RuntimeError: the store does not say where that rank is.
+            OSError: the process of that rank has ended, or it did not send in time.
+            RuntimeError: the store does not have the address of that rank.
         """
         self.find(source)
         with self._changed:
@@ -164,7 +191,7 @@ class HostMessages:
         return message.parts
 
     def close(self) -> None:
-        """End all connections; other ranks that wait for this one hear of it."""
+        """Close all connections. Ranks that wait for this one get an error."""
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
@@ -180,7 +207,7 @@ class HostMessages:
         self._store.set(str(self.rank), f"{address} {listening.getsockname()[1]} {self._token.hex()}")
 
     def _to(self, rank: int) -> _Connection:
-        """The connection there; one more is opened where there is none, and idle ones are closed."""
+        """Return the connection to a rank, opening one if needed, and close idle ones."""
         connection = self._connections.pop(rank, None)
         if connection is None:
             connection = _Connection()
@@ -192,7 +219,7 @@ class HostMessages:
                 self._loop.call_soon_threadsafe(self._end, idle)
         return connection
 
-    # From here on everything is the loop's.
+    # All methods below run in the event loop's thread.
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):
@@ -205,7 +232,8 @@ class HostMessages:
                 while True:
                     try:
                         link, _ = await self._loop.sock_accept(listening)
-                    except OSError:  # whoever it was has left, or no more files may be open: the next is heard again
+                    # The peer has already left, or the process is out of file descriptors. Try again later.
+                    except OSError:
                         await asyncio.sleep(_RETRY_SECONDS)
                         continue
                     self._tasks.create_task(self._read(link))
@@ -218,7 +246,7 @@ class HostMessages:
             connection.task.cancel()
 
     async def _speak(self, rank: int, connection: _Connection) -> None:
-        """Pass on what is sent to a rank, until the connection is closed; if it breaks, that rank has ended."""
+        """Send what is queued for a rank until the connection is closed. If it breaks, mark that rank as gone."""
         host, port, token = self._addresses[rank]
         try:
             with socket.socket(family_of(host)) as link:
@@ -250,7 +278,7 @@ class HostMessages:
             sent.set_result(None)
 
     async def _read(self, link: socket.socket) -> None:
-        """Take in what a rank sends here, until it closes the connection."""
+        """Receive messages on an incoming connection until the sender closes it."""
         with suppress(OSError), link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.timeout(_HELLO_SECONDS):
@@ -283,7 +311,7 @@ class HostMessages:
             if not (count := await self._loop.sock_recv_into(link, data)):
                 raise ConnectionError
             if data := data[count:]:
-                await asyncio.sleep(0)  # what is large leaves others their turn
+                await asyncio.sleep(0)  # let other connections proceed during a large message
 
     async def _write(self, link: socket.socket, connection: _Connection) -> None:
         while True:
@@ -294,10 +322,13 @@ class HostMessages:
 
 
 def _sent_at_once(connection: _Connection, chunks: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
-    """Send what is small and waits for nothing before it, and spare the loop's thread; what is left is returned."""
+    """Send a small message directly if nothing is queued before it, and return what is left to send.
+
+    This saves the event loop's thread a wake-up.
+    """
     if connection.link is None or connection.queued or len(chunks) > 1:
         return chunks
-    with suppress(OSError):  # the loop finds out, and says so to all who wait
+    with suppress(OSError):  # the loop notices the error, and reports it to all waiting threads
         chunks = [left] if (left := chunks[0][connection.link.send(chunks[0]) :]) else []
     return chunks
 

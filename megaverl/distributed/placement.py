@@ -1,6 +1,6 @@
-"""Which role has which ranks: what was asked for (`Wanted`), and what came of it (`ResolvedPlacement`). Pure.
+"""Placement of roles on ranks: the requested one (`Wanted`) and the resolved one (`ResolvedPlacement`). Pure.
 
-See docs/placement.md; `placement_resolver` leads from one to the other.
+See docs/placement.md. `placement_resolver` turns the former into the latter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
 
-# In the order in which counts are served and worlds are named.
+# Roles in the order in which counts are assigned and world names are composed.
 ROLES = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
-# What a node may say it is: `--role train` is the actor, with all that is not given a place of its own.
+# Name in `--role` -> role. `train` is the actor with all roles that have no place of their own.
 CLAIMS = {"train": "actor", **{role: role for role in ROLES}}
 REST, ALL = "rest", "all"
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
-_MOST = 1 << 20  # ranks; a longer range is a slip, and would fill the memory
+_MOST = 1 << 20  # limit of rank numbers; a larger one is a typo, and its range would exhaust the memory
 FORMS = (
     "ranks (8, [0, 1], '0-7', '0-3,8-11'), {nodes: NAMES or NUMBERS}, {num_ranks: N}, {num_nodes: N}, "
     "another role's name (its ranks), rest, or all"
@@ -29,13 +29,14 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """A role's place, as it was asked for; exactly one of the fields is set.
+    """Requested place of a role; exactly one of the fields is set.
 
     Attributes:
-        ranks: of the world.
-        nodes: names or numbers of nodes, all of whose ranks it takes.
-        num_ranks, num_nodes: so many of those that nobody names.
-        role: the role whose ranks it shares.
+        ranks: ranks of the job.
+        nodes: names or numbers of nodes, whose ranks are all taken.
+        num_ranks: number of ranks, taken from those that no role names.
+        num_nodes: number of whole nodes, taken likewise.
+        role: role whose ranks are shared.
         word: "rest" (all ranks that no other role takes) or "all".
     """
 
@@ -48,10 +49,10 @@ class Wanted:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """The numbers of "0-3,8": in the order written, doubles kept.
+    """Return the numbers in "0-3,8", in the written order and with duplicates.
 
     Raises:
-        ValueError: says what was found and expected.
+        ValueError: the text is malformed.
     """
     numbers: list[int] = []
     for part in text.split(","):
@@ -69,13 +70,13 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_wanted(value: Any) -> Wanted:
-    """Read one role's entry.
+    """Parse one role's entry.
 
     Args:
-        value: as YAML gives it; see `FORMS`.
+        value: a YAML value; see `FORMS`.
 
     Raises:
-        ValueError: says what was found and which forms there are.
+        ValueError: the value has none of the accepted forms, which the message lists.
     """
     if isinstance(value, Wanted):
         return value
@@ -94,10 +95,10 @@ def parse_wanted(value: Any) -> Wanted:
 
 
 def parse_claims(text: str) -> tuple[str, ...]:
-    """The roles that a node says it is: "rollout", "reward,critic", "train" (the actor).
+    """Return the roles that a node claims: "rollout", "reward,critic", "train" (the actor).
 
     Raises:
-        ValueError: an unknown role.
+        ValueError: a role is unknown.
     """
     found = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in found if part not in CLAIMS]
@@ -138,7 +139,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _node_names(value: Any) -> tuple[str | int, ...]:
-    """Names as they stand, and numbers; "0-3" is four numbers."""
+    """Return node names unchanged, and node numbers; "0-3" is four numbers."""
     names: list[str | int] = []
     for part in _parts(value):
         if isinstance(part, bool) or not isinstance(part, int | str) or part == "" or part == -1:
@@ -154,13 +155,13 @@ def _node_names(value: Any) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the job, or one torchrun agent on it.
+    """Machine of the job, or one of several torchrun agents on it.
 
     Attributes:
-        name: as in the configuration.
-        size: ranks on it; ranks are counted node by node.
-        claims: roles that its command line gave it.
-        memory: bytes of the smallest GPU of its ranks; 0: it has none.
+        name: name in the configuration.
+        size: number of its ranks. Ranks are numbered node by node.
+        claims: roles that its command line names.
+        memory: bytes of memory of the smallest GPU of its ranks; 0 without GPUs.
     """
 
     name: str
@@ -174,8 +175,9 @@ class World:
     """Ranks that share one default process group, and the roles on them.
 
     Attributes:
-        name: of the roles, with the number of the island where there are several: "actor+reference", "actor.1".
-        ranks: of the whole job, ascending; the place in it is the rank in this world.
+        name: names of the roles, with the number of the island if there are several: "actor+reference", "actor.1".
+        ranks: ranks of the job, ascending. A rank's index is its rank in this world.
+        roles: names of the roles.
     """
 
     name: str
@@ -187,23 +189,23 @@ class World:
         return len(self.ranks)
 
 
-# Roles that may run ahead of training, and through how many hands the samples have gone before them. The critic may
-# value the samples of a step while the actor is still at the step before; for its own update it waits.
+# Roles that may run ahead of training -> number of roles that process a sample before them. The critic may compute
+# values for a step while the actor is still in the previous step, but its own update waits.
 HANDS = {"rollout": 0, "reward": 1, "reference": 1}
 
 
 @dataclass(frozen=True)
 class ResolvedPlacement:
-    """Who is where.
+    """Ranks of every role.
 
     Attributes:
-        size: ranks of the job.
-        ranks: role -> its ranks, ascending; roles in the order of `ROLES`. With islands the actor's ranks are
-            those of all islands.
-        worlds: of disjoint ranks that together are all ranks, in the order of their first ranks.
-        islands: the actor's ranks, island by island.
-        nodes: of the job.
-        notes: sentences on what nobody asked for in so many words.
+        size: number of ranks of the job.
+        ranks: role -> its ranks, ascending, in the order of `ROLES`. With islands the actor's ranks are those of all
+            islands.
+        worlds: partition of all ranks, in the order of their first ranks.
+        islands: the actor's ranks of each island. An island is a replica group of the actor, on slowly connected nodes.
+        nodes: nodes of the job.
+        notes: sentences about placements that follow from defaults.
     """
 
     size: int
@@ -215,27 +217,27 @@ class ResolvedPlacement:
     notes: tuple[str, ...] = ()
 
     def node_of(self, rank: int) -> int:
-        """The number of the node that a rank is on."""
+        """Return the number of the node of a rank."""
         return self._node_of[rank]
 
     def world_of(self, rank: int) -> World:
-        """The world that a rank belongs to."""
+        """Return the world of a rank."""
         return next(world for world in self.worlds if rank in world.ranks)
 
     def roles_of(self, rank: int) -> tuple[str, ...]:
-        """What a rank is."""
+        """Return the roles of a rank."""
         return tuple(role for role, ranks in self.ranks.items() if rank in ranks)
 
     def colocated(self, role: str, other: str) -> bool:
-        """Whether two roles have the same ranks."""
+        """Return whether two roles have the same ranks."""
         return self.ranks[role] == self.ranks[other]
 
     def lag(self, rank: int, max_staleness: int, *, in_rounds: bool = False) -> int:
         """Return how many steps the world of a rank may be ahead of training.
 
         Args:
-            max_staleness: how many steps rollouts may be ahead; 0 where they take turns with training.
-            in_rounds: samples are made in rounds of generating and scoring (dynamic sampling), so that engines and
+            max_staleness: how many steps rollouts may be ahead. 0: they alternate with training.
+            in_rounds: samples come from alternating rounds of generating and scoring (dynamic sampling), so engines and
                 rewards begin a step together.
         """
 
@@ -251,26 +253,30 @@ class ResolvedPlacement:
         makers = ("rollout", "reward")
         if not in_rounds or not {*makers} & set(self.roles_of(rank)):
             return own_lag(rank)
+        # Engines and rewards of a round begin together, so the smaller of their lags holds for both.
         return min(own_lag(each) for each in (rank, *(self.ranks[role][0] for role in makers)))
 
     @property
     def coordinator(self) -> int:
-        """The rank that decides."""
+        """Rank of the coordinator."""
         return self.ranks["coordinator"][0]
 
     @property
     def num_with_device(self) -> int:
-        """Ranks 0 to this one have what the roles compute on; a coordinator behind them may do without a GPU."""
+        """Number of leading ranks that have a compute device; all ranks on machines without GPUs.
+
+        A coordinator after them may lack a GPU.
+        """
         has_gpus = any(node.memory for node in self.nodes)
         return self.size - sum(node.size for node in self.nodes if has_gpus and not node.memory)
 
     @property
     def is_colocated(self) -> bool:
-        """Whether one world holds everything, as without a placement."""
+        """Return whether a single world contains all ranks, as without a placement."""
         return len(self.worlds) == 1
 
     def lines(self) -> list[str]:
-        """For people: one line for each role, and the notes."""
+        """Return a readable description: one line for each role, then the notes."""
         width = max(len(ranks_text(ranks)) for ranks in self.ranks.values())
         roles = [
             f"{role:<12} ranks {ranks_text(ranks):<{width}}  {self._where(ranks)}" for role, ranks in self.ranks.items()
@@ -284,13 +290,13 @@ class ResolvedPlacement:
 
 
 def ranks_named(ranks: Iterable[int], one: str = "", several: str = "", what: str = "rank") -> str:
-    """ "rank 3", "ranks 0-3,8"; with what follows of one, or of several."""
+    """Return "rank 3" or "ranks 0-3,8", followed by `one` for a single rank or `several` for more."""
     text = ranks_text(ranks)
     return f"{what} {text}{one}" if text.isdigit() else f"{what}s {text}{several}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """ "0-3,8" for 0, 1, 2, 3, 8."""
+    """Return "0-3,8" for the ranks 0, 1, 2, 3, 8."""
     ordered = sorted(ranks)
     parts: list[list[int]] = []
     for rank in ordered:
@@ -302,14 +308,14 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 class PlacementProblem(NamedTuple):
-    """One thing to fix: the key, dotted as in the file, and what was found and would do."""
+    """Problem of a placement: its dotted configuration key, and a message that says what would be accepted."""
 
     key: str
     message: str
 
 
 class PlacementError(ConfigError):
-    """Carries all `problems` of a placement; its message lists them."""
+    """Error with all `problems` of a placement; its message lists them."""
 
     def __init__(self, problems: Sequence[PlacementProblem]) -> None:
         self.problems = tuple(problems)

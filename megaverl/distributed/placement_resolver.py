@@ -1,4 +1,4 @@
-"""From what was asked for to who is where, or to everything that is wrong with it."""
+"""Resolves a requested placement into the ranks of every role, or reports everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megaverl.distributed.placement import (
     ranks_named,
 )
 
-# Whose ranks a role has when nobody says; the actor then takes what is left.
+# Role -> role whose ranks it shares by default. The actor takes the remaining ranks.
 DEFAULTS = {"critic": "actor", "reference": "actor", "rollout": "actor", "reward": "rollout", "coordinator": "actor"}
-# Where nodes say what they are, these must be among it.
+# Roles that some node must claim if any node claims a role.
 MUST_BE_CLAIMED = ("actor", "rollout")
 
 
@@ -31,21 +31,25 @@ def resolve(
     *,
     islands: int = 1,
 ) -> ResolvedPlacement:
-    """Give every role its ranks.
+    """Assign ranks to every role. The result depends only on the arguments.
 
-    What nobody places: critic, reference and rollout share the actor's ranks, the reward the rollout's, the
-    coordinator is the actor's first rank, and the actor has what is left. Where nodes claim roles, and none the actor,
-    the actor shares the ranks of the nodes that claim the rollout. The answer depends on the arguments alone.
+    Roles without an entry get defaults: critic, reference and rollout share the actor's ranks, the reward shares the
+    rollout's, the coordinator is the actor's first rank, and the actor takes the remaining ranks. If nodes claim roles
+    but none claims the actor, the actor shares the ranks of the nodes that claim the rollout.
 
     Args:
-        wanted: role -> its place; roles that are left out go by the rule above, or by what nodes claim.
-        size: ranks of the job.
-        grids: every role in use -> its grid; None for one that needs none (rewards by rules).
-        nodes: in the order of their ranks; None: one node with all ranks.
-        islands: into how many worlds the actor's ranks are split, with all roles that share them.
+        wanted: role -> its requested place. The other roles follow the defaults or the nodes' claims.
+        size: number of ranks of the job.
+        grids: every used role -> its grid. None: a role without a grid, such as rule-based rewards.
+        nodes: nodes in the order of their ranks. None: a single node with all ranks.
+        islands: number of worlds that the actor's ranks are split into, with all roles that share them.
 
     Raises:
         PlacementError: lists every problem.
+
+    Example:
+        placement = resolve({"rollout": Wanted(num_ranks=4)}, 8, {"actor": Sizes(tp=2), "rollout": Sizes(tp=4)})
+        placement.ranks["actor"]  # (4, 5, 6, 7)
     """
     return _Resolving(dict(wanted), size, grids, tuple(nodes or (Node("node 0", size),)), islands).run()
 
@@ -58,7 +62,7 @@ def problems_of(
     *,
     islands: int = 1,
 ) -> tuple[PlacementProblem, ...]:
-    """Everything that `resolve` would refuse."""
+    """Return every problem that `resolve` would raise."""
     try:
         resolve(wanted, size, grids, nodes, islands=islands)
     except PlacementError as error:
@@ -69,14 +73,14 @@ def problems_of(
 def smallest_world(
     wanted: Mapping[str, Wanted], grids: Mapping[str, GridSizes | None], *, islands: int = 1, most: int = 4096
 ) -> int | None:
-    """The smallest job that a placement fits into, on one node; None: none up to `most` ranks."""
+    """Return the smallest job size on one node that satisfies a placement, or None up to `most` ranks."""
     least = 1 + max((rank for place in wanted.values() for rank in place.ranks or ()), default=0)
     fitting = (size for size in range(least, most + 1) if not problems_of(wanted, size, grids, islands=islands))
     return next(fitting, None)
 
 
 class _Resolving:
-    """One run of `resolve`: the ranks that are settled so far, and the problems."""
+    """State of one `resolve` call: the ranks that are assigned so far, and the problems."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class _Resolving:
         if self.problems:
             raise PlacementError(self.problems)
 
-    # --- what is there -------------------------------------------------------------------------------------------
+    # --- nodes and roles ---------------------------------------------------------------------------------------------
 
     def _check_nodes(self) -> None:
         total = sum(node.size for node in self.nodes)
@@ -143,7 +147,7 @@ class _Resolving:
             self._refuse("", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
 
     def _take_claims(self) -> None:
-        """Take what nodes say they are for the configuration's word, where that says nothing else."""
+        """Turn the nodes' claims into entries of the placement. A different entry of the configuration is a problem."""
         self.claimed: dict[str, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for role in node.claims:
@@ -183,10 +187,10 @@ class _Resolving:
         if self.islands < 1:
             self._refuse("actor_islands", f"found {self.islands}; expected at least 1.")
 
-    # --- giving ranks to roles -----------------------------------------------------------------------------------
+    # --- assigning ranks ---------------------------------------------------------------------------------------------
 
     def _named_ranks(self, role: str, place: Wanted) -> tuple[int, ...] | None:
-        """The ranks that an entry names, or None where something is wrong with it, or it names none."""
+        """Return the ranks that an entry names, or None if it is wrong or names none."""
         before = len(self.problems)
         ranks = list(range(self.size)) if place.word == "all" else list(place.ranks or ())
         for name in place.nodes or ():
@@ -214,7 +218,7 @@ class _Resolving:
         return {rank for ranks in self.ranks.values() for rank in ranks}
 
     def _settle_counts(self, units: Sequence[range], kind: str, what: str) -> None:
-        """The first ranks, or whole nodes, that nobody has."""
+        """Assign the first free ranks, or whole nodes, to roles that ask for a number of them."""
         for role in self.roles:
             count = getattr(self.wanted.get(role), kind, None)
             if count is None:
@@ -233,7 +237,7 @@ class _Resolving:
         if len(rest) > 1:
             why = " (the actor does where it is not placed)" if "actor" not in self.wanted else ""
             self._refuse(rest[1], f"takes the rest, and so does {rest[0]}{why}. Give one of them ranks of its own.")
-        elif rest and self.problems:  # the rest is not known then
+        elif rest and self.problems:  # the remaining ranks are unknown
             self.ranks[rest[0]] = ()
         elif rest:
             self.ranks[rest[0]] = tuple(sorted(set(range(self.size)) - self._taken()))
@@ -241,13 +245,13 @@ class _Resolving:
                 self._refuse(rest[0], "nothing is left for it: the other roles take all ranks.")
 
     def _settle_shared(self) -> None:
-        """Roles that share another's ranks, by their own word or because nobody says otherwise."""
+        """Assign ranks to roles that share another role's ranks, by their entry or by default."""
         for role in self.roles:
             chain = [role]
             while chain[-1] not in self.ranks:
                 place = self.wanted.get(chain[-1])
                 other = DEFAULTS.get(chain[-1]) if place is None else place.role
-                if other is None:  # refused above
+                if other is None:  # already reported above
                     break
                 if other in chain:
                     self._refuse(role, f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.")
@@ -260,7 +264,7 @@ class _Resolving:
                 shared = self.ranks[chain[-1]]
                 self.ranks |= {name: shared[:1] if name == "coordinator" else shared for name in chain[:-1]}
 
-    # --- what must hold ------------------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_coordinator(self) -> None:
         ranks = self.ranks["coordinator"]
@@ -268,7 +272,7 @@ class _Resolving:
             self._refuse("coordinator", f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.")
 
     def _sharing(self) -> dict[tuple[int, ...], list[str]]:
-        """Ranks -> the roles on them; the coordinator, which may be on any, is left out."""
+        """Return ranks -> the roles on them, without the coordinator, which may be on any rank."""
         sharing: dict[tuple[int, ...], list[str]] = {}
         for role in self.roles:
             if role != "coordinator":
@@ -276,7 +280,7 @@ class _Resolving:
         return sharing
 
     def _check_overlaps(self) -> None:
-        """Two roles share all of their ranks or none: a process has one default process group."""
+        """Check that two roles share all of their ranks or none, because a process has one default process group."""
         for (b, others), (a, roles) in combinations(self._sharing().items(), 2):
             if both := set(a) & set(b):
                 self._refuse(
@@ -311,7 +315,7 @@ class _Resolving:
             count, island = len(self.ranks[role]), ""
             if self.islands > 1 and self.ranks[role] == self.ranks["actor"]:
                 if count % self.islands:
-                    continue  # refused with the islands
+                    continue  # already reported by `_check_islands`
                 count, island = count // self.islands, " of an island"
             if problem := grid_problem(grid, count, f"{count} ranks{island}"):
                 self._refuse(role, problem)
@@ -331,7 +335,10 @@ class _Resolving:
             )
 
     def _check_devices(self) -> None:
-        """Beside nodes with GPUs one without can only coordinate, as the last: the others' ranks have no gap then."""
+        """Check that a node without a GPU has only the coordinator, and is the last node.
+
+        Ranks with a device are then numbered without gaps.
+        """
         for number, node in enumerate(self.nodes):
             if node.memory or not any(other.memory for other in self.nodes):
                 continue

@@ -1,6 +1,7 @@
-"""Rows of tensors as bytes: a JSON header that says what is there, one run of bytes on the host, and one of what lies
-on a device and stays there. Entries of a column that hold tensors, such as images, are shared by rows: they are kept
-and sent once."""
+"""Serialisation of rows of tensors: a JSON header, bytes in host memory, and bytes that stay on a device.
+
+Column entries that hold tensors, such as images, are shared by rows. They are stored and sent once.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 from megaverl.platform import page_locked
 
-MARK = "\0shared"  # the only key of what stands for an item in JSON
+MARK = "\0shared"  # key of the JSON object that represents an item
 
 
 def taken_out(columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-    """The columns with a name in the place of each item, and the tensors of all items, each once, by names of their
-    own."""
+    """Replace the items in columns by their keys, and return the tensors of all items, each once.
+
+    The tensors' names are "KEY/NAME".
+    """
     tensors: dict[str, Tensor] = {}
 
     def name_of(entry: Any) -> Any:
@@ -40,7 +43,7 @@ def put_back(columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]
     """Undo `taken_out`.
 
     Raises:
-        KeyError: an item without tensors.
+        KeyError: an item has no tensors.
     """
     by_key: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -61,7 +64,14 @@ def put_back(columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]
 
 
 def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
-    """`value` as JSON, with its tensors taken out under names of their own."""
+    """Return `value` as JSON, and move its tensors into `tensors` under new names.
+
+    Args:
+        known: name -> dataclass that may be sent.
+
+    Raises:
+        DataError: the value contains a type that cannot be sent.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -72,7 +82,7 @@ def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type])
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"dict": {key: flattened(each, tensors, known) for key, each in value.items()}}
     if isinstance(value, Mapping) and all(type(key) is int for key in value):
-        # JSON has only text as keys.
+        # JSON keys are strings, so integer keys become pairs.
         return {"by number": [[key, flattened(each, tensors, known)] for key, each in value.items()]}
     name = type(value).__name__
     if known.get(name) is type(value) and is_dataclass(value):
@@ -118,12 +128,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor]:
-    """Tensors of one device as one run of bytes, and `[name, dtype, shape]` of each.
+    """Concatenate the bytes of tensors of one device, and return `[name, dtype, shape]` of each.
 
-    The widest elements go first, so that each tensor begins at a multiple of its element.
+    Wide dtypes come first, so that each tensor is aligned to its element size.
 
     Raises:
-        DataError: a tensor of a dtype that does not travel.
+        DataError: a dtype cannot be sent.
     """
     entries, chunks = [], []
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -137,21 +147,22 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor
 
 
 def num_bytes_on_device(header: bytes) -> int | None:
-    """Of what `RaggedBatch.pack` has left on a device; None: nothing was there."""
+    """Return the number of bytes that `RaggedBatch.pack` left on a device, or None if it left none."""
     entries = json.loads(header).get("on_device")
     return None if entries is None else num_bytes(entries)
 
 
 def num_bytes(entries: Sequence[Sequence[Any]]) -> int:
-    """Of the tensors that entries of `pack_tensors` are of."""
+    """Return the number of bytes of the tensors that `pack_tensors` described."""
     return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in entries)
 
 
 def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[str, Tensor]:
-    """Undo `pack_tensors`: views of the payload, by name.
+    """Undo `pack_tensors`: return views of the payload by name.
 
     Raises:
-        ValueError, KeyError, TypeError, RuntimeError: the entries do not go with the bytes.
+        ValueError: the entries do not match the number of bytes.
+        KeyError, TypeError, RuntimeError: the entries are malformed.
     """
     found: dict[str, Tensor] = {}
     start = 0
@@ -168,14 +179,18 @@ def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[st
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Rows, as they are held by a rank.
+    """Rows of tensors with ragged dimensions, as a rank holds them.
 
     Attributes:
-        tensors: by name, rows first.
-        axes: the tensors whose dimension 1 is ragged -> the name of its axis.
-        lengths: axis -> [rows] int64, how much of dimension 1 counts. What is beyond does not travel.
-        fills: ragged tensor -> what stands beyond; 0 where nothing is said.
-        columns: one entry a row, anything that JSON can hold, or lists of `SharedItem`.
+        tensors: by name, with rows as dimension 0.
+        axes: name of a tensor with a ragged dimension 1 -> name of that axis.
+        lengths: axis -> [rows] int64, used length of dimension 1. The remainder is not sent.
+        fills: ragged tensor -> padding value; 0 by default.
+        columns: one entry per row: JSON values, or lists of `SharedItem`.
+
+    Example:
+        header, payload, on_device = batch.pack([0, 2])
+        rows = RaggedBatch.unpack(header, payload, batch.fills)  # rows 0 and 2
     """
 
     tensors: Mapping[str, Tensor]
@@ -185,11 +200,12 @@ class RaggedBatch:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def pack(self, places: Sequence[int], device: torch.device | None = None) -> tuple[bytes, Tensor, Tensor]:
-        """The rows at these places, as a header and two runs of bytes: on the host, and of what lies on the `device`,
-        which stays there and is not waited for. None: all of it lies on the host.
+        """Serialise the rows at `places`: a header, bytes in host memory, and bytes on `device`.
+
+        Tensors on `device` stay there, and the host does not wait for them. None: all tensors are in host memory.
 
         Raises:
-            DataError: a dtype or a column that does not travel.
+            DataError: a dtype or a column cannot be sent.
         """
         index = torch.tensor(places, dtype=torch.int64)
         lengths = {axis: values.cpu()[index].to(torch.int64) for axis, values in self.lengths.items()}
@@ -202,6 +218,7 @@ class RaggedBatch:
         own = {_length_of(axis): values for axis, values in lengths.items()}
         own |= {name: tensor for name, tensor in rows.items() if tensor.device != device}
         parts, payload = pack_tensors(own | {_SHARED + key: tensor for key, tensor in shared.items()})
+        # Lengths are packed with the host's tensors, because the receiver needs them to unpack.
         stays, on_device = pack_tensors({name: tensor for name, tensor in rows.items() if name not in own})
         found = {"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns}
         try:
@@ -213,17 +230,18 @@ class RaggedBatch:
         return header.encode(), payload, on_device
 
     def on_host(self) -> RaggedBatch:
-        """The same with all tensors on the host, each read from its device in one copy."""
+        """Return the batch with all tensors in host memory, each copied from its device at once."""
         return replace(self, tensors={name: tensor.cpu() for name, tensor in self.tensors.items()})
 
     def gather(self, group: dist.ProcessGroup | None = None) -> RaggedBatch:
-        """The rows of all ranks of the group, in rank order, on the host of each."""
+        """Return the rows of all ranks of the group in rank order, in host memory. Collective."""
         header, payload, _ = self.on_host().pack(range(len(next(iter(self.tensors.values())))))
         headers = gather_json([header.decode(), payload.numel()], group)
         payloads = gather_rows(payload, group).cpu().split([size for _, size in headers])
         parts, count = [], 0
         for (text, _), data in zip(headers, payloads, strict=True):
-            one = RaggedBatch.unpack(text.encode(), data.clone(), self.fills)  # a start of its own, for wide elements
+            # A copy is aligned for wide elements, unlike a slice of the payload.
+            one = RaggedBatch.unpack(text.encode(), data.clone(), self.fills)
             num_rows = len(next(iter(one.tensors.values())))
             parts.append((range(count, count + num_rows), one, range(num_rows)))
             count += num_rows
@@ -233,10 +251,10 @@ class RaggedBatch:
     def unpack(
         cls, header: bytes, payload: Tensor, fills: Mapping[str, float | bool], on_device: Tensor | None = None
     ) -> RaggedBatch:
-        """Undo `pack`; the rows are where their bytes are.
+        """Undo `pack`. The rows lie where their bytes are.
 
         Raises:
-            DataError: the header does not go with the bytes.
+            DataError: the header does not match the bytes.
         """
         try:
             found = json.loads(header)
@@ -256,14 +274,15 @@ class RaggedBatch:
 
 
 def beside(like: Tensor, values: Tensor) -> Tensor:
-    """`values` of the host, where `like` lies: the host waits for no device."""
+    """Return host `values` on the device of `like`, without a blocking copy."""
     if like.device == values.device:
         return values
+    # Only copies from page-locked memory are asynchronous.
     return like.new_empty(values.shape, dtype=values.dtype).copy_(page_locked(values), non_blocking=True)
 
 
 def on_one_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of them on the device that any of them is on; on the host where none is on any."""
+    """Move all tensors to the device that any of them is on, or keep them if all are in host memory."""
     like = next((tensor for tensor in tensors.values() if tensor.device.type != "cpu"), None)
     return {name: tensor if like is None else beside(like, tensor) for name, tensor in tensors.items()}
 
@@ -273,18 +292,21 @@ def _length_of(axis: str) -> str:
 
 
 def _tokens(lengths: Tensor, width: int) -> Tensor:
-    """[n] int64: the places in a flattened [rows, width] of what counts."""
+    """Return the flat indices of the used entries of [rows, width], [n] int64."""
     return (torch.arange(width) < lengths.unsqueeze(1)).flatten().nonzero()[:, 0]
 
 
 def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence[int]]]) -> RaggedBatch:
-    """One batch of `count` rows from parts of others: each tensor on the host, or on the device where any part has it.
+    """Merge parts of several batches into one batch of `count` rows.
+
+    A tensor lies on the device if any part has it there, else in host memory.
 
     Args:
-        parts: (places here, batch, places in it). Together they fill every row once; an empty one gives its names.
+        parts: (rows here, batch, rows of that batch). Together they fill every row once. An empty part only has to have
+            the same names.
 
     Raises:
-        DataError: batches that do not hold the same names.
+        DataError: the batches have different tensors or columns.
     """
     first = parts[0][1]
     for _, part, _ in parts:

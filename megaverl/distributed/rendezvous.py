@@ -1,7 +1,10 @@
-"""Before any group is made: the agents of all nodes meet, then every rank says who it is; all hear whether they fit.
+"""Rendezvous before any process group exists: first the agents of all nodes meet, then all ranks introduce themselves.
 
-torch's own rendezvous waits for ten minutes in a call that no signal ends, says nothing meanwhile, and then shows a
-traceback.
+Every participant learns whether they fit together, and which ones are missing. torch's own rendezvous blocks for ten
+minutes in a call that no signal interrupts, logs nothing meanwhile, and then shows a traceback.
+
+    meet():       nodes write who they are -> node 0 decides -> all nodes read the verdict
+    introduce():  ranks write NodeInfo     -> rank 0 decides -> all ranks read the verdict
 """
 
 from __future__ import annotations
@@ -25,24 +28,29 @@ from megaverl.distributed.placement import Node, ranks_named
 from megaverl.distributed.store import keep_store, patiently, reach_store
 from megaverl.errors import ConfigError, TrainingStopped
 
-# Seconds that the others wait for the verdict of the first node, or the first rank, longer than it waits for them.
+# Extra seconds that the others wait for the verdict of the first node or rank, after it has stopped waiting for them.
 NODE_GRACE, RANK_GRACE = 5.0, 10.0
-STRANGER = 10.0  # seconds within which a store's keeper says whose it is
+STRANGER = 10.0  # seconds within which the host of a store identifies its job
 _CALL = timedelta(seconds=10)
 _WRONG, _VERDICT, _HEARD, _JOB = "agents/wrong", "agents/verdict", "agents/heard", "agents/job"
 
 
 def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.Store:
-    """Before torchrun's agents start any rank: returns when those of all nodes are here, or each says who is missing.
+    """Wait until the agents of all nodes are here, before any of them starts its ranks.
 
     Args:
-        host, port: of the first node. node: number of this one. patience: seconds.
+        host: host of the first node.
+        port: port of its store.
+        node: number of this node.
+        count: number of nodes.
+        patience: seconds to wait for the others.
 
-    Returns: the store that the first node keeps: hold on to it.
+    Returns:
+        The store, which the first node hosts. Keep a reference to it.
 
     Raises:
-        TrainingStopped: nodes that did not come, a number that two nodes have, a port that is taken; the same words on
-            all that have come to the first node's store, and within seconds on those that find something else there.
+        TrainingStopped: nodes are missing, two nodes have the same number, or the port is taken. All nodes that reached
+            the first node's store raise the same message; nodes that find another program there raise within seconds.
     """
     end, me = time.monotonic() + patience, f"process {os.getpid()} on {socket.gethostname()}"
     if node == 0:
@@ -66,6 +74,7 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
         else:
             _until(lambda: store.check([_VERDICT]), end + NODE_GRACE, lambda: _tell(_waiting(store, count), end))
             verdict = store.get(_VERDICT).decode()
+        # Node 0 hosts the store, and must not end before the others have read a bad verdict.
         store.add(_HEARD, 1)
         if node == 0 and verdict:
             here = count - len(_missing(store, count))
@@ -80,7 +89,11 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
 
 
 def _find_others(store: dist.Store, address: str, node: int, count: int, me: str, end: float) -> None:
-    """Raise a TrainingStopped, for all who wait here, if the store is another job's or another has this number."""
+    """Check that the store belongs to this job, and that no other node has this number.
+
+    Raises:
+        TrainingStopped: the check failed. Other nodes that wait here raise it too.
+    """
     if not _until(lambda: store.check([_JOB]), min(end, time.monotonic() + STRANGER)):
         raise TrainingStopped(
             f"{address} (MASTER_ADDR, MASTER_PORT) is the store of another program of torch, such as a job that "
@@ -100,13 +113,13 @@ def _find_others(store: dist.Store, address: str, node: int, count: int, me: str
         )
     if wrong:
         store.compare_set(_WRONG, "", wrong)
-        with suppress(dist.DistError):  # node 0 has heard of it, and ended
+        with suppress(dist.DistError):  # node 0 may have read it and ended
             _until(lambda: store.check([_VERDICT]), min(end, time.monotonic() + NODE_GRACE))
         raise TrainingStopped(wrong)
 
 
 def _verdict_on_nodes(store: dist.Store, count: int, end: float, patience: float) -> str:
-    """What is wrong, as the first node sees it; empty: all are here."""
+    """Return the first node's verdict: what is wrong, or "" if all nodes are here."""
     everyone = [_who(node) for node in range(count)]
     _until(lambda: store.check(everyone) or store.check([_WRONG]), end, lambda: _tell(_waiting(store, count), end))
     if store.check([_WRONG]):
@@ -148,15 +161,16 @@ def _twice(who: str, times: int, first: str, second: str) -> str:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a rank says of itself.
+    """Description of a rank.
 
     Attributes:
         node: name of its machine.
-        claims: roles that the node's command line named.
-        agreed: what must be the same everywhere, by name: digests of the configuration's sections, versions.
-        sections: of the configuration, plain values by name; looked at where their digests differ.
-        memory: bytes of its GPU; 0: it has none.
-        agent: number of the torchrun agent that started it: two agents on one machine are two nodes.
+        claims: roles that the node's command line names.
+        agreed: values that must be the same everywhere, by name: digests of the configuration's sections, and versions.
+        sections: sections of the configuration as plain values, compared if their digests differ.
+        process: process id.
+        memory: bytes of memory of its GPU; 0 without one.
+        agent: number of the torchrun agent that started it. Two agents on one machine are two nodes.
     """
 
     node: str = field(default_factory=socket.gethostname)
@@ -172,11 +186,11 @@ _SECTION = "configuration section "
 
 
 def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, str]:
-    """What `NodeInfo.agreed` wants: a digest of every section of the configuration, and versions as they are.
+    """Return `NodeInfo.agreed`: a digest of every section of the configuration, and the versions.
 
     Args:
         sections: name -> plain values (`Config.to_dict()`).
-        versions: name -> version; "torch", "megatron-core", "megaverl", ...
+        versions: name -> version, such as "torch", "megatron-core" and "megaverl".
     """
 
     def digest(value: Any) -> str:
@@ -187,17 +201,19 @@ def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[st
 
 
 def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout: timedelta) -> tuple[Node, ...]:
-    """Say who this rank is; returns the job's nodes in the order of their ranks. Every rank takes part.
+    """Publish this rank's description, and return the job's nodes in the order of their ranks. Collective over the job.
 
     Raises:
-        ConfigError: nodes that differ in what must be the same, or whose ranks are not neighbours; every difference.
-        TrainingStopped: ranks that did not come in time, or a rank that is there twice; by number, on every rank.
+        ConfigError: nodes differ in values that must agree, or a node's ranks are not adjacent. Lists every difference.
+        TrainingStopped: ranks did not arrive in time, or a rank exists twice. Names the ranks, and is raised on every
+            rank.
     """
     store = dist.PrefixStore("introductions", store)
+    # A counter detects two processes with one rank, which happens if two jobs use the same store.
     if (times := store.add(f"here/{rank}", 1)) > 1:
         raise TrainingStopped(_stop_two_jobs(store, rank, times, facts, timeout))
     sections = {f"sections/{facts.agreed[_SECTION + name]}": each for name, each in facts.sections.items()}
-    if sections and not store.check(list(sections)):  # one asks; who comes first, or differs, gives them
+    if sections and not store.check(list(sections)):  # only the first rank with these digests writes its sections
         for key, section in sections.items():
             store.set(key, json.dumps(section))
     store.set(f"facts/{rank}", json.dumps(asdict(replace(facts, sections={}))))
@@ -212,7 +228,8 @@ def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout:
             f"rank 0 did not come within {timeout.total_seconds():g} s (run.timeout_minutes); rank {rank} on "
             f"{facts.node} has waited. Look at the node with rank 0."
         ) from error
-    if rank == 0:  # the store may end with this rank, which may raise what it finds next
+    # The store may end with this rank, so wait until all ranks have read the verdict.
+    if rank == 0:
         _until(lambda: store.add("heard", 0) >= verdict["here"], time.monotonic() + RANK_GRACE)
     if verdict["stop"]:
         raise TrainingStopped(verdict["stop"])
@@ -229,7 +246,10 @@ def _hear(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
 
 
 def _stop_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, timeout: timedelta) -> str:
-    """The same for all ranks of both jobs; a job that has begun hears nothing of it, and goes on."""
+    """Return the message for all ranks of two jobs that use one store.
+
+    A job that has already begun does not read it, and continues.
+    """
     first = json.loads(store.get(f"facts/{rank}"))
     earlier, later = (f"process {one['process']} on {one['node']}" for one in (first, asdict(facts)))
     text = (
@@ -246,7 +266,7 @@ def _stop_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, ti
 
 
 def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
-    """What the first rank finds: nodes, or what is wrong; and how many ranks are here to hear it."""
+    """Return rank 0's verdict: the nodes or what is wrong, and the number of ranks that will read it."""
     try:
         store.wait(["complete"], timeout)
     except dist.DistError:
@@ -267,7 +287,10 @@ def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[
 
 
 def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
-    """(name, ranks, claims, memory) of every node; and what is wrong. Nodes of one name differ by agent."""
+    """Return (name, ranks, claims, memory) of every node, and what is wrong.
+
+    Nodes with the same name are told apart by agent.
+    """
     nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
     mistakes = []
     for rank, facts in enumerate(found):
@@ -291,7 +314,7 @@ def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, 
 
 
 def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[str]:
-    """Every key of the configuration, and every version, in which ranks differ from the first one."""
+    """Return a message for every configuration key and version in which ranks differ from rank 0."""
     first = found[0]["agreed"]
     mistakes = []
     for name in sorted({name for facts in found for name in facts["agreed"]}):
@@ -310,7 +333,7 @@ def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[
 
 
 def _inside(store: dist.Store, name: str, value: str | None, first: str | None) -> list[tuple[str, Any, Any]]:
-    """(what, theirs, the first's): the keys that differ of a section of the configuration, where both are known."""
+    """Return (key, their value, rank 0's value) of the differing keys of a section, if both sections are known."""
     keys = [f"sections/{digest}" for digest in (value, first)]
     if not name.startswith(_SECTION) or not all(store.check([key]) for key in keys):
         return [(name, value, first)]
@@ -320,7 +343,7 @@ def _inside(store: dist.Store, name: str, value: str | None, first: str | None) 
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted key, value as JSON) of everything in a section."""
+    """Yield (dotted key, value as JSON) of every leaf of a section."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)

@@ -1,4 +1,7 @@
-"""`SharedItem`: tensors that several rows of a batch share. Without torch, so that rows can be read without it."""
+"""`SharedItem`: tensors shared by several rows of a batch.
+
+The module imports torch only for type checkers, so that rows can be read without torch.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ if TYPE_CHECKING:
 
 
 class SharedItem:
-    """Tensors that belong to rows of a batch, made when they are first asked for.
+    """Tensors that belong to rows of a batch, created on first access.
+
+    Args:
+        make: returns the tensors by name.
 
     Attributes:
-        key: the same for items with the same tensors.
-        size: how many tokens of its row an item stands for.
+        key: equal for items with equal tensors.
+        size: number of tokens of its row that the item stands for.
     """
 
     __slots__ = ("_make", "_tensors", "key", "size")
@@ -26,7 +32,7 @@ class SharedItem:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """By name; raises what making them raises."""
+        """The tensors by name. The first access may raise an error of `make`."""
         if self._make is not None:
             self._tensors, self._make = self._make(), None
         return self._tensors

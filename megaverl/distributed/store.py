@@ -1,8 +1,7 @@
-"""The job's store, which the first node keeps: opened there, and reached from the others, which say what they find
-instead.
+"""The job's store: the first node hosts it, and the others connect to it or report what they find in its place.
 
-torch's own client waits without end, in a call that no signal ends, for a program that takes connections and says
-nothing, and until its deadline for one that says something else.
+torch's own client blocks forever, in a call that no signal interrupts, if a program accepts the connection and sends
+nothing. If a program sends something else, it blocks until its timeout.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ from megaverl.errors import TrainingStopped
 from megaverl.processes import raise_open_files
 
 LOOPBACK = "127.0.0.1"
-EVERY = 0.1  # seconds between two looks
-GREETING = 10.0  # seconds that a store may take to greet; other programs are given them twice
-_FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is reported, and reported again
+EVERY = 0.1  # seconds between two attempts
+GREETING = 10.0  # seconds that a store may take to answer; two attempts are made
+_FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is first reported, and between reports
 _CONNECT = 2.0
 
 
 def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """The job's store, of which this process is the keeper. It listens where `host` is, and nowhere else.
+    """Start the job's store in this process. It listens only at the address of `host`.
 
-    A store has no password: whoever reaches it can change the run.
+    A store has no password: whoever can connect to it can change the run.
 
     Args:
-        host: by which the other ranks reach it. port: 0: any that is free.
+        host: name or address by which the other ranks reach it.
+        port: 0: any free port.
 
     Raises:
-        TrainingStopped: the port is taken, or the host unknown.
+        TrainingStopped: the port is taken, or the host is unknown.
     """
-    raise_open_files()  # every rank of the job connects to it
+    raise_open_files()  # every rank of the job opens a connection
     try:
         listening = _listening(host, port)
         own, port = listening.getsockname()[:2]
@@ -61,11 +61,11 @@ def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Takes connections at the first of the host's addresses that is one of this machine.
+    """Return a socket that listens at the first of the host's addresses that belongs to this machine.
 
-    An address that is none of this machine's (a load balancer's, a translated network's) may lead here all the same:
-    then at that of the first interface in GLOO_SOCKET_IFNAME. Where none is named, and for a name that means the
-    loopback here (Debian's 127.0.1.1) and so another address elsewhere, at all of them.
+    If none does (a load balancer, address translation), it listens at the first interface in GLOO_SOCKET_IFNAME.
+    Without that variable it listens at all interfaces and warns. A name that resolves to the loopback only here
+    (Debian's 127.0.1.1) is treated the same way, because it has another address elsewhere.
     """
     found = [(family, address) for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if host not in ("localhost", *(address[0] for _, address in found)):
@@ -90,14 +90,17 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def own_address() -> str:
-    """Where other ranks reach this one: at the first interface in GLOO_SOCKET_IFNAME, as in a gloo group. Where none is
-    named: on the way to MASTER_ADDR, or by this machine's name; at the loopback if that leads nowhere else."""
+    """Return the address at which other ranks reach this one.
+
+    It is the first interface in GLOO_SOCKET_IFNAME, as in a gloo group. Otherwise it is the address on the route to
+    MASTER_ADDR, or the address of this machine's name. The loopback address is the last resort.
+    """
     found = _named_interface()
     with suppress(OSError):
         if host := os.environ.get("MASTER_ADDR"):
             for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
                 with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # sends nothing
+                    probe.connect(address)  # selects a route without sending anything
                     own = str(probe.getsockname()[0])
                     found += [own] if host in ("localhost", own) or not ip_address(own).is_loopback else []
         named = {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), 9)}
@@ -106,12 +109,12 @@ def own_address() -> str:
 
 
 def family_of(address: str) -> Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]:
-    """Of an address in digits."""
+    """Return the address family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _named_interface() -> list[str]:
-    """The addresses of the first interface in GLOO_SOCKET_IFNAME, which leads to the job's other nodes."""
+    """Return the addresses of the first interface in GLOO_SOCKET_IFNAME, which connects the job's nodes."""
     interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = [each.address for family in families for each in interface if each.family == family]
@@ -119,15 +122,16 @@ def _named_interface() -> list[str]:
 
 
 def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store:
-    """The first node's store, as soon as it is there.
+    """Connect to the first node's store as soon as it exists.
 
     Args:
-        timeout: of calls to the store.
-        end: on the monotonic clock. tell: hears what is seen, each time that the wait is long.
+        timeout: timeout of calls to the store.
+        end: deadline on the monotonic clock.
+        tell: called now and then during a long wait, with the last observation.
 
     Raises:
-        TimeoutError: it did not come until `end`; says what was seen last.
-        TrainingStopped: what answers there is no store. A first node that is late is nobody who answers.
+        TimeoutError: the store did not appear by `end`; the message is the last observation.
+        TrainingStopped: another program answers. A first node that is merely late does not answer at all.
     """
     seen = "no answer"
     rounds = patiently(end, lambda: tell(seen))
@@ -143,10 +147,10 @@ def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Call
 
 
 def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of the torchrun job that this process belongs to, its rank and the number of ranks.
+    """Return the store of the torchrun job that this process belongs to, its rank and the number of ranks.
 
     Raises:
-        TrainingStopped: the store cannot be reached, or its port is taken, by whom others then find there.
+        TrainingStopped: the store cannot be reached, or its port is taken by another program.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -154,7 +158,8 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = next(dist.rendezvous("env://", timeout=timeout))[0]
-        elif rank == 0:  # torch's own would wait for all ranks, and not say which are missing
+        # torch's own store would wait for all ranks, and not report which are missing.
+        elif rank == 0:
             store = keep_store(host, port, timeout)
         else:
             store = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
@@ -166,13 +171,13 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def store_at(host: str, port: int) -> dist.Store:
-    """The store that is there.
+    """Connect to the store at this address.
 
     Raises:
-        OSError: nobody listens there.
-        TrainingStopped: somebody does who is no store.
+        OSError: nothing listens there.
+        TrainingStopped: another program answers.
     """
-    for _ in range(2):  # a first node that was just ending is gone the second time
+    for _ in range(2):  # the first attempt may hit a store that is just ending
         socket.create_connection((host, port), timeout=_CONNECT).close()
         if store := _greeted(host, port):
             return store
@@ -183,7 +188,7 @@ def store_at(host: str, port: int) -> dist.Store:
 
 
 def patiently(end: float, tell: Callable[[], None]) -> Iterator[None]:
-    """Rounds of a wait until `end` (monotonic seconds), of which `tell` says now and then that it goes on."""
+    """Yield once per polling round until `end` (monotonic seconds), and call `tell` now and then."""
     next_word = time.monotonic() + _FIRST_WORD
     yield
     while (now := time.monotonic()) < end:
@@ -195,12 +200,15 @@ def patiently(end: float, tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _greeted(host: str, port: int) -> dist.Store | None:
-    """A connection to the store there; None: it is none. On a thread, which may never come back."""
+    """Connect to a store, and return None if the program there is none.
+
+    The attempt runs in a thread, because it may never return.
+    """
     found: list[dist.Store] = []
 
     def connect() -> None:
         try:
-            # torch takes up to half as long again; without an answer for ever
+            # torch takes up to 1.5 times this timeout, and blocks forever without an answer.
             seconds = timedelta(seconds=GREETING / 2)
             found.append(dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False))
         except dist.DistError:
@@ -214,7 +222,7 @@ def _greeted(host: str, port: int) -> dist.Store | None:
 
 
 def _what_answers(host: str, port: int) -> str:
-    """Of a program that is no store: what it does when it is spoken to."""
+    """Return what a program that is not a store does when it is contacted."""
     try:
         with socket.create_connection((host, port), timeout=_CONNECT) as connection:
             connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -229,7 +237,10 @@ def _what_answers(host: str, port: int) -> str:
 
 @contextmanager
 def _without_errors_of_torch() -> Iterator[None]:
-    """Of a try that fails torch's C++ prints its stack, whatever its level; what is raised says enough."""
+    """Return a context that discards stderr.
+
+    torch's C++ code prints a stack trace of every failed attempt, at any log level, and the raised error says enough.
+    """
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:

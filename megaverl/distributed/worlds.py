@@ -1,12 +1,14 @@
-"""Process groups of a job with several worlds: each world's own default group, and a fabric that joins them all; and
-messages between ranks of the job, point to point: sent at once, waited for when it suits, never for ever.
+"""Process groups of a job with several worlds, and point-to-point messages between its ranks.
 
-What goes through NCCL goes in batches (`batch_isend_irecv`). torch gives every pair of ranks that exchanges a lone
-message a communicator of its own, with its buffers and a rendezvous that blocks both; those of a batch share the
-group's (`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). One communicator has one stream, on which
-messages wait for those before them whomever they go to. So what may be taken late, such as samples that are sent
-while they are written, goes from host to host (`HostMessages`); rows that lie on devices go through NCCL only where all
-ranks give and take them in one order (`dataflow.in_one_order`).
+Each world has its own default group, and a fabric connects all worlds. Messages are sent without blocking, and every
+wait has a deadline.
+
+NCCL messages are sent in batches (`batch_isend_irecv`). For a single message torch creates a communicator for each pair
+of ranks, with its own buffers and a rendezvous that blocks both ranks; batches share the group's communicator
+(`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). A communicator has one stream, on which a message
+waits for all earlier ones, whatever their destination. So messages that may be received late, such as samples that are
+sent while they are generated, go through host memory (`HostMessages`). Rows on devices go through NCCL only if all
+ranks send and receive them in the same order (`dataflow.in_one_order`).
 """
 
 from __future__ import annotations
@@ -36,32 +38,32 @@ from megaverl.platform import platform
 
 @dataclass
 class ReceivedBytes:
-    """Bytes of batches and results that have come to this rank from others, since its start."""
+    """Bytes of batches and results that this rank has received from others since its start."""
 
     received: int = 0
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """This rank's place in the job, and the groups that reach every rank of it.
+    """This rank's place in the job, and the groups that connect all ranks.
 
-    torch's default group is this rank's world, so Megatron and vLLM see nothing of the others. `group` and `control`
-    can be given to any function of torch.distributed; their ranks are those of the job. torch's notion of a global
-    rank means nothing in them: address peers by `group_src`, `group_dst` or `group_peer`.
+    torch's default group is this rank's world, so Megatron and vLLM do not see other worlds. `group` and `control` work
+    with every function of torch.distributed, and use the ranks of the job. They have no global ranks in torch's sense:
+    address peers by `group_src`, `group_dst` or `group_peer`.
 
     Attributes:
-        rank: in the job.
-        world: that this rank belongs to.
-        group: all ranks, on the platform's backend: what lies on devices, such as weights. A coordinator without a GPU
-            beside ranks that have one (`has_device`) is not in it, and has `control` in its place.
-        control: all ranks, gloo on CPU tensors: agreements, which must not wait for a device or keep one waiting, and
-            alone go through it: beside the default group it connects two ranks when both speak, as in a tree.
-        store: the job's.
-        timeout: of everything in these groups.
-        messages: of hosts, point to point: reports, decisions and samples.
-        traffic: what the samples cost; weights are not in it.
-        rows: what rows of batches that lie on devices go through, from device to device: `group`, or None where they
-            go from host to host. All ranks with devices have the same.
+        rank: rank in the job.
+        world: this rank's world.
+        group: all ranks, on the platform's backend, for data on devices such as weights. A coordinator without a GPU,
+            among ranks with one (`has_device`), is not a member and has `control` instead.
+        control: all ranks, gloo on CPU tensors, for collectives of small values only, which must not wait for a device.
+            If it is not the default group, two ranks connect when both first talk, as they do in a tree.
+        store: the job's store.
+        timeout: of every operation in these groups.
+        messages: point-to-point messages between hosts: reports, decisions and samples.
+        traffic: received bytes of samples, without weights.
+        rows: group for rows of batches on devices: `group`, or None if they go through host memory. The same on all
+            ranks with devices.
     """
 
     placement: ResolvedPlacement
@@ -76,7 +78,7 @@ class Fabric:
     rows: dist.ProcessGroup | None = None
 
     def device_between(self, source: int, dest: int) -> torch.device | None:
-        """Where rows lie that go from one rank to another through `rows`; None: they go from host to host."""
+        """Return the device of rows between two ranks in `rows`, or None if they go through host memory."""
         reached = self.rows is not None and self.has_device(source) and self.has_device(dest)
         return device_of(self.rows) if reached else None
 
@@ -87,40 +89,41 @@ class Fabric:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What this rank is."""
+        """Roles of this rank."""
         return self.placement.roles_of(self.rank)
 
     def has(self, role: str) -> bool:
-        """Whether this rank is one of the role's."""
+        """Return whether this rank has a role."""
         return role in self.roles
 
     def has_device(self, rank: int) -> bool:
-        """Whether `group` reaches a rank."""
+        """Return whether a rank is a member of `group`."""
         return rank < self.placement.num_with_device
 
     def describe(self, rank: int) -> str:
-        """A rank of the job for a message: "rank 3 (critic, node b)"."""
+        """Return a rank of the job as text: "rank 3 (critic, node b)"."""
         placement = self.placement
         return f"rank {rank} ({'+'.join(placement.roles_of(rank))}, {placement.nodes[placement.node_of(rank)].name})"
 
 
 def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> Fabric:
-    """Make this rank's world torch's default group, and the groups that join all; every rank of the job takes part.
+    """Make this rank's world torch's default group, and create the groups of all ranks. Collective over the job.
 
-    RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set to the world's, as the libraries in it read them; LOCAL_RANK, which
-    names the device, stays.
+    Sets RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to the world's values, which libraries in it read. LOCAL_RANK, which
+    selects the device, is unchanged.
 
     Args:
-        store: the job's (`job_store`).
-        rank: in the job.
+        store: the job's store (`job_store`).
+        rank: rank in the job.
 
     Raises:
-        TrainingStopped: not every rank came in time.
+        TrainingStopped: a rank did not arrive in time.
     """
     world = placement.world_of(rank)
     own = world.ranks.index(rank)
     messages = HostMessages(store, rank, placement.size)
     here = placement.node_of(rank)
+    # Megatron and vLLM read these, and must see only this world.
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(world.size)
     os.environ["LOCAL_WORLD_SIZE"] = str(sum(placement.node_of(other) == here for other in world.ranks))
     with _deadline(f"the world {world.name}", timeout):
@@ -139,18 +142,20 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     if not placement.is_colocated:
         with connects_lazily():
             group = control = joined("gloo", "control", placement.size)
-        with _deadline("the coordinator's tree", timeout):  # opened here, where all are: who is lost later breaks it
+        # Open the tree's connections now, while all ranks are here. A rank that is lost later breaks them.
+        with _deadline("the coordinator's tree", timeout):
             reduce_json(None, lambda every: None, control, placement.coordinator)
-            messages.find(placement.coordinator)  # which is told who has ended when nobody may keep the store any more
+            # Look up the coordinator now: lost ranks are reported to it even after the store is gone.
+            messages.find(placement.coordinator)
         if rank < (count := placement.num_with_device):
             group = joined(platform.backend, "fabric", count)
-    elif platform.backend != "gloo":  # one world that speaks gloo needs no second group
+    elif platform.backend != "gloo":  # a single world on gloo needs no second group
         control = _hosts_of_all(timeout)
     return Fabric(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
 
 
 def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
-    """The default group as a job of one world with all of these roles, where a program has made that group itself."""
+    """Return a fabric of one world with all of these roles, for a program that has created the default group itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     every, group = tuple(range(size)), default_group()
     world = World("the default group", every, tuple(roles))
@@ -163,27 +168,30 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
 
 
 def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """`Fabric.rows`: a fabric's group where it reaches devices. All of its ranks take part."""
+    """Return `Fabric.rows`: the group if it is on devices, else None. Collective over the group."""
     if device_of(group).type == "cpu":
         return None
-    dist.all_reduce(torch.zeros(1, device=device_of(group)), group=group)  # NCCL's first use of a group needs them all
+    # NCCL creates the communicator in the first operation, which needs all ranks.
+    dist.all_reduce(torch.zeros(1, device=device_of(group)), group=group)
     return group
 
 
 def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
-    """gloo beside the default group: two ranks connect when they first speak.
+    """Create a gloo group of the default group's ranks, in which two ranks connect when they first talk.
 
-    The sender waits for the receiver then, which both come to in an agreement along a tree.
+    The first message blocks the sender until the receiver calls too, which both do in a collective along a tree.
     """
     with connects_lazily():
         return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-    """A group of some ranks of the job, of whatever worlds; they alone take part, and its ranks are their places.
+    """Return a group of some ranks of the job, of any worlds. Collective over these ranks only.
+
+    Ranks in the group are indices in `members`.
 
     Raises:
-        TrainingStopped: not every rank came in time.
+        TrainingStopped: a rank did not arrive in time.
     """
     if tuple(members) == fabric.world.ranks:
         return default_group()
@@ -192,7 +200,7 @@ def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.Process
 
 
 def default_group() -> dist.ProcessGroup:
-    """The default process group: this rank's world."""
+    """Return the default process group, which is this rank's world."""
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     return group
@@ -200,7 +208,7 @@ def default_group() -> dist.ProcessGroup:
 
 @contextmanager
 def _deadline(what: str, timeout: timedelta) -> Iterator[None]:
-    """What torch says of a rank that did not come becomes one of this project's errors."""
+    """Return a context that turns torch's errors about missing ranks into `TrainingStopped`."""
     try:
         yield
     except (dist.DistError, RuntimeError, TrainingStopped) as error:
@@ -213,27 +221,28 @@ def _deadline(what: str, timeout: timedelta) -> Iterator[None]:
 def _joined(
     backend: str, name: str, store: dist.Store, ranks: tuple[int, int, int], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group of ranks of the job, beside the default group of this rank's world.
+    """Create a group of ranks of the job, besides the default group of this rank's world. Collective over these ranks.
+
+    torch only creates groups of ranks of the default group. This calls torch's own constructor with another store.
+    torch then looks up each member's number in the default group. No other rank sees these numbers: this rank's is its
+    real one, so that `dist.get_rank(group)` is right, and the others' are arbitrary but distinct.
 
     Args:
-        ranks: this rank's number in the new group, the size of that, and its number in its world.
-
-    torch makes groups only of ranks of the default group. This is its own constructor of those, given another store;
-    what it then looks up in its books, the number of each member in the default group, is a name that no other rank
-    sees: this rank's is its number there, so that `dist.get_rank(group)` is right, and the others' are any that differ.
+        ranks: this rank's number in the new group, the size of that group, and this rank's number in its world.
     """
     rank, size, own = ranks
-    name_of_group: Any = f"megaverl_{name}"  # a type of its own in newer versions of torch
+    name_of_group: Any = f"megaverl_{name}"  # newer versions of torch have a type for it
     with _deadline(f"the group '{name}'", timeout):
         group, _ = distributed_c10d._new_process_group_helper(
             size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
         )
+        # Swap this rank's number in the group with its number in the world; see the docstring.
         names = list(range(size))
         if own < size:
             names[own] = rank
         names[rank] = own
         distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
-        # The first use needs all ranks (NCCL), and shows that they reach each other: all of them, or along a tree.
+        # NCCL's first operation in a group needs all ranks. It also checks that they reach each other.
         if backend == "gloo":
             barrier(group)
         else:
@@ -242,7 +251,7 @@ def _joined(
 
 
 class Sending(Protocol):
-    """Something on its way."""
+    """Operation in progress."""
 
     def is_completed(self) -> bool: ...
 
@@ -251,7 +260,13 @@ class Sending(Protocol):
 
 @dataclass
 class PendingSends:
-    """Messages being sent; their tensors are kept until they have left."""
+    """Messages in progress. Their tensors are kept until they are sent.
+
+    Example:
+        sends = channel.send_to([1, 2], tensor)
+        ...
+        sends.wait()
+    """
 
     _under_way: list[Sending] = field(default_factory=list)
 
@@ -259,14 +274,14 @@ class PendingSends:
         self._under_way += other._under_way
 
     def forget_done(self) -> None:
-        """Let go of what has left."""
+        """Drop messages that have been sent."""
         self._under_way = [one for one in self._under_way if not one.is_completed()]
 
     def wait(self) -> None:
-        """Until all have left.
+        """Wait until all messages are sent.
 
         Raises:
-            TrainingStopped: a rank did not take one in time, by number and role.
+            TrainingStopped: a rank did not receive one in time; names the rank and its roles.
         """
         while self._under_way:
             self._under_way[0].wait()
@@ -275,24 +290,27 @@ class PendingSends:
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages through a group that were begun together, and their tensors, by peer."""
+    """Messages through a group that were started together, with their tensors by peer."""
 
     channel: Channel
-    works: Sequence[dist.Work]  # one for each message (gloo), or one for all (NCCL)
+    works: Sequence[dist.Work]  # one per message (gloo), or one for all (NCCL)
     tensors: Sequence[tuple[int, Tensor]]
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
     def wait(self, *, host: bool = True) -> None:
-        """Until all have come or left; without `host` what a device computes next waits for those of the device."""
+        """Wait until all messages are received or sent.
+
+        With `host=False`, only the current stream waits for messages of a device.
+        """
         for work, (peer, tensor) in zip(self.works, self.tensors, strict=False):
             self.channel.wait(work, peer, tensor, host=host)
 
 
 @dataclass(frozen=True)
 class ToHost:
-    """A message from host to host."""
+    """Message between hosts."""
 
     channel: Channel
     dest: int
@@ -308,10 +326,16 @@ class ToHost:
 
 @dataclass(frozen=True)
 class Channel:
-    """Sends and receives under one name, with a deadline; under different names they do not mix (hosts, gloo).
+    """Sends and receives under one name, with a deadline. Messages of different names do not mix (hosts, gloo).
 
     Attributes:
-        patience: how much longer than the fabric's timeout a message may take.
+        name: name of the channel, which error messages mention.
+        patience: added to the fabric's timeout.
+
+    Example:
+        channel = Channel(fabric, "samples")
+        channel.send_to([1], tensor).wait()  # on rank 0
+        (data,) = channel.receive_from(0)  # on rank 1: [n] uint8
     """
 
     fabric: Fabric
@@ -327,7 +351,7 @@ class Channel:
         return zlib.crc32(self.name.encode()) & 0x7FFFFFFF
 
     def send_to(self, dest: Sequence[int], *parts: Tensor | bytes) -> PendingSends:
-        """One message from host to hosts, of what lies here; on its way when this returns."""
+        """Start sending one message of host data to several ranks through host memory."""
         sent = PendingSends()
         for rank in dest:
             with self.waiting_for(rank):
@@ -335,20 +359,23 @@ class Channel:
         return sent
 
     def receive_from(self, source: int) -> list[Tensor]:
-        """The bytes of each part of what was sent so, [n] uint8, when it comes."""
+        """Wait for the message that `send_to` sent from `source`, and return the bytes of its parts, [n] uint8 each."""
         with self.waiting_for(source):
             return self.fabric.messages.receive(source, self.name, self.deadline)
 
     def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
-        """Through a group, by receiver; what is empty does not travel."""
+        """Start sending tensors through a group, by receiver. Empty tensors are not sent."""
         return PendingSends([self._begin(group, out, {})])
 
     def receive(self, group: dist.ProcessGroup, into: Mapping[int, Tensor]) -> None:
-        """By sender, all at once; what is empty does not travel."""
+        """Receive tensors through a group, by sender, all in one batch. Empty tensors are skipped."""
         self._begin(group, {}, into).wait(host=False)
 
     def exchange(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        """`out` by receiver, `into` by sender, all in one batch: NCCL would let two ranks wait for each other else."""
+        """Send `out` by receiver and receive `into` by sender, in one batch.
+
+        Separate NCCL calls could deadlock, because each rank could wait for the other one to receive first.
+        """
         self._begin(group, out, into).wait(host=False)
 
     def _begin(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Batch:
@@ -363,7 +390,7 @@ class Channel:
         return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
 
     def wait(self, work: dist.Work, peer: int, tensor: Tensor, *, host: bool = True) -> None:
-        """Until a message from or to a peer has come or left; see `Batch.wait`."""
+        """Wait until a message from or to a peer is received or sent; see `Batch.wait`."""
         with self.waiting_for(peer):
             if tensor.is_cuda:
                 work.wait()
@@ -374,7 +401,7 @@ class Channel:
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[None]:
-        """What is said of a peer that is gone, or does not come in time, becomes one of this project's errors."""
+        """Return a context that turns errors about a lost or late peer into `TrainingStopped`."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -386,11 +413,11 @@ class Channel:
 
 
 def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> PendingSends:
-    """A small message to one rank."""
+    """Start sending a small JSON message to one rank."""
     return Channel(fabric, name).send_to([dest], json.dumps(value).encode())
 
 
 def receive_json(fabric: Fabric, name: str, source: int) -> Any:
-    """What `send_json` of that name has sent from there, when it comes."""
+    """Wait for the message that `send_json` sent under this name from `source`, and return its value."""
     (data,) = Channel(fabric, name).receive_from(source)
     return json.loads(data.numpy().tobytes())
