@@ -74,7 +74,6 @@ HIDING_OPENINGS = {
 }
 # Packages whose docstrings still open with such words. Only ever remove names from this list.
 DOCSTRINGS_TO_REWRITE = {
-    "coordinator",
     "dataflow",
     "trainer",
 }

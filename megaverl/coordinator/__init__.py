@@ -1,11 +1,17 @@
-"""One rank decides for the whole run over gradients, versions and checkpoints. See docs/placement.md.
+"""One rank decides about the gradients, versions and checkpoints of the whole run. See docs/placement.md.
 
-Reports to the coordinator, decisions back: two small messages for each role and update, whatever the model's size.
+Each role sends a report to the coordinator and receives a decision for every update: two small messages, whatever the
+model's size.
 
-A role's first rank sends its report to the coordinator, and passes the decision on to the role's other ranks along a
-tree. On the coordinator a thread for each role takes its reports, and the one that comes last decides; so a rank that
-coordinates may have a role as well, and other roles need not wait until it comes to its own update. Where all roles
-share their ranks, each rank decides for itself (`LocalCoordinator`).
+    role's first rank                 coordinator                        role's other ranks
+    GradientReport   ------------->   a thread per role takes it
+                                      the last report of a set of
+                                      partners triggers decide()
+    Decision         <-------------
+    forwards it along a tree   ---------------------------------------->   Decision
+
+Since threads serve the reports, a rank can be the coordinator and have a role as well, and other roles need not wait
+for its own update. If all roles share their ranks, each rank decides locally (`LocalCoordinator`).
 """
 
 from __future__ import annotations
@@ -50,20 +56,26 @@ __all__ = [
 ]
 
 
-# How much longer a role waits for a decision than the coordinator for its reports, so that it hears who is missing.
+# A role waits this much longer for a decision than the coordinator waits for reports, so that it learns who is missing.
 GRACE = timedelta(seconds=10)
 _FOREVER = timedelta(days=365)
-# What the messages between two ranks are called, with the participant.
+# Names of the messages between two ranks; the participant's name is appended.
 _REPORT, _DECISION, _RELAYED = "the report of", "the decision over", "the decision, passed on, over"
 
 
 class Coordinator:
-    """One rank's end of it; made on every rank of the job, with the same arguments.
+    """One rank's connection to the coordinator. Every rank of the job creates one, with the same arguments.
 
     Args:
-        participants: who reports; a role's islands each do.
-        progress: of the run so far; used on the coordinator's rank.
-        liveness: names the rank at fault where one is lost.
+        participants: the reporting roles; with islands, each island of a role.
+        rules: rules of the decisions.
+        progress: progress of the run so far; used on the coordinator's rank.
+        liveness: finds the rank at fault if one is lost.
+
+    Example:
+        coordinator = Coordinator(fabric, [Participant("actor", 0)], Rules())
+        decision = coordinator.decide("actor", report)  # on every rank of the actor
+        coordinator.close()  # on every rank of the job
     """
 
     def __init__(
@@ -84,24 +96,26 @@ class Coordinator:
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands; on the coordinator's rank."""
+        """Progress of the run. Available only on the coordinator's rank."""
         assert self._server is not None, "only the coordinator knows"
         return self._server.progress
 
     def decide(self, role: str, report: GradientReport | None, partners: Sequence[str] = ()) -> Decision:
-        """The decision over this role's update; every rank of the role takes part.
+        """Return the decision about this role's update. Collective over the role's ranks.
 
         Args:
-            report: on the role's first rank (of its island), which gives it; others may leave it out.
-            partners: roles that decide together with this one; they name this one likewise.
+            report: the gradient report; needed only on the first rank of the role or island.
+            partners: roles whose updates are decided together with this one. They must name this role too.
 
         Raises:
-            TrainingStopped: the run ends here, by a rule or because a rank is lost; says why, and who.
+            TrainingStopped: the run ends here, because of a rule or a lost rank. The message names both.
+            ValueError: the first rank has no report.
         """
         start = time.perf_counter()
         number = self._number_of(role)
         reporter, ranks = self.participants[number], self.fabric.world.ranks
-        self._settle()  # of the update before
+        self._settle()  # messages of the previous update
+        # Only the reporting rank talks to the coordinator. The others receive the decision along a tree rooted at it.
         if self.fabric.rank == reporter.rank:
             if report is None:
                 raise ValueError(f"the first rank of {reporter} reports")
@@ -119,19 +133,22 @@ class Coordinator:
         return decision
 
     def costs(self) -> dict[str, float]:
-        """What decisions have cost this rank since this was last asked: milliseconds, without the wait for partners,
-        and bytes that it sent and got."""
+        """Return the costs of decisions on this rank since the last call.
+
+        They are milliseconds, without the wait for partners, and bytes sent and received.
+        """
         seconds, self._seconds = self._seconds, 0.0
         before, self._bytes_counted = self._bytes_counted, self.bytes_sent + self.bytes_received
         return {"coordinator/exchange_ms": seconds * 1e3, "coordinator/bytes": float(self._bytes_counted - before)}
 
     def close(self) -> None:
-        """The first ranks say that no report will follow; every rank of the job calls it at the end.
+        """Announce that no report follows. Every rank of the job calls this at the end.
 
-        The coordinator returns when all have said so, and until then serves: one that is nothing else calls it first.
+        On the coordinator it returns when all participants have announced this, and serves them until then. A rank with
+        roles on the coordinator therefore calls it after its last update, and a rank without roles calls it first.
 
         Raises:
-            TrainingStopped: on the coordinator, if the run was stopped: the same as on the roles.
+            TrainingStopped: on the coordinator, if the run was stopped; the same error as on the roles.
         """
         self._settle()
         if self._server is not None:
@@ -146,24 +163,35 @@ class Coordinator:
         self._settle()
 
     def send(self, peer: int, name: str, numbers: Sequence[float]) -> PendingSends:
-        """Begin to send numbers to one rank."""
+        """Start sending numbers to one rank, as float64."""
         data = torch.tensor(numbers, dtype=torch.float64)
         self.bytes_sent += data.nbytes
         return Channel(self.fabric, name).send_to([peer], data)
 
     def receive(self, peer: int, name: str, patience: timedelta) -> list[float]:
-        """Numbers from one rank, when they are here."""
+        """Wait for numbers from one rank.
+
+        Args:
+            patience: added to the fabric's timeout.
+
+        Raises:
+            TrainingStopped: the rank died or stalled.
+        """
         (data,) = Channel(self.fabric, name, patience).receive_from(peer)
         self.bytes_received += data.nbytes
         return data.view(torch.float64).tolist()
 
     def last_heard(self, rank: int) -> str:
-        """What is known of a rank, to be added to what it has failed to do."""
+        """Return the last known state of a rank, as the end of an error message."""
         heard = self.liveness.last_heard(rank) if self.liveness else ""
         return f"; when last heard of, {heard}" if heard else ""
 
     def _number_of(self, role: str) -> int:
-        """Of the participant in whose role, or island of it, this rank is."""
+        """Return the number of the participant that this rank belongs to.
+
+        Raises:
+            ValueError: no participant of the role is in this rank's world.
+        """
         for number, participant in enumerate(self.participants):
             if participant.role == role and participant.rank in self.fabric.world.ranks:
                 return number
@@ -188,7 +216,7 @@ class Coordinator:
             raise self._stopped(f"{error}{self.last_heard(source)}") from error
 
     def _settle(self) -> None:
-        """Until all that was sent has left."""
+        """Wait until all messages are sent."""
         try:
             self._sent.wait()
         except TrainingStopped as error:
@@ -203,19 +231,20 @@ class Coordinator:
         return f"update {decision.step} is not made, and the run ends: {who}{decision.reason.text}."
 
     def _stopped(self, text: str) -> TrainingStopped:
-        """What the liveness, which sees more than one message, finds to be the reason; else `text`."""
+        """Return an error with liveness' failure reason, which rests on more than one message, or with `text`."""
         seen = self.liveness
         return TrainingStopped(seen.settle(seen.timeouts.until_found, text) if seen is not None else text)
 
 
 class Server:
-    """The coordinator itself: the thread that takes the last of the reports that belong together decides, and answers.
+    """The coordinator's own state. The thread that takes the last report of a set of partners decides and answers.
 
-    One lock: a report is handled whole before the next.
+    A single lock ensures that a report is fully handled before the next one.
 
     Attributes:
-        own: decisions for participants on the coordinator's own rank.
-        end: the decision that stopped the run.
+        progress: progress of the run.
+        own: queues of decisions for participants on the coordinator's rank.
+        end: the decision that stopped the run, or None.
     """
 
     def __init__(self, end: Coordinator, rules: Rules, progress: Progress) -> None:
@@ -237,13 +266,13 @@ class Server:
             thread.start()
 
     def close(self) -> None:
-        """Wait until every other rank has said that it is done."""
+        """Wait until every participant on other ranks has announced its last report."""
         for thread in self._listeners:
             thread.join()
         self._closed.set()
 
     def take(self, number: int, report: GradientReport) -> None:
-        """A participant's report: decide over every set of partners that is complete with it."""
+        """Store a participant's report, and decide about every set of partners that is now complete."""
         with self._lock:
             self._reports[number] = (report, time.monotonic())
             if self.end is not None:
@@ -251,15 +280,17 @@ class Server:
             while members := complete_set({n: report for n, (report, _) in self._reports.items()}):
                 now = time.monotonic()
                 waited = {n: now - self._reports[n][1] for n in members}
+                # Remove the set before the next iteration, which looks for another complete set.
                 found = {n: self._reports.pop(n)[0] for n in members}
                 decisions, self.progress = decide(found, self._end.participants, self.progress, self._rules)
-                for n in sorted(decisions, key=self.own.__contains__):  # its own last, when all others are sent
+                # Answer the coordinator's own participants last, after all messages are on their way.
+                for n in sorted(decisions, key=self.own.__contains__):
                     if decisions[n].verdict is Verdict.STOP:
                         self.end = decisions[n]
                     self._answer(n, replace(decisions[n], waited=waited[n]))
 
     def _listen(self, number: int) -> None:
-        """Reports of one participant, for as long as it reports."""
+        """Take the reports of one participant until its last one."""
         reporter = self._end.participants[number]
         while True:
             try:
@@ -274,7 +305,7 @@ class Server:
             self.take(number, report)
 
     def _watch(self) -> None:
-        """Whether a report waits too long for its partners'."""
+        """Stop the run if a report waits for its partners' reports for longer than the timeout."""
         patience = self._end.fabric.timeout.total_seconds()
         while not self._closed.wait(min(1.0, patience / 10)):
             with self._lock:
@@ -284,14 +315,18 @@ class Server:
 
     def _missing(self) -> int:
         bits = min(self._reports.values(), key=lambda one: one[1])[0].partners
+        # The report that has waited longest names the partners; one of them has not reported.
         with_it = [n for n, (report, _) in self._reports.items() if report.partners == bits]
         return next(n for n in range(len(self._end.participants)) if bits >> n & 1 and n not in with_it)
 
     def _fail(self, lost: int, why: str) -> None:
-        """A participant will not report any more: all that have reported, and all that will, hear so."""
+        """Stop the run, because a participant will not report again.
+
+        All reports that wait, and all later ones, are answered with the stop.
+        """
         if self.end is None:
             end, reporter = self._end, self._end.participants[lost]
-            # the liveness sees more than this thread: what the rank, and those of its world, were doing
+            # Liveness sees more than this thread: the stages of that rank, and of the others of its world.
             if end.liveness is not None and not end.liveness.wait(end.liveness.timeouts.until_found):
                 end.liveness.report_failure(
                     f"{end.fabric.describe(reporter.rank)} died or stalled: no report of {reporter} came ({why})"
@@ -312,7 +347,8 @@ class Server:
             self.own[number].put(decision)
             return
         try:
-            self._answers[number].wait()  # of the update before: the participant has reported since, and so has it
+            # The previous answer has been received, because the participant has reported since. So this does not block.
+            self._answers[number].wait()
             self._answers[number] = self._end.send(reporter.rank, f"{_DECISION} {reporter}", decision.numbers())
             if decision.verdict is Verdict.STOP:
                 self._answers[number].wait()
@@ -321,9 +357,10 @@ class Server:
 
 
 def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
-    """The participants whose reports name each other, all of which have come; none yet: empty.
+    """Return the participants of a set of partners that have all reported, or an empty list.
 
-    One may still be at an update that it is alone in, while one that will decide with it is further.
+    All reports of a set must name the same partners, because one participant may still be at an update that it takes
+    alone while a later partner of it is ahead.
     """
     for report in (reports[number] for number in sorted(reports)):
         members = [n for n in range(report.partners.bit_length()) if report.partners >> n & 1]
@@ -333,22 +370,24 @@ def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
 
 
 def tree_children(ranks: Sequence[int], root: int, rank: int) -> list[int]:
-    """The ranks that `rank` passes a message on to, of the tree of messages over `ranks`."""
+    """Return the ranks that `rank` forwards a message to, in the tree over `ranks`."""
     order = [root, *(other for other in ranks if other != root)]
     return [order[place] for place in children(order.index(rank), len(order))]
 
 
 def tree_parent(ranks: Sequence[int], root: int, rank: int) -> int:
-    """The rank that `rank` hears from; it is not the root."""
+    """Return the rank that `rank`, which is not the root, receives a message from."""
     order = [root, *(other for other in ranks if other != root)]
     return order[parent(order.index(rank))]
 
 
 class LocalCoordinator:
-    """In a run of one world every rank has every report, and decides by itself, to the same end.
+    """Coordinator of a run with a single world. Every rank has all reports, and computes the same decision by itself.
 
     Args:
-        roles: that are trained.
+        roles: the trained roles.
+        rules: rules of the decisions.
+        progress: progress of the run so far.
     """
 
     def __init__(self, roles: Sequence[str], rules: Rules, progress: Progress | None = None) -> None:
@@ -356,10 +395,10 @@ class LocalCoordinator:
         self._rules, self.progress = rules, progress or Progress()
 
     def decide(self, role: str, report: GradientReport | None, partners: Sequence[str] = ()) -> Decision:
-        """As `Coordinator.decide`, without a message.
+        """Return the same decision as `Coordinator.decide`, without messages.
 
         Raises:
-            TrainingStopped: the run ends here; says why.
+            TrainingStopped: a rule ends the run; the message names it.
         """
         assert report is not None, "every rank has a report"
         number = next(n for n, one in enumerate(self._participants) if one.role == role)
@@ -373,18 +412,18 @@ class LocalCoordinator:
 
 
 class CoordinatorClient:
-    """Of one role. Called by every rank of the role for each of its updates, with the same numbers.
+    """Client of one role. Every rank of the role calls it for each of its updates, with the same numbers.
+
+    The schedule may differ from the number of applied updates, because a run that was resumed with another number of
+    updates per step has moved it. The difference stays constant for the rest of the run.
 
     Args:
-        progress: of the run so far.
+        progress: progress of the run so far.
 
     Attributes:
-        partners: roles whose update of this moment is decided on together with this one's.
-        share: of the tokens of an update, those that this island trains on.
-        oldest, newest: of the samples that are trained on; see `GradientReport`.
-
-    The schedule may stand elsewhere than the number of applied updates says: a run that was resumed with another number
-    of updates per step has moved it. The distance stays the same for the rest of the run.
+        partners: roles whose current updates are decided together with this role's.
+        share: fraction of an update's tokens that this island trains on.
+        oldest, newest: weight versions of the samples; see `GradientReport`.
     """
 
     def __init__(
@@ -397,7 +436,7 @@ class CoordinatorClient:
         """Create the client of `role`.
 
         Args:
-            schedule_step: where the role's schedule stands; None: where the number of applied updates says.
+            schedule_step: current step of the role's schedule. None: the number of applied updates.
         """
         self._coordinator, self._role = coordinator, role
         self._step, self._version = progress.steps.get(role, 0), progress.versions.get(role, 0)
@@ -409,16 +448,17 @@ class CoordinatorClient:
     def __call__(
         self, sums: Mapping[str, Tensor], norm: float, tokens: float, *, overflow: bool, max_norm: float
     ) -> Decision:
-        """What to do with a gradient.
+        """Return the decision about a gradient. Collective over the role's ranks.
 
         Args:
-            sums: the loss's statistics, of which those that the coordinator keeps are count, sum and sum of squares.
-            norm: of the whole gradient, before clipping; of a loss divided by `tokens`.
-            overflow: loss scaling found it out of range.
-            max_norm: to which it is to be clipped; 0: not at all.
+            sums: statistics of the loss. Those in `STATISTICS` are reported, each as count, sum and sum of squares.
+            norm: of the whole gradient before clipping, for a loss divided by `tokens`.
+            tokens: number of tokens of the update.
+            overflow: loss scaling found a value out of range.
+            max_norm: norm to which the gradient is clipped; 0: no clipping.
 
         Raises:
-            TrainingStopped: the run ends here; says why.
+            TrainingStopped: the run ends here; the message gives the reason.
         """
         statistics = {}
         for name in STATISTICS:

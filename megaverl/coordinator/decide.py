@@ -1,5 +1,7 @@
-"""What a role reports of its gradient, and the decision over an update: from all reports, once for all roles. Pure; a
-few numbers each, always as many."""
+"""Gradient reports of the roles, and the decision about an update from all of them. Pure.
+
+Reports and decisions are fixed numbers of floats, so that they fit in small messages.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 from megaverl.algorithms.loss import clip_factor
 from megaverl.errors import TrainingStopped
 
-# Statistics of the loss that a report carries, each as count, sum, sum of squares, so that they add up over roles.
+# Statistics of the loss in a report, each as count, sum and sum of squares, so that they add up over roles.
 STATISTICS = ("loss", "kl", "entropy", "ratio", "clipped", "value_error", "advantage", "reward")
 _KNOWN = frozenset(STATISTICS)
 _MAGIC = 5010.0
@@ -24,9 +26,9 @@ NONE: Moments = (0.0, 0.0, 0.0)
 
 
 class Flag(IntFlag):
-    """What happened to a gradient, or to its rank."""
+    """Events of a gradient or its rank."""
 
-    OVERFLOW = 1  # loss scaling found a value out of float16's range, as it now and then should
+    OVERFLOW = 1  # loss scaling found a value out of float16's range, which is expected now and then
     BAD_LOSS = 2  # NaN or inf in the loss or one of its statistics
     BAD_GRADIENT = 4
     DONE = 16  # the last report of this role
@@ -34,18 +36,19 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True)
 class GradientReport:
-    """One role's (or island's) gradient of one update, whole: added over all of its ranks.
+    """Gradient of one role (or island) in one update, summed over all of its ranks.
 
     Attributes:
         step: number of the update, from 0.
-        version: of the weights that it was taken at.
-        tokens: that the loss was taken over.
-        divided_by: what the loss was divided by so far; 1 for a sum over tokens, `tokens` for a mean over its own.
-        squared_norm: of the gradient as it stands.
-        oldest, newest: versions of the engines' weights: that generated its oldest sample; that they have now.
+        version: version of the weights that the gradient belongs to.
+        tokens: number of tokens in the loss.
+        squared_norm: squared norm of the gradient as it is.
+        divided_by: divisor of the loss so far; 1 for a sum over tokens, `tokens` for a mean over its own tokens.
+        oldest: version of the engines' weights that generated the oldest sample.
+        newest: version of the engines' weights now.
         flags: see `Flag`.
-        partners: bits of the participants that decide together with this one.
-        max_norm: to which the role wants its gradient clipped; 0: not clipped.
+        partners: bit mask of the participants that decide together, including this one.
+        max_norm: norm to which the role clips its gradient; 0: no clipping.
         statistics: name -> count, sum, sum of squares.
     """
 
@@ -63,12 +66,16 @@ class GradientReport:
 
     @property
     def is_finite(self) -> bool:
-        """No NaN and no inf anywhere, flagged or not."""
+        """Return whether no number is NaN or inf, and no flag says so."""
         numbers = [self.tokens, self.squared_norm, self.divided_by, *(x for m in self.statistics.values() for x in m)]
         return not self.flags & (Flag.BAD_LOSS | Flag.BAD_GRADIENT) and all(map(math.isfinite, numbers))
 
     def numbers(self) -> list[float]:
-        """As REPORT_SIZE numbers."""
+        """Encode the report as REPORT_SIZE numbers.
+
+        Raises:
+            ValueError: a statistic is unknown.
+        """
         if not self.statistics.keys() <= _KNOWN:
             raise ValueError(f"statistics {sorted(self.statistics.keys() - _KNOWN)} are none of {STATISTICS}")
         moments = [self.statistics.get(name, NONE) for name in STATISTICS]
@@ -79,7 +86,7 @@ class GradientReport:
         """Undo `numbers`.
 
         Raises:
-            TrainingStopped: these are others.
+            TrainingStopped: the numbers do not encode a report.
         """
         found = _unpack(cls, numbers, REPORT_SIZE, "a gradient report")
         rest = numbers[-3 * len(STATISTICS) :]
@@ -88,7 +95,7 @@ class GradientReport:
 
 
 class Verdict(IntEnum):
-    """What is done with all of the gradients that were decided on together."""
+    """Action on all gradients that were decided together."""
 
     APPLY = 0
     SKIP = 1
@@ -96,7 +103,7 @@ class Verdict(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why; `text` is what people read."""
+    """Reason of a verdict. `text` describes it for users."""
 
     text: str
 
@@ -120,17 +127,19 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What one role (or island) hears.
+    """Decision for one role (or island).
 
     Attributes:
-        step: of the update that it is about.
+        step: number of the update.
+        verdict: whether to apply, skip or stop.
+        reason: reason of the verdict.
         participant: number of the role or island at fault; -1: none.
-        version: of the weights after it.
-        scale: what the gradient is multiplied by, so that its loss is the mean over all tokens of all islands.
-        clip: what it is then multiplied by, so that its norm is at most the limit; 1 where it is.
-        norm: of the role's gradient after scaling, before clipping.
-        schedule_step: updates that were applied before this one: where the role's learning rate stands.
-        waited: seconds for which the report lay with the coordinator until its partners' had come.
+        version: version of the weights after the update.
+        scale: factor of the gradient that makes its loss the mean over all tokens of all islands.
+        clip: additional factor that limits the norm; 1 if it is below the limit.
+        norm: norm of the role's gradient after scaling, before clipping.
+        schedule_step: number of updates applied before this one, which is the step of the role's schedule.
+        waited: seconds that the report waited at the coordinator for its partners' reports.
     """
 
     step: int
@@ -149,7 +158,7 @@ class Decision:
         return self.verdict is Verdict.APPLY
 
     def numbers(self) -> list[float]:
-        """As DECISION_SIZE numbers."""
+        """Encode the decision as DECISION_SIZE numbers."""
         return _pack(self)
 
     @classmethod
@@ -157,12 +166,12 @@ class Decision:
         """Undo `numbers`.
 
         Raises:
-            TrainingStopped: these are others.
+            TrainingStopped: the numbers do not encode a decision.
         """
         return cls(**_unpack(cls, numbers, DECISION_SIZE, "a decision"))
 
 
-# The fields that are one number each, and what they are.
+# Message -> its fields that are one number each, with their types.
 _KINDS = {
     message.__name__: {name: kind for name, kind in get_type_hints(message).items() if name != "statistics"}
     for message in (GradientReport, Decision)
@@ -180,12 +189,12 @@ def _unpack(message: type, numbers: Sequence[float], size: int, what: str) -> di
     return {name: number if kind is float else kind(int(number)) for (name, kind), number in kinds}
 
 
-# Islands that added up the same gradients may differ by rounding.
+# Relative tolerance for the norms of islands, which sum the same gradients and differ only by rounding.
 SAME_NORM = 1e-3
 
 
 class Participant(NamedTuple):
-    """Who reports: a role, or one island of it, by its first rank."""
+    """Reporter of gradients: a role, or one island of it, with its first rank."""
 
     role: str
     rank: int
@@ -197,13 +206,13 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is applied, skipped, or the end.
+    """Rules about which updates are applied, skipped, or stop the run.
 
     Attributes:
-        skip_above: role -> gradient norm above which an update is left out.
-        on_nonfinite: what a NaN or inf does. An overflow under loss scaling always skips.
-        max_skips: skipped updates in a row after which the run stops.
-        max_staleness: versions of the engines' weights that the oldest sample may be behind; None: any.
+        skip_above: role -> gradient norm above which an update is skipped.
+        on_nonfinite: action on NaN or inf. An overflow under loss scaling is always skipped.
+        max_skips: the run stops after more than this many skipped updates in a row. Overflows alone do not stop it.
+        max_staleness: how many versions the oldest sample may be behind the engines' weights. None: unlimited.
     """
 
     skip_above: Mapping[str, float] = field(default_factory=dict)
@@ -214,13 +223,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the coordinator knows of the run; goes into a checkpoint.
+    """Progress of the run as the coordinator knows it; stored in checkpoints.
 
     Attributes:
-        steps: role -> updates decided on.
-        versions: role -> version of its weights, which is where its schedule stands: one more with every update that
-            was applied.
-        skips: skipped updates in a row.
+        steps: role -> number of decided updates.
+        versions: role -> version of its weights, which is the number of applied updates and the step of its schedule.
+        skips: number of updates skipped in a row.
     """
 
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -241,21 +249,23 @@ def decide(
     progress: Progress,
     rules: Rules,
 ) -> tuple[dict[int, Decision], Progress]:
-    """One verdict over gradients that belong together, and each one's factors.
+    """Return one verdict about gradients that belong together, and the factors of each.
 
-    A role's islands share one gradient, added up before it is reported; its scale makes the loss the mean over the
-    tokens of all of them.
+    The islands of a role report one summed gradient. Its scale makes the loss the mean over the tokens of all islands.
 
-    A schedule steps with the updates that are applied, and waits with one that is skipped, as Megatron-LM's training
-    loop has it (`train_step`: the scheduler steps where the optimizer did). Learning rate, weight decay and Adam's
-    bias correction then count the same steps: while float16's loss scaling looks for its scale, a warm-up would be
-    over before the first step was taken. A run with skips ends that many steps before its schedule does.
+    The schedule advances with applied updates, and pauses at a skipped one, as in Megatron-LM's training loop
+    (`train_step`: the scheduler steps where the optimizer did). Learning rate, weight decay and Adam's bias correction
+    then count the same steps. Otherwise a warm-up would be over before the first step, while float16's loss scaling
+    searches for its scale. A run with skips ends that many steps before its schedule.
 
     Args:
-        reports: by number of the participant; all that decide together.
-        participants: all of the run.
+        reports: number of a participant -> its report, for all that decide together.
+        participants: all participants of the run.
+        progress: progress before this update.
+        rules: rules of the decision.
 
-    Returns: each participant's decision, and the progress after it.
+    Returns:
+        Number of a participant -> its decision, and the progress after the update.
     """
     verdict, reason, culprit = _judge(reports, participants, progress, rules)
     skips = 0 if verdict is Verdict.APPLY else progress.skips + 1
@@ -293,10 +303,11 @@ def decide(
 def _judge(
     reports: Mapping[int, GradientReport], participants: Sequence[Participant], progress: Progress, rules: Rules
 ) -> tuple[Verdict, Reason, int]:
-    """The gravest of what is wrong, and with whom."""
+    """Return the most severe finding: its verdict, its reason, and the participant at fault (-1: none)."""
     found: list[tuple[Verdict, Reason, int]] = []
     for number in sorted(reports):
         report, role = reports[number], participants[number].role
+        # A role at another update or version has diverged from the run, which no skip can repair.
         if report.step != progress.steps.get(role, 0):
             found.append((Verdict.STOP, Reason.OUT_OF_STEP, number))
         if report.version != progress.versions.get(role, 0):
@@ -312,11 +323,12 @@ def _judge(
         found += _judge_role(role, {n: r for n, r in reports.items() if participants[n].role == role}, rules)
     if not found:
         return Verdict.APPLY, Reason.FINE, -1
+    # The most severe verdict first, then the lowest reason and participant, so that the result is unique.
     return max(found, key=lambda one: (one[0], -one[1], -one[2]))
 
 
 def _judge_role(role: str, reports: Mapping[int, GradientReport], rules: Rules) -> list[tuple[Verdict, Reason, int]]:
-    """What shows only when all islands of a role are seen together."""
+    """Return findings that need the reports of all islands of a role."""
     found = []
     first = min(reports)
     tokens = sum(report.tokens for report in reports.values())
