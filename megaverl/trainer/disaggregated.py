@@ -1,9 +1,10 @@
-"""Roles on ranks of their own: each world goes through the steps by itself, and all agree in between.
+"""Executor for roles on separate ranks.
 
-A rank runs the operators of its roles; batches and results come and go over the fabric. After `done` steps the engines
-get the new weights and the reporter everybody's metrics. With asynchronous rollouts a world that only generates or
-scores is allowed to be ahead of that by some steps: how many is settled before the run (`schedule.Schedule`), so that
-two runs are the same to the bit.
+Each role group runs the operators of its roles at its own pace and exchanges batches and results over the fabric. After
+a step, the engines receive the new weights and the reporter receives the metrics of all role groups.
+
+With asynchronous rollouts, a role group that only generates or scores may run ahead of training. The schedule fixes by
+how many steps before the run (`schedule.Schedule`), so two runs are bitwise identical.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from megaverl.workers.trainable import TrainableModel
 
 
 class Disaggregated(Executor):
-    """A placement with several worlds."""
+    """Executor of a placement with several role groups."""
 
     def __init__(
         self, builder: Builder, job: Job, stages: Stages, console: Console, replayed: RolloutFolder | None
@@ -59,18 +60,19 @@ class Disaggregated(Executor):
         self.lag = Schedule.of(config, self.placement).lag(self.fabric.rank)
         self.waiting = WaitingSamples(config, self.fabric)
         self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.fabric.rank in ranks), 0)
-        self._decides_alone = config.coordinator.islands_every > 1  # islands that take steps of their own
+        self._decides_alone = config.coordinator.islands_every > 1  # islands take local steps
         if self.island and self._decides_alone:
-            self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
+            # The engine has the first island's weights. This island's weights may differ from them.
+            self.step.trust_engine()
         self.generates = self.fabric.has("rollout")
         self.makes_samples = self.generates or self.fabric.has("reward")
-        self._done = 0  # steps that are behind all ranks
-        self._idle_since = time.perf_counter()  # the engines, since they have finished the last samples
+        self._done = 0  # steps completed on all ranks
+        self._idle_since = time.perf_counter()  # since the engines finished their last samples
         self._measured: dict[int, dict[str, float]] = {}
-        self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
+        self._values: Mapping[str, Any] = {}  # samples of the last step, on the reporter
         self.reports = WorldMetrics(self.fabric, self.reporter)
 
-    # --- what this rank has ---------------------------------------------------------------------------------------
+    # --- this rank's models -------------------------------------------------------------------------------------------
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
@@ -82,7 +84,9 @@ class Disaggregated(Executor):
 
     @property
     def saved(self) -> dict[str, TrainableModel]:
-        """Islands that take every step together are the same: one of them is saved."""
+        """Return the models that this rank saves. Islands that join every update are identical, so only the first one
+        saves.
+        """
         return {} if self.island and not self._decides_alone else self.trained
 
     @property
@@ -115,11 +119,11 @@ class Disaggregated(Executor):
 
     @property
     def _islands(self) -> dict[str, Island]:
-        """This rank's part of islands, by role."""
+        """Return this rank's parts of islands, by role."""
         found = {role: trainable.islands for role, trainable in self.trained.items()}
         return {role: island for role, island in found.items() if isinstance(island, Island)}
 
-    # --- a step ---------------------------------------------------------------------------------------------------
+    # --- during a step ------------------------------------------------------------------------------------------------
 
     def start(self, done: int) -> None:
         super().start(done)
@@ -139,7 +143,8 @@ class Disaggregated(Executor):
         if step >= self.config.algorithm.critic_warmup_steps:
             self.step.newest_version += 1
         metrics = self.step.metrics | self.stages.timeline.step_metrics()
-        if not self.fabric.has("rollout"):  # what is received is measured where it arrives
+        # Resharding is measured on the engines' ranks, which receive the weights.
+        if not self.fabric.has("rollout"):
             of_reshard = [name for name in metrics if name.startswith("reshard/") or name == "time/reshard_ms"]
             metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
         metrics = self.reports.of_this_rank(metrics, step)
@@ -175,7 +180,7 @@ class Disaggregated(Executor):
 
     @property
     def _keeps_waiting(self) -> bool:
-        """Return whether this rank keeps samples that are generated ahead, for a checkpoint."""
+        """Return whether this rank keeps samples that are generated ahead, to save them in a checkpoint."""
         return self.waiting.is_here and self.lag > 0 and self.step.replayed is None
 
     def _choose_partners(self, step: int) -> None:
@@ -185,10 +190,10 @@ class Disaggregated(Executor):
             both = split and step >= self.config.algorithm.critic_warmup_steps
             client.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
 
-    # --- after a step ---------------------------------------------------------------------------------------------
+    # --- after a step -------------------------------------------------------------------------------------------------
 
     def measured(self, done: int) -> Measured | None:
-        """Every world's first rank tells the reporter what it measured."""
+        """Send the metrics of each role group to the reporter. Return metrics and samples there, and None elsewhere."""
         metrics = self.reports.of_all(self._measured.pop(done - 1))
         if self.fabric.rank != self.reporter:
             return None
@@ -200,11 +205,12 @@ class Disaggregated(Executor):
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         return dict(broadcast_json(metrics, self.reporter, self.control))
 
-    # --- checkpoints, and the end ---------------------------------------------------------------------------------
+    # --- checkpoints and shutdown -------------------------------------------------------------------------------------
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Each part from a rank that knows it."""
-        barrier(self.control)  # a rank that only coordinates is here before the last update is decided on
+        """Merge the parts of a checkpoint's state, each from the rank that owns it."""
+        # The coordinator's rank may reach this point before the last update is decided on.
+        barrier(self.control)
         mine: dict[str, Any] = {}
         if self.fabric.rank == self.reporter:
             of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")
@@ -219,7 +225,7 @@ class Disaggregated(Executor):
         return dict(reduce_json(mine, lambda parts: {k: v for part in parts for k, v in part.items()}, self.control))
 
     def own_files(self) -> dict[str, bytes]:
-        """What the islands of this rank must find again; and samples that wait for training."""
+        """Return the state of this rank's islands, unfinished responses, and samples that wait for training."""
         islands = {island_file(role, self.fabric.rank): island.state() for role, island in self._islands.items()}
         groups = self.step.in_progress
         if self.waiting.is_here and groups is not None and groups.groups:

@@ -1,6 +1,8 @@
-"""One rank's roles and what it measures: where all roles share all ranks (`Colocated`), or where they have ranks of
-their own (`disaggregated.Disaggregated`). And which samples of a step each rank of a role reads; they alone go to it,
-where nothing on it reads all."""
+"""Executors: one rank's roles and metrics, and the routing of samples to ranks.
+
+`Colocated` has all roles on all ranks. `disaggregated.Disaggregated` has roles on separate ranks. `SampleRouting`
+decides which samples of a step each rank receives. A rank receives only its own rows unless an operator reads all.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +38,26 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
 
-# Operators that say what they read of the rollouts; any other (`mix`, a user's own) reads all of it.
+# Operators that declare which rows of the rollouts they read. Any other (`mix`, a user's operator) reads all rows.
 SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")
 TOKENS = frozenset({"input_ids", "generated_ids"})
-# Operators that work with a rank's own samples alone; any other wants all of them on every rank.
+# Operators that work with a rank's local rows. Any other operator needs all samples on every rank.
 OF_HELD = frozenset({*SELECTIVE, "rollout", "critic_update", "actor_update", "reshard"} - {"implicit_rewards"})
 
 
-# Lengths of a step's samples -> which of them each rank reads.
+# Maps the lengths of a step's samples to the rows that each rank reads.
 RowsRead = Callable[[SequenceLengths], Rows]
 
 
 class SampleRouting:
-    """Decides which samples of a step each rank works on, from what its roles will do with them.
+    """Assignment of a step's samples to ranks, derived from the operators of each rank's roles.
 
     Args:
-        reporter: the rank that keeps the run's records.
+        reporter: rank that keeps the run's records.
 
     Attributes:
-        step: the running one, counted from 0.
-        first_step: of this start of the run.
+        step: running step, counted from 0.
+        first_step: first step of this start of the run.
     """
 
     def __init__(self, steps: RLStep, fabric: Fabric, reporter: int) -> None:
@@ -64,7 +66,10 @@ class SampleRouting:
         self.step = self.first_step = 0
 
     def rows_read(self) -> dict[str, RowsRead]:
-        """Return what operators read, by name; the roles are asked when the lengths are known."""
+        """Return, by operator name, the function that computes the rows which the operator reads.
+
+        The functions ask the roles, so they are called only when the sample lengths are known.
+        """
         return {
             "reward": self._reward,
             "ref_log_probs": self._reference,
@@ -76,7 +81,11 @@ class SampleRouting:
         }
 
     def readers(self, flow: DataFlow) -> Readers | None:
-        """Who works on which samples of a step, of the ranks of this world; None where something reads all."""
+        """Return the row selection for a step on the ranks of this role group.
+
+        Returns:
+            None if an operator, the environment or the algorithm reads all samples on every rank.
+        """
         config, operators = self.config, [each.name for each in flow.plan.operators]
         here = [each.name for each in flow.plan.operators if not {*each.roles}.isdisjoint(self.fabric.world.roles)]
         algorithm, reads = config.algorithm, self.rows_read()
@@ -91,7 +100,9 @@ class SampleRouting:
         return Readers(self.fabric, lambda lengths: join_rows(rows(lengths) for rows in some))
 
     def readers_of_validation(self) -> Readers:
-        """Who scores which responses of a validation; and the first of them are written down."""
+        """Return the row selection for a validation: rows to score, and the first rows, which are written to the
+        records.
+        """
 
         def rows(lengths: SequenceLengths) -> Rows:
             return join_rows([self._reward(lengths), self._written(lengths, self.config.trainer.save_samples)])
@@ -113,7 +124,7 @@ class SampleRouting:
         return self._scored(outline) if wanted else {}
 
     def _scored(self, outline: SequenceLengths) -> Rows:
-        """Every island scores all samples."""
+        """Return the rows that each actor rank scores. Every island scores all samples."""
         return self._on("actor", self.roles.actor.rows(outline))
 
     def _implicit(self, outline: SequenceLengths) -> Rows:
@@ -131,7 +142,7 @@ class SampleRouting:
         return join_rows([self._values(outline), self._updates("critic", local(critic), outline)])
 
     def _trained(self, outline: SequenceLengths) -> Rows:
-        """What the updates train on, and what is written down."""
+        """Return the rows that each actor rank trains on, and the rows that the reporter writes to the records."""
         if self._reads_all:
             return dict.fromkeys(self.fabric.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
@@ -139,7 +150,7 @@ class SampleRouting:
 
     @property
     def _reads_all(self) -> bool:
-        """Whether tokens of all samples are looked at where they are weighed."""
+        """Return whether the advantage computation reads tokens of all samples."""
         return self.config.algorithm.rollout_filter is not None or not TOKENS.isdisjoint(self._estimator_reads)
 
     @property
@@ -154,18 +165,18 @@ class SampleRouting:
         )
 
     def _on(self, role: str, rows: Sequence[Sequence[int]]) -> Rows:
-        """Where each island has all of a role, each works on all samples."""
+        """Assign rows to the ranks of a role. If islands have their own copy of the role, each works on all samples."""
         return join_rows(dict(zip(ranks, rows, strict=True)) for ranks in self._worlds(role))
 
     def _worlds(self, role: str) -> Sequence[Sequence[int]]:
-        """The ranks of a role; of each island where it is on those."""
+        """Return the ranks of a role, as one group per island if the role shares the actor's ranks."""
         placement = self.fabric.placement
         return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step has left for the records."""
+    """Metrics and samples of a step, for the records."""
 
     metrics: dict[str, float]
     rollouts: RolloutBatch
@@ -173,15 +184,18 @@ class Measured:
 
 
 class Executor(Protocol):
-    """This rank's roles and what its steps measure. Every rank of the job calls the same methods in the same order.
+    """One rank's roles and the metrics of its steps. Every rank of the job calls the same methods in the same order.
 
     Attributes:
         roles: this rank's part of every role.
-        step: the operators. flow: those of a step, compiled.
-        stages: what this rank is doing. fabric: its place in the job. routing: who works on which samples.
-        control: all ranks of the job; None: the default group.
-        generates: this rank has an engine.
-        makes_samples: this rank generates or scores.
+        step: operators of a step.
+        flow: compiled flow of the operators.
+        stages: reports what this rank is doing.
+        fabric: this rank's place in the job.
+        routing: assignment of samples to ranks.
+        control: process group of all ranks of the job, or None for the default group.
+        generates: whether this rank has an engine.
+        makes_samples: whether this rank generates or scores.
     """
 
     roles: Roles
@@ -196,84 +210,90 @@ class Executor(Protocol):
     _values: Mapping[str, Any]  # samples of the last step, for the records
 
     def start(self, done: int) -> None:
-        """Begin a run that has `done` steps behind it."""
+        """Begin a run of which `done` steps are completed."""
         self.routing.first_step = done
 
     def begin_step(self, step: int) -> None:
         """Start to measure a step."""
 
     def begin_samples(self, step: int, prompts: Prompts) -> None:
-        """Note that the engines begin the samples of a step, before its prompts are taken."""
+        """Record that the engines begin the samples of a step. Called before its prompts are taken."""
         return
 
     def end_samples(self, step: int, rollouts: RolloutBatch) -> None:
-        """Note what the engines have generated for a step, which may be ahead of training."""
+        """Record the samples that the engines generated for a step, which may be ahead of training."""
         return
 
     def end_scores(self, step: int, scores: Scores) -> None:
-        """Note the rewards of a step's samples."""
+        """Record the rewards of a step's samples."""
         return
 
     def begin_sync(self) -> None:
-        """Note that the engines are about to receive new weights."""
+        """Record that the engines are about to receive new weights."""
         return
 
     def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
-        """Keep what the records need of the step's samples."""
+        """Keep the step's samples for the records."""
         self._values = {"rollouts": rollouts, "scores": scores}
 
     def end_step(self, step: int) -> None:
-        """Take what the step has measured."""
+        """Collect the metrics of the step."""
 
     def join_islands(self, step: int) -> None:
-        """Add up what islands of the actor send in the updates of a step, on the coordinator's rank."""
+        """Sum the updates that the actor's islands send in a step. This happens on the coordinator's rank only."""
         return
 
     def measured(self, done: int) -> Measured | None:
-        """What the last of `done` steps has left; None on ranks that do not have it."""
+        """Return metrics and samples of the last of `done` steps, or None on ranks that do not have them."""
 
     @property
     def held_out_readers(self) -> Readers | None:
-        """Who scores, and writes down, which responses of a validation; None: every rank gets all of them."""
+        """Return the row selection for scoring and recording a validation. None: every rank gets all responses."""
         return None
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
-        """What was measured where records are kept, on every rank."""
+        """Return, on every rank, the metrics that the reporter has. Collective over all ranks."""
 
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
-        """Who decides over updates, from where the run stands."""
+        """Create the update coordinator, or this rank's client of it, from the resumed progress.
+
+        Args:
+            resumed_from: folder of the checkpoint that the run resumed from, or None.
+        """
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint's state from what each rank has of it, the same on all; with the coordinator's."""
+        """Merge each rank's part of a checkpoint's state, including the coordinator's. The result is the same on all
+        ranks.
+        """
 
     def own_files(self) -> dict[str, bytes]:
-        """What a checkpoint holds of this rank alone, by file."""
+        """Return the files of a checkpoint that only this rank writes, by name."""
         return {}
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
-        """What a checkpoint holds of this rank's models, by role."""
+        """Return this rank's trained models, by the role's name in a checkpoint."""
         return self.roles.trained
 
     @property
     def saved(self) -> dict[str, TrainableModel]:
-        """What of it this rank saves."""
+        """Return those of `trained` that this rank saves."""
         return self.trained
 
     @property
     def exported(self) -> dict[str, TrainingModel]:
-        """The models that this rank exports, by the name of their folder."""
+        """Return the models that this rank exports, by the name of their folder."""
         return self.roles.exported
 
     def write_timeline(self, records: Records, run_dir: Path) -> None:
-        """What this rank did when."""
+        """Write the spans of this rank's stages as a timeline file."""
 
     def settle(self, records: Records, run_dir: Path) -> None:
-        """The steps are over: wait for what is still on its way, and join all ranks' timelines."""
+        """Wait for pending communication after the last step, and merge all ranks' timelines."""
 
 
 class Colocated(Executor):
-    """All roles on all ranks."""
+    """Executor of a run with all roles on all ranks."""
 
     def __init__(
         self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None, fabric: Fabric
@@ -305,7 +325,8 @@ class Colocated(Executor):
         batch, times = self._values["rollouts"], self.stages.timeline.step_metrics()
         seconds = times["time/step_ms"] / 1e3
         metrics = {
-            "rollout/staleness": 0.0,  # of one's own weights, where no response was begun with older ones
+            # Default for responses that were drawn with the current weights. The step's own metrics override it.
+            "rollout/staleness": 0.0,
             **self.step.metrics,
             **times,
             **memory_metrics("actor"),
@@ -335,11 +356,11 @@ class Colocated(Executor):
             records.aside(lambda: self.stages.timeline.export(run_dir / "timeline.json"))
 
     def settle(self, records: Records, run_dir: Path) -> None:
-        """Nothing is on its way, and one rank's timeline is that of all."""
+        """Do nothing. No communication is pending, and one rank's timeline stands for all."""
 
 
 def rules_of(config: Config) -> Rules:
-    """What is applied, skipped, or the end, as `coordinator` says."""
+    """Return the coordinator's rules: which updates are applied or skipped, and when the run stops."""
     given, rollout = config.coordinator, config.rollout
     return Rules(
         skip_above=given.skip_above,

@@ -1,4 +1,4 @@
-"""One rank of a run: its roles, where the run stands, checkpoints, and what a person sees."""
+"""Trainer of one rank: builds its roles, runs or serves the training loop, saves, resumes and reports."""
 
 from __future__ import annotations
 
@@ -41,18 +41,24 @@ ROLLOUT_FILE = "rollouts.safetensors"
 
 
 class Trainer:
-    """Reinforcement learning, from a configuration to trained weights. Every rank makes one and calls `train`.
+    """Reinforcement learning run on one rank, from a configuration to trained weights.
 
-    The coordinator's rank runs the program of the run (`program.train`), and all ranks serve its calls.
+    Every rank creates one and calls `train`. The coordinator's rank runs the program of the run (`program.train`), and
+    all
+    ranks serve its calls.
 
     Args:
-        job: this rank's place in it; None: the default process group is all there is.
+        job: this rank's place in the job. None: the default process group is the whole job.
 
     Attributes:
-        next_step: of the run, counted from 0.
-        measured: metrics of the last validation, or else of the last step, on a rank that has them.
-        cut_off: samples of the next step, of a run that left inside it.
-        served: this rank's part in the programs of the run, once it has begun.
+        next_step: next step of the run, counted from 0.
+        measured: metrics of the last validation, or else of the last step, on ranks that have them.
+        cut_off: samples of the next step, if the run resumed from a checkpoint inside a step.
+        served: this rank's part in the programs of the run, once the run has begun.
+
+    Example:
+        trainer = Trainer(config, console, job=join_job(config, "train", console))
+        metrics = trainer.train()
     """
 
     def __init__(
@@ -112,7 +118,10 @@ class Trainer:
         self.replanning = Replanning(config, console, keeps=self.keeps_records)
 
     def _named_groups(self) -> dict[tuple[int, ...], str]:
-        """What this rank's groups are in its models' grids, by their ranks; the group of all has none there."""
+        """Return the names of this rank's process groups in its models' grids, by the groups' ranks.
+
+        A group of all ranks has the key (). A name is a role and a dimension of its grid, such as "actor tp".
+        """
         found: dict[tuple[int, ...], list[str]] = {}
         for role, trainable in self.roles.trained.items():
             grid = trainable.model.grid
@@ -121,7 +130,10 @@ class Trainer:
         return {ranks: ", ".join(names) for ranks, names in found.items()}
 
     def _stragglers(self, job: Job | None) -> Stragglers | None:
-        """Ranks of the same roles do the same, on the same stage of the actor's pipeline."""
+        """Create the straggler detection, or return None if `run.stragglers_every` is 0.
+
+        Ranks are compared with each other if they have the same roles and the same pipeline stage of the actor.
+        """
         if not (every := self.config.run.stragglers_every):
             return None
         with together(self.executor.control):
@@ -133,7 +145,13 @@ class Trainer:
         return Stragglers(meter, f"{roles} {stage}", every, group=group, name=name, say=say)
 
     def _rate(self, world: int) -> MeasuredRate | None:
-        """What the ranks compute beside what they could; of a processor's peak nothing is known but by run.hardware."""
+        """Create the meter of the ranks' compute throughput.
+
+        Without a GPU, the hardware's peak is known only from `run.hardware`.
+
+        Returns:
+            None on ranks that keep no records, and if the hardware cannot be determined.
+        """
         if not self.keeps_records:
             return None
         known = platform.is_cuda or self.config.run.hardware is not None
@@ -144,10 +162,13 @@ class Trainer:
             return None
 
     def train(self) -> dict[str, float]:
-        """Run to the last step; returns the last validation's metrics, or the last step's.
+        """Run the remaining steps.
+
+        Returns:
+            Metrics of the last validation, or else of the last step.
 
         Raises:
-            Leaving: the run was asked to leave, has saved, and is to be started again.
+            Leaving: the run was asked to leave, has saved, and can be started again.
         """
         with self.leave.listening(), kept_objects():
             self.resume()
@@ -163,22 +184,27 @@ class Trainer:
         return self.measured
 
     def explain(self, text: str) -> str:
-        """Return why the run fails: what the liveness finds, which knows what a lost rank was doing; else `text`."""
+        """Return the reason why the run fails: the cause that liveness found, or else `text`.
+
+        Liveness knows which rank was lost and what it was doing.
+        """
         liveness = self.stages.job.liveness if self.stages.job is not None else None
         return text if liveness is None else liveness.settle(liveness.timeouts.until_found, text)
 
     def begin_step(self, step: int) -> None:
-        """Start the meters of a step."""
+        """Start the meters of a step, counted from 0."""
         self.stages.step = step + 1
         self.profiler.begin(step + 1)
         if self.stragglers is not None:
             self.stragglers.begin(step)
 
-    # --- a program's own loop -------------------------------------------------------------------------------------
+    # --- loop driven by a Python program ------------------------------------------------------------------------------
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Around a loop of one's own: take up a checkpoint, if there is one, and give the engine its first weights."""
+        """Open a loop that a Python program drives: restore a checkpoint if there is one, and sync the engine's
+        weights.
+        """
         self.resume()
         with self.leave.listening(), self.recording():
             self.served = ServedRun(self, is_given=True)
@@ -186,10 +212,10 @@ class Trainer:
             yield
 
     def rollouts(self) -> StoredRollouts:
-        """Return responses to the next prompts, for a step of one's own; nothing is scored or trained.
+        """Generate responses to the next prompts. Nothing is scored or trained.
 
         Raises:
-            Leaving: the run was asked to leave, and has saved, with these.
+            Leaving: the run was asked to leave, and has saved these responses.
         """
         step = self.next_step
         self.profiler.begin(step + 1)
@@ -199,9 +225,10 @@ class Trainer:
         return self._rollouts(step, {"rollouts": batch}, self.step.measured(step))
 
     def update(self, given: StoredRollouts) -> dict[str, float]:
-        """Score and train on a step's responses; validate and save where that is due.
+        """Score and train on a step's responses, then validate and save if due.
 
-        Returns: what was measured, in a validation too, on every rank.
+        Returns:
+            Metrics of the step, and of a validation after it, on every rank.
         """
         step = self.next_step
         self.served.give(given)
@@ -215,17 +242,17 @@ class Trainer:
         return self.executor.share(metrics)
 
     def settle(self) -> None:
-        """Wait for what is still being written; every rank does, at the end of a loop of one's own."""
+        """Wait for pending writes. Every rank calls this at the end of a loop that a Python program drives."""
         self.saving.settle()
         self.executor.settle(self.records, self.run_dir)
 
-    # --- what follows a step --------------------------------------------------------------------------------------
+    # --- after a step -------------------------------------------------------------------------------------------------
 
     def save_if_due(self, done: int) -> None:
-        """Save after `done` steps, if it is time to; every rank takes part.
+        """Save a checkpoint if one is due after `done` steps. Collective over all ranks.
 
         Raises:
-            Leaving: the run goes on on another layout.
+            Leaving: the run continues on another layout.
         """
         last = done == self.config.trainer.steps
         is_best = self.validation.best.step == done
@@ -234,7 +261,11 @@ class Trainer:
             self.replanning.saved(done, self.executor.control, self.saving.settle)
 
     def report(self, done: int) -> dict[str, float]:
-        """Write and show what a step has measured, with some of its samples."""
+        """Write and display the metrics of the last completed step, with some of its samples.
+
+        Returns:
+            The metrics on ranks that have them, otherwise an empty dictionary.
+        """
         trainer, found = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if found is not None:
@@ -257,10 +288,15 @@ class Trainer:
         return found.metrics if found is not None else {}
 
     def leave_run(self, signal: str, values: Mapping[str, Any]) -> None:
-        """Save, with what the running step has generated and scored; every rank takes part.
+        """Save a checkpoint with the samples of the running step, then leave. Collective over all ranks.
+
+        Args:
+            signal: name of the signal that asked the run to leave.
+            values: `rollouts` and `scores` of the running step, as far as they exist.
 
         Raises:
             Leaving: the run has saved.
+            CheckpointError: the checkpoint could not be written.
         """
         cut_off = None
         if values:
@@ -283,25 +319,28 @@ class Trainer:
         raise Leaving(f"{signal}: {what}; {going_on.advice}", going_on.code)
 
     def _rollouts(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> StoredRollouts:
-        """What a step has generated and scored so far."""
+        """Return the samples of a step so far, with the metrics that describe them."""
         measured = {k: v for k, v in metrics.items() if k.startswith(("rollout/", "reward/"))}
         version = self.roles.sync.weight_version if self.roles.sync else 0
         return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
 
-    # --- what a run leaves ----------------------------------------------------------------------------------------
+    # --- records and checkpoints --------------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the steps: the records, which go on from where the run stands, and the timeline at the end."""
+        """Open the records for the remaining steps, and write the timeline at the end."""
         if self.keeps_records and self.stored is not None:
             self.stored.forget(self.next_step)
         try:
             with self.records.opened(self.next_step):
                 yield
-        except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
+        # Every rank raises a MegaverlError. A checkpoint of an earlier step is then written completely and only needs
+        # its
+        # commit.
+        except MegaverlError:
             self.saving.commit_written()
             raise
-        finally:  # also of a run that has failed
+        finally:  # also after a failure
             self.profiler.close()
             self.executor.write_timeline(self.records, self.run_dir)
 
@@ -354,7 +393,7 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
+        """Restore the checkpoint if there is one, then send the actor's weights to the engines."""
         self.stages.status("resume")
         sync, path = self.roles.sync, self.saving.resumed_from
         state: dict[str, Any] | None = None
@@ -380,7 +419,7 @@ class Trainer:
                 self.console.print(note)
 
     def _take_up(self, path: Path, state: dict[str, Any]) -> list[str]:
-        """Restore the trainer's own state; return what a person must know of it."""
+        """Restore the trainer's own state from a checkpoint. Return notes to show to the user."""
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
         self.roles.load_kl_state(state["kl"])
         self.next_step = int(state["next_step"])
@@ -407,22 +446,24 @@ class Trainer:
         return notes
 
     def _take_up_best(self, best: Mapping[str, Any]) -> list[str]:
-        """Take up the best validation so far, unless what it is measured by has changed."""
+        """Restore the best validation so far, unless the validation's prompts or metric have changed. Return notes."""
         measure = ("trainer.best_metric", "trainer.validation_", "data.validation", "reward")
         changed = [change.key for change in self.saving.changed.changes if change.key.startswith(measure)]
         if changed:
             return [f"the best validation so far is forgotten: {', '.join(changed)} changed what is best"]
-        measured_on = best.get("data")  # None: of a checkpoint without held-out prompts, or of an older megaverl
+        # None in a checkpoint without held-out prompts, or of an older version.
+        measured_on = best.get("data")
         if measured_on is not None and measured_on != self.validation.data_digest:
             return ["the best validation so far is forgotten: the rows of data.validation have changed"]
         self.validation.load_state_dict(best)
         return []
 
     def _settle_samples(self) -> list[str]:
-        """Decide on samples in the checkpoint that were generated before the settings of generation changed.
+        """Keep or restart samples of the checkpoint that were generated under other generation settings. Return notes.
 
-        Whole responses are trained on as they were drawn. Unfinished ones begin anew from their prompts, as the rest of
-        them would be drawn from another distribution than their beginning.
+        Complete responses are trained on with the settings that they were drawn with. Unfinished responses restart from
+        their
+        prompts, because their remaining tokens would come from another distribution than their first ones.
         """
         before, changed = self.saving.changed.before, self.saving.changed.generated_otherwise
         if before is None or not changed:
@@ -444,7 +485,14 @@ class Trainer:
         return notes
 
     def _take_up_partial(self, path: Path, number: int) -> None:
-        """Responses that were not finished when a checkpoint was made."""
+        """Restore the responses that were unfinished when a checkpoint was saved.
+
+        Args:
+            number: groups of responses in progress in the checkpoint.
+
+        Raises:
+            CheckpointError: the run has neither `rollout.partial` nor `rollout.in_flight_updates`.
+        """
         if self.step.in_progress is None:
             raise CheckpointError(
                 f"{path}: {number} groups of responses are in progress in it, with which a run goes on that has "

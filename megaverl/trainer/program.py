@@ -1,15 +1,15 @@
-"""Programs of reinforcement learning: what happens in a run and in each of its steps, as ordinary async functions.
+"""Programs of a run: the training loop and its steps, written as ordinary async functions.
 
-The coordinator's rank runs them. All ranks serve the calls that they make, in the order in which they make them. A call
-returns at once; awaiting it gives its result: a small value, or a reference to a value that stays on the ranks. The
-same text runs where roles share ranks and where they have ranks of their own.
+Only the coordinator's rank runs a program. It calls methods of worker groups, and every rank serves these calls in the
+order in which they were made. A call returns immediately. Awaiting it gives its result, which is either a small value
+or a reference to a value that stays on the ranks. The same program runs whether roles share ranks or have their own.
 
     train                               the loop
       take_step                         one step, its records, validation and checkpoint
         policy_step                     sample, train_on, send_weights
-        asynchronous_step               the same, on samples that were generated ahead
-        flow_step                       the same, where operators were added to it
-        agents_step                     sample, and each agent of a game trains by itself
+        asynchronous_step               the same, on samples that were generated ahead of training
+        flow_step                       the same, with the operators that the configuration adds
+        agents_step                     sample, then train each agent of a game separately
     sample                              responses and their rewards
       sample_informative_groups         in rounds, with dynamic sampling
     train_on                            log-probs, values, advantages, updates
@@ -27,18 +27,18 @@ from megaverl.trainer.role_groups import EarlySamples, Run, Samples, StepFlow
 from megaverl.trainer.sample_rows import Fields
 from megaverl.workers.reward import Scores
 
-UPDATES = ("critic_update", "actor_update")  # operators that islands of the actor join
+UPDATES = ("critic_update", "actor_update")  # operators in which the actor's islands exchange gradients
 
 
 class RunLeft(Exception):
-    """The run has saved, and its ranks leave before the last step."""
+    """Signal that the run has saved a checkpoint and that its ranks exit before the last step."""
 
 
 async def train(run: Run, first_step: int) -> None:
-    """Take steps until the last one; after each, validate, save or leave where that is due.
+    """Run the remaining steps. After each step, validate, save or leave if that is due.
 
     Args:
-        first_step: steps that the run has behind it, from before it was interrupted.
+        first_step: index of the next step, which is the number of steps completed before this start.
     """
     last_step = run.config.trainer.steps
     try:
@@ -55,17 +55,22 @@ async def train(run: Run, first_step: int) -> None:
 
 
 async def begin(run: Run, first_step: int) -> None:
-    """Validate before the first step, where that is wanted."""
+    """Run the initial validation if `trainer.validate_at_start` is set and no step has been taken."""
     if run.config.trainer.validate_at_start and first_step == 0 and run.validates:
         await validate(run, 0)
     await leave_if_asked(run)
 
 
 async def take_step(run: Run, step: int) -> None:
-    """Take one step, and do what follows it."""
-    run.session.begin_step(step)  # not awaited: engines may be in the middle of later samples
+    """Run one step, then report it, validate if due and save if due.
+
+    Raises:
+        RunLeft: the run saved a checkpoint and continues on another layout (`run.replan`).
+    """
+    # Not awaited, because the engines may still be generating samples of a later step.
+    run.session.begin_step(step)
     samples = await run.step(run, step)
-    # The calls are sent at once; ranks take them in this order.
+    # These calls are not awaited one by one. Every rank executes them in the order in which they are sent.
     run.recorder.take(*samples)
     run.session.report_step(step + 1)
     if run.validates and is_validation_due(run, step + 1):
@@ -75,7 +80,11 @@ async def take_step(run: Run, step: int) -> None:
 
 
 async def validate(run: Run, done: int) -> None:
-    """Score responses of the engines to held-out prompts, after `done` steps."""
+    """Generate responses to the held-out prompts, score them and record the result.
+
+    Args:
+        done: number of completed steps.
+    """
     responses = await run.rollout.generate_held_out()
     scores = await run.held_out_reward.score_held_out(responses)
     result = await run.rollout.measure_held_out(responses, scores)
@@ -89,7 +98,7 @@ def is_validation_due(run: Run, done: int) -> bool:
 
 
 async def policy_step(run: Run, step: int) -> Samples:
-    """Take one step of PPO, GRPO, or another algorithm that follows the policy's gradient."""
+    """Run one step of PPO, GRPO, or another policy-gradient algorithm."""
     samples = await sample(run, step)
     updates = await train_on(run, step, samples)
     await send_weights(run, step, updates)
@@ -97,7 +106,7 @@ async def policy_step(run: Run, step: int) -> Samples:
 
 
 async def asynchronous_step(run: Run, step: int) -> Samples:
-    """Take one step on samples that the engines have generated up to `max_staleness` steps ahead."""
+    """Run one step on samples that the engines generated up to `max_staleness` steps ahead of training."""
     assert run.ahead is not None, "the engines' ranks are none of the actor's"
     rollouts, scores = await run.ahead.take(step)
     samples = Samples(rollouts, scores or await run.reward.score(rollouts, step))
@@ -107,34 +116,38 @@ async def asynchronous_step(run: Run, step: int) -> Samples:
 
 
 async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bool]]:
-    """Compute what the advantages depend on and the advantages; send the updates.
+    """Compute log-probs, values and advantages, then start the updates.
 
-    A role that the algorithm does without is None: GRPO has no critic, and without a KL term there is no reference.
+    Roles that the algorithm does not use are None: GRPO has no critic, and a run without a KL term has no reference.
 
     Returns:
-        The updates, which ranks may still be at.
+        The pending updates. Ranks may still be working on them.
     """
     config = run.config
     rollouts, scores = samples
 
-    # The calls are sent at once. Ranks that several of them share take them in this order.
+    # Send all calls before awaiting any, so that different roles compute at the same time. A rank that serves several
+    # of these roles executes their calls in this order.
     signals: list[PendingCall[Ref[Fields]]] = [run.actor.old_log_probs(rollouts, step)]
     if run.reference is not None:
         signals.append(run.reference.log_probs(rollouts))
     if run.critic is not None:
         signals.append(run.critic.values(rollouts))
-    if config.estimator_reads("greedy_rewards"):  # ReMax
+    if config.estimator_reads("greedy_rewards"):  # used by ReMax
         greedy = await run.rollout.generate_greedy(rollouts, step)
         signals.append(run.reward.score_greedy(greedy))
-    if config.estimator_reads("score_norms"):  # the optimal baseline
+    if config.estimator_reads("score_norms"):  # used by the optimal baseline
         signals.append(run.actor.score_norms(rollouts))
-    if config.estimator_reads("implicit_rewards"):  # PRIME, which learns from the reference's log-probs
+    # PRIME learns from the reference's log-probs, which `signals[1]` refers to.
+    if config.estimator_reads("implicit_rewards"):
         signals.append(run.actor.implicit_rewards(rollouts, scores, await signals[1]))
     experience = await run.actor.advantages(rollouts, scores, [await signal for signal in signals])
 
-    # Actor and critic train side by side where they have ranks of their own; the critic's samples leave the actor's
-    # ranks before these train. On the same ranks the actor comes first with `reshard.overlap`: its new weights travel
-    # while the critic trains.
+    # Actor and critic train in parallel if they have separate ranks. The critic's update is sent first, so that its
+    # samples
+    # leave the actor's ranks before these start to train. On shared ranks with `reshard.overlap`, the actor trains
+    # first: its
+    # new weights are transferred while the critic trains.
     updates: list[PendingCall[bool]] = []
     if run.islands is not None:
         updates.append(run.islands.join_updates(step))
@@ -150,11 +163,13 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
 
 
 async def send_weights(run: Run, step: int, updates: list[PendingCall[bool]]) -> None:
-    """Wait for the updates of a step, and bring the new weights into the engines.
+    """Wait for the updates of a step and transfer the new weights to the engines.
 
-    Engines that are ahead receive them once they have begun what the weights before are to generate, so a resumed run
-    generates every response with the weights that an uninterrupted run does. With `reshard.overlap` they begin to
-    receive while the updates run.
+    Engines that generate ahead receive the weights only after they have begun all samples that the previous weights are
+    to
+    generate. A resumed run therefore generates every response with the same weights as an uninterrupted run.
+
+    With `reshard.overlap`, the transfer starts while the updates are still running.
     """
     if not run.config.reshard.overlap:
         for update in updates:
@@ -169,9 +184,11 @@ async def send_weights(run: Run, step: int, updates: list[PendingCall[bool]]) ->
 
 
 async def sample_ahead(run: Run, step: int) -> EarlySamples:
-    """Generate the responses of a later step; score them unless that is for ranks which train meanwhile.
+    """Generate the samples of a later step, and score them if the reward ranks do not train meanwhile.
 
-    These would score at one moment in one run and at another in the next, before or after an update of what scores.
+    Reward ranks that train would score at an unpredictable time, before or after an update of the model that scores.
+    Two
+    runs could then differ. In that case the rewards are left to the step itself.
     """
     if run.scores_ahead or run.has_rounds:
         return EarlySamples(*await sample(run, step))
@@ -181,9 +198,9 @@ async def sample_ahead(run: Run, step: int) -> EarlySamples:
 
 
 async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
-    """Return the responses of a step, which the engines generate, or which a Python program gives (`PPOTrainer`).
+    """Return the responses of a step, from the engines or from the Python program that drives `PPOTrainer`.
 
-    With `rollout.in_flight_updates` they come in two parts, with new weights between them.
+    With `rollout.in_flight_updates` each response is generated in two parts, with a weight update in between.
     """
     if run.is_given:
         return await run.session.given(step)
@@ -196,7 +213,13 @@ async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
 
 
 async def sample(run: Run, step: int) -> Samples:
-    """Generate the responses of a step and score them. A run that is asked to leave does so here, with what it has."""
+    """Generate the responses of a step and score them.
+
+    This is a safe point: if the run was asked to leave, it saves the samples made so far.
+
+    Raises:
+        RunLeft: the run saved a checkpoint and its ranks exit.
+    """
     if run.has_rounds and step not in run.restored_steps:
         samples = await sample_informative_groups(run, step)
         await leave_if_asked(run, *samples)
@@ -213,7 +236,10 @@ async def sample(run: Run, step: int) -> Samples:
 
 
 async def sample_informative_groups(run: Run, step: int) -> Samples:
-    """Generate and score in rounds until enough groups have responses whose rewards differ (DAPO, arXiv 2503.14476)."""
+    """Generate and score in rounds until enough groups have differing rewards.
+
+    Source: dynamic sampling of DAPO, arXiv 2503.14476.
+    """
     num_prompts = await run.rollout.begin_rounds(step)
     while num_prompts:
         rollouts = await run.rollout.generate_round(step, num_prompts)
@@ -233,10 +259,10 @@ async def leave_if_asked(
     """Save and end the program if a rank has received a signal to leave.
 
     Args:
-        rollouts, scores: what the running step has generated and scored so far; the run goes on with it.
+        rollouts, scores: samples of the running step so far. The resumed run continues with them.
 
     Raises:
-        RunLeft: the run has saved.
+        RunLeft: the run has saved a checkpoint.
     """
     signal = run.controller.signal
     is_inside = rollouts is not None
@@ -255,7 +281,7 @@ async def begin_given(run: Run, first_step: int) -> None:
 
 
 async def give_rollouts(run: Run, step: int) -> None:
-    """Generate the responses of a step, and give them to every rank, for a Python program that trains on them."""
+    """Generate the responses of a step and copy them to every rank, for a Python program that trains on them."""
     try:
         rollouts = await run.rollout.generate(step)
         await leave_if_asked(run, rollouts)
@@ -265,7 +291,7 @@ async def give_rollouts(run: Run, step: int) -> None:
 
 
 async def take_given_step(run: Run, step: int) -> None:
-    """Take one step on the responses that a Python program gives on every rank."""
+    """Run one step on responses that a Python program provides on every rank."""
     try:
         await take_step(run, step)
         if step + 1 < run.config.trainer.steps:
@@ -275,7 +301,10 @@ async def take_given_step(run: Run, step: int) -> None:
 
 
 async def agents_step(run: Run, step: int) -> Samples:
-    """Take one step of a game whose agents have an actor and a critic each: independent PPO (arXiv 2011.09533)."""
+    """Run one step of a game in which each agent has its own actor and critic.
+
+    Source: independent PPO, arXiv 2011.09533.
+    """
     samples = await sample(run, step)
     for agent in run.agents.values():
         await agent.train(*samples, step)
@@ -283,9 +312,9 @@ async def agents_step(run: Run, step: int) -> Samples:
 
 
 async def flow_step(run: Run, step: int) -> Samples:
-    """Run the operators of the compiled flow, to which `trainer.operators` has added some, in their order.
+    """Run the operators of the compiled flow, including those that `trainer.operators` adds, in order.
 
-    An operator may change a value that another one has made, so a name refers to the value as its last maker gave it.
+    An operator may replace a value that an earlier operator produced. Each name refers to the latest value.
     """
     operators = run.operators
     values = await start_of_flow(run, step)
@@ -301,16 +330,23 @@ async def flow_step(run: Run, step: int) -> Samples:
             run.islands.join_updates(step)
         inputs = [values[name] for name in operator.takes]
         call = operators.call(operator, values.get("rollouts"), inputs)
-        # One without outputs is not awaited: the critic trains beside the actor, and both are decided on together.
+        # An operator without outputs (the critic's update) is not awaited. The critic can then train in parallel with
+        # the
+        # actor, and the coordinator decides on both updates together.
         for name in operator.gives:
             values[name] = await operators.pick(await call, name)
-        if operator.name in ("rollout", "reward"):  # nothing is trained yet
+        if operator.name in ("rollout", "reward"):  # safe point: nothing has been trained yet
             await leave_if_asked(run, values["rollouts"], values.get("scores"))
     return Samples(values["rollouts"], values["scores"])
 
 
 async def start_of_flow(run: Run, step: int) -> dict[str, Ref[Any]]:
-    """Return what a flow's operators start from: the responses; after dynamic sampling their rewards as well."""
+    """Return the values that exist before the flow's operators run.
+
+    These are the responses, and also their rewards after dynamic sampling or if rewards were computed ahead of
+    training.
+    The result is empty if an operator changes the prompts first, because the flow then generates the responses itself.
+    """
     if run.ahead is not None:
         early = await run.ahead.take(step)
         return {"rollouts": early.rollouts} | ({"scores": early.scores} if early.scores is not None else {})

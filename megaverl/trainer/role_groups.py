@@ -1,6 +1,7 @@
-"""Handles on the roles of a run, for its program: one method for each method of the role's workers.
+"""Handles of a run's roles, which its program calls: one method for each method of the role's workers.
 
-`role_workers` has the methods that run on the ranks, under the same names.
+`role_workers` contains the methods that run on the ranks, under the same names. A handle's method sends a call to the
+ranks of its role and returns immediately with a `PendingCall`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class HeldOutResult(msgspec.Struct, frozen=True):
     """Result of a validation.
 
     Attributes:
-        metrics: by name.
-        samples: the first samples as records, in JSON, which holds integers of any size.
+        metrics: metrics by name.
+        samples: the first samples as JSON text, because their records may hold integers of any size.
     """
 
     metrics: dict[str, float]
@@ -42,38 +43,43 @@ class HeldOutResult(msgspec.Struct, frozen=True):
 
 
 class Samples(NamedTuple):
-    """Responses of a step and their rewards, as references."""
+    """References to the responses of a step and their rewards."""
 
     rollouts: Ref[RolloutBatch]
     scores: Ref[Scores]
 
 
 class EarlySamples(NamedTuple):
-    """Samples of a step that is to come; the rewards are None where whoever computes them is not ahead of training."""
+    """Samples of a future step. `scores` is None if the reward ranks do not score ahead of training."""
 
     rollouts: Ref[RolloutBatch]
     scores: Ref[Scores] | None
 
 
 class Assignments:
-    """Which rows of a step's samples each rank works on, where roles have ranks of their own.
+    """Table of the rows of a step's samples that each rank works on, for roles on separate ranks.
 
-    Results of samples go with them: a rank needs the same rows of the log-probs as of the responses.
+    Values computed from samples follow the same rows: a rank needs the same rows of the log-probs as of the responses.
     """
 
     def __init__(self) -> None:
         self._rows: weakref.WeakKeyDictionary[Ref[Any], dict[int, Rows]] = weakref.WeakKeyDictionary()
 
     def add(self, samples: Ref[Any], rows: RowsByRank) -> None:
-        """Note who works on which rows."""
+        """Record which rows of `samples` each rank works on."""
         known = self._rows.setdefault(samples, {})
         known.update({rank: tuple(mine) for rank, mine in rows.items()})
 
     def wanted(self, ranks: Sequence[int], samples: Ref[Any], arguments: Sequence[object]) -> dict[int, Wanted] | None:
-        """Return what a call needs of its arguments; None where every rank has what it needs.
+        """Return the rows of each argument that every rank needs for a call.
 
         Args:
-            samples: that all arguments which are rows belong to.
+            ranks: ranks that receive the call.
+            samples: responses that all row-wise arguments belong to.
+            arguments: further arguments of the call, which may contain references.
+
+        Returns:
+            Rows by rank for each reference's id, or None if no rows were assigned and every rank already has its input.
         """
         known = self._rows.get(samples)
         if known is None:
@@ -85,7 +91,7 @@ class Assignments:
 
 
 class SampleGroup(WorkerGroup):
-    """Group whose calls are about the samples of a step, their first argument."""
+    """Worker group whose calls take the samples of a step as their first argument."""
 
     def __init__(
         self, role: str, ranks: Sequence[int], controller: Controller, assignments: Assignments | None = None
@@ -94,112 +100,132 @@ class SampleGroup(WorkerGroup):
         self._assignments = assignments or Assignments()
 
     def keep_of(self, samples: Ref[Any], method: str, *arguments: object) -> PendingCall[Ref[Any]]:
-        """As `keep`, with the rows of the samples that each rank works on."""
+        """Call `keep` and send each rank only the rows of the samples that it works on."""
         wanted = self._assignments.wanted(self.ranks, samples, arguments)
         return self.keep(method, samples, *arguments, wanted=wanted)
 
     def report_of(self, samples: Ref[Any], method: str, kind: type[T], *arguments: object) -> PendingCall[T]:
-        """As `report`, with the rows of the samples that each rank works on."""
+        """Call `report` and send each rank only the rows of the samples that it works on."""
         wanted = self._assignments.wanted(self.ranks, samples, arguments)
         return self.report(method, kind, samples, *arguments, wanted=wanted)
 
 
 class WorldGroup(SampleGroup):
-    """Ranks that work on the same samples, for one role or several."""
+    """Role group: ranks that work on the same samples, for one role or several."""
 
     def deliver(self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]) -> PendingCall[None]:
-        """Bring these ranks what they work on, before the ranks that have it begin something long."""
+        """Transfer samples to these ranks before the sending ranks start a long operation.
+
+        Args:
+            values: references to further values of these samples, such as their scores.
+        """
         return self.report_of(rollouts, "deliver", NoneType, values)
 
     def assign(self, value: int, facts: SampleFacts) -> PendingCall[RowsByRank]:
-        """Decide which rows of the samples in a value each of these ranks works on."""
+        """Decide which rows of the samples each of these ranks works on.
+
+        Args:
+            value: id of the reference to the samples.
+            facts: the lengths of the samples, and what else the decision needs.
+        """
         return self.report("assign", RowsByRank, value, facts)
 
 
 class RecorderGroup(SampleGroup):
-    """Ranks that keep what the records of a step need; one of them writes."""
+    """Ranks that keep samples of a step for the run's records. One of them writes the records."""
 
     def take(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores]) -> PendingCall[None]:
-        """Keep the samples of a step until it has been reported."""
+        """Keep the samples of a step until the step has been reported."""
         return self.report_of(rollouts, "take", NoneType, scores)
 
 
 class SessionGroup(WorkerGroup):
-    """All ranks of the run: what a step is surrounded by."""
+    """All ranks of the run, for the work around a step: timing, reporting, validation records and checkpoints."""
 
     def begin_step(self, step: int) -> PendingCall[None]:
-        """Start the clocks and meters of a step; steps count from 0."""
+        """Start the timers and meters of a step. Steps count from 0."""
         return self.report("begin_step", NoneType, step)
 
     def report_step(self, done: int) -> PendingCall[None]:
-        """Write and show what the last of `done` steps has measured."""
+        """Write and display the metrics of the last completed step.
+
+        Args:
+            done: number of completed steps.
+        """
         return self.report("report_step", NoneType, done)
 
     def record_validation(self, done: int, result: HeldOutResult) -> PendingCall[None]:
-        """Remember, write and show the validation after `done` steps."""
+        """Store, write and display the validation after `done` steps."""
         return self.report("record_validation", NoneType, done, result)
 
     def save_if_due(self, done: int) -> PendingCall[bool]:
-        """Save a checkpoint if `checkpoint.save_every` says so, after the best validation, and after the last step.
+        """Save a checkpoint if one is due after `done` steps.
+
+        A checkpoint is due according to `checkpoint.save_every`, after the best validation so far and after the last
+        step.
 
         Returns:
-            Whether the ranks leave now, because the run goes on on another layout (`run.replan`).
+            Whether the ranks exit now because the run continues on another layout (`run.replan`).
         """
         return self.report("save_if_due", bool, done)
 
     def leave(self, signal: int, rollouts: Ref[RolloutBatch] | None, scores: Ref[Scores] | None) -> PendingCall[None]:
-        """Save, with samples of the running step; every rank leaves when the program has ended."""
+        """Save a checkpoint with the samples of the running step. Every rank exits when the program has ended.
+
+        Args:
+            signal: number of the signal that asked the run to leave.
+        """
         return self.report("leave", NoneType, signal, rollouts, scores)
 
     def share(self, rollouts: Ref[RolloutBatch]) -> PendingCall[None]:
-        """Bring all responses to every rank, for the Python program that runs there."""
+        """Copy all responses to every rank, for the Python program that runs there."""
         return self.report("share", NoneType, rollouts)
 
     def given(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
-        """Return the responses that the Python program has given on every rank."""
+        """Return the responses that the Python program provided on every rank."""
         return self.keep("given", step)
 
 
 class RolloutGroup(SampleGroup):
-    """Ranks of the engines."""
+    """Ranks of the rollout engines."""
 
     def generate(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
         """Generate `algorithm.group_size` responses to each of the step's prompts."""
         return self.keep("generate", step)
 
     def begin_responses(self, step: int) -> PendingCall[None]:
-        """Generate the first part of each response; new weights may come before the rest of it."""
+        """Generate the first part of each response. The engines may receive new weights before the second part."""
         return self.report("begin_responses", NoneType, step)
 
     def finish_responses(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
-        """Generate the rest of each response that was begun."""
+        """Generate the second part of each response."""
         return self.keep("finish_responses", step)
 
     def begin_rounds(self, step: int) -> PendingCall[int]:
-        """Begin the rounds of dynamic sampling; return the number of prompts of the first one."""
+        """Start the rounds of dynamic sampling. Return the number of prompts of the first round."""
         return self.report("begin_rounds", int, step)
 
     def generate_round(self, step: int, num_prompts: int) -> PendingCall[Ref[RolloutBatch]]:
-        """Generate responses to the next prompts."""
+        """Generate responses to the next `num_prompts` prompts."""
         return self.keep("generate_round", step, num_prompts)
 
     def add_round(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int) -> PendingCall[int]:
-        """Add a round; return the number of prompts of the next one, 0 when there are enough groups.
+        """Add a round. Return the number of prompts of the next round, or 0 if there are enough groups.
 
-        Fails with TrainingStopped after `dynamic_sampling.max_rounds`.
+        The call fails with TrainingStopped after `dynamic_sampling.max_rounds` rounds.
         """
         return self.report_of(rollouts, "add_round", int, scores, step)
 
     def informative_rollouts(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
-        """Return the responses that all rounds together have kept."""
+        """Return the responses that were kept from all rounds."""
         return self.keep("informative_rollouts", step)
 
     def informative_scores(self) -> PendingCall[Ref[Scores]]:
-        """Return the rewards of the responses that all rounds together have kept."""
+        """Return the rewards of the responses that were kept from all rounds."""
         return self.keep("informative_scores")
 
     def generate_greedy(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[RolloutBatch]]:
-        """Generate the likeliest response to the prompt of each group, [groups]."""
+        """Generate a greedy response to the prompt of each group, [groups]."""
         return self.keep_of(rollouts, "generate_greedy", step)
 
     def generate_held_out(self) -> PendingCall[Ref[RolloutBatch]]:
@@ -207,7 +233,7 @@ class RolloutGroup(SampleGroup):
         return self.keep("generate_held_out")
 
     def measure_held_out(self, responses: Ref[RolloutBatch], scores: Ref[Scores]) -> PendingCall[HeldOutResult]:
-        """Return what the scores of responses to held-out prompts say of the policy."""
+        """Compute validation metrics from scored responses to the held-out prompts."""
         return self.report("measure_held_out", HeldOutResult, responses, scores)
 
 
@@ -215,7 +241,7 @@ class RewardGroup(SampleGroup):
     """Ranks that compute rewards."""
 
     def score_held_out(self, responses: Ref[RolloutBatch]) -> PendingCall[Ref[Scores]]:
-        """Compute the rewards of responses to held-out prompts, which count in no step's metrics."""
+        """Compute the rewards of responses to held-out prompts. They are excluded from the step's metrics."""
         return self.keep("score_held_out", responses)
 
     def score(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[Scores]]:
@@ -223,7 +249,7 @@ class RewardGroup(SampleGroup):
         return self.keep_of(rollouts, "score", step)
 
     def score_arriving(self, step: int) -> PendingCall[None]:
-        """Compute rewards of samples while the engines generate others; `score` then has them."""
+        """Compute rewards of samples as they arrive, while the engines generate others. `score` then reuses them."""
         return self.report("score_arriving", NoneType, step)
 
     def score_greedy(self, greedy: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
@@ -232,7 +258,7 @@ class RewardGroup(SampleGroup):
 
 
 class ReferenceGroup(SampleGroup):
-    """Ranks of the frozen policy."""
+    """Ranks of the frozen reference policy."""
 
     def log_probs(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
         """Compute `ref_log_probs` [B, R]."""
@@ -243,11 +269,11 @@ class CriticGroup(SampleGroup):
     """Ranks of the critic."""
 
     def values(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
-        """Compute `values` [B, R], and `last_values` [B] after responses that were cut off."""
+        """Compute `values` [B, R], and `last_values` [B] at the end of truncated responses."""
         return self.keep_of(rollouts, "values")
 
     def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
-        """Take the critic's optimizer steps; return True."""
+        """Run the critic's optimizer steps and return True."""
         return self.report_of(rollouts, "update", bool, experience, step)
 
 
@@ -255,64 +281,68 @@ class ActorGroup(SampleGroup):
     """Ranks of the policy that is trained."""
 
     def old_log_probs(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[Fields]]:
-        """Compute `old_log_probs` [B, R], of the policy before the step's updates.
+        """Compute `old_log_probs` [B, R] of the policy before the step's updates.
 
-        An actor that is its own critic (`critic.share_backbone`) gives `values` and `last_values` of the same pass.
+        With `critic.share_backbone` the same forward pass also returns `values` and `last_values`.
         """
         return self.keep_of(rollouts, "old_log_probs", step)
 
     def score_norms(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
-        """Compute `score_norms`, the squared gradients of log-probs by logits."""
+        """Compute `score_norms`, the squared gradient of each log-prob with respect to the logits."""
         return self.keep_of(rollouts, "score_norms")
 
     def implicit_rewards(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], reference: Ref[Fields]
     ) -> PendingCall[Ref[Fields]]:
-        """Train PRIME's reward model on the outcomes, and compute its `implicit_rewards` [B, R] of tokens."""
+        """Train PRIME's reward model on the outcomes, then compute its `implicit_rewards` [B, R] per token."""
         return self.keep_of(rollouts, "implicit_rewards", scores, reference)
 
     def advantages(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], signals: list[Ref[Fields]]
     ) -> PendingCall[Ref[Fields]]:
-        """Compute what the updates train on beside the rollouts: `advantages` [B, R] and the signals."""
+        """Compute `advantages` [B, R] and collect the signals that the updates train on in addition to the rollouts."""
         return self.keep_of(rollouts, "advantages", scores, signals)
 
     def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
-        """Take the actor's optimizer steps; return False while only the critic warms up."""
+        """Run the actor's optimizer steps. Return False while only the critic warms up."""
         return self.report_of(rollouts, "update", bool, experience, step)
 
     def update_mix(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], index: int, step: int) -> PendingCall[None]:
-        """Take the further update that entry `index` of `mix` describes, in the steps that are its own."""
+        """Run the additional update that entry `index` of `mix` describes, if this step is one of its steps."""
         return self.report_of(rollouts, "update_mix", NoneType, scores, index, step)
 
     def sync_weights(self, rollout: RolloutGroup, is_updated: bool) -> PendingCall[None]:
-        """Reshard the actor's weights into the engines. The ranks of both roles take part."""
+        """Reshard the actor's weights into the engines. The ranks of both roles take part.
+
+        Args:
+            is_updated: False if the actor did not train in this step, so that the engines already have its weights.
+        """
         ranks = sorted({*self.ranks, *rollout.ranks})
         return WorkerGroup("weights", ranks, self._controller).report("sync", NoneType, is_updated)
 
 
 class IslandGroup(WorkerGroup):
-    """Rank that adds up what islands of the actor send: the coordinator's."""
+    """Coordinator's rank, which sums the gradients that the actor's islands send."""
 
     def join_updates(self, step: int) -> PendingCall[bool]:
-        """Add up the gradients, or the changes, of all islands in the updates of a step; return True."""
+        """Sum the gradients, or the weight changes, of all islands in the updates of a step. Return True."""
         return self.report("join_updates", bool, step)
 
 
 class AgentGroup(SampleGroup):
-    """Ranks of one agent of a game, which has an actor and a critic of its own (`environment.agents: own`)."""
+    """Ranks of one agent of a game, with its own actor and critic (`environment.agents: own`)."""
 
     def train(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int) -> PendingCall[None]:
-        """Train the agent on its own samples, by advantages of its own; its engine gets the new weights."""
+        """Train the agent on its own samples and advantages, then update its engine's weights."""
         return self.report_of(rollouts, "train", NoneType, scores, step)
 
 
 class OperatorFacts(msgspec.Struct, frozen=True):
-    """Operator of a flow.
+    """Description of one operator of a flow.
 
     Attributes:
-        takes, gives: names of values.
-        ranks: that run it; None: all.
+        takes, gives: names of its input and output values.
+        ranks: ranks that run it, or None for all ranks.
     """
 
     name: str
@@ -322,7 +352,7 @@ class OperatorFacts(msgspec.Struct, frozen=True):
 
 
 class StepFlow(msgspec.Struct, frozen=True):
-    """Operators of a step that are to run, in order, and the names of the values that are there before."""
+    """Operators that a step still has to run, in order, and the names of the values that already exist."""
 
     operators: tuple[OperatorFacts, ...]
     given: tuple[str, ...]
@@ -332,24 +362,24 @@ class OperatorGroup(SampleGroup):
     """All ranks, for a step that is a flow of operators.
 
     Attributes:
-        change_prompts: an operator runs before responses are generated.
+        change_prompts: whether an operator runs before responses are generated.
     """
 
     change_prompts = False
 
     def begin(self, step: int, made: list[str]) -> PendingCall[Ref[Any]]:
-        """Begin a step; return the values that are there before its operators run, which describe its `StepFlow`.
+        """Start a step. Return the values that exist before its operators run, described by a `StepFlow`.
 
         Args:
-            made: names of values that need not be made.
+            made: names of values that already exist and need no operator.
         """
         return self.keep("begin", step, made)
 
     def call(self, operator: OperatorFacts, rollouts: Ref[Any] | None, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
-        """Run an operator on its ranks; return all of its outputs as one value.
+        """Run an operator on its ranks and return all of its outputs as one value.
 
         Args:
-            rollouts: responses of the step, whose rows the ranks work on.
+            rollouts: responses of the step, whose assigned rows each rank works on.
         """
         ranks = self.ranks if operator.ranks is None else operator.ranks
         wanted = None
@@ -358,52 +388,56 @@ class OperatorGroup(SampleGroup):
         return WorkerGroup(self.role, ranks, self._controller).keep("call", operator.name, inputs, wanted=wanted)
 
     def pick(self, values: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
-        """Return one of several values, on the ranks that hold these."""
+        """Return one named value out of several, on the ranks that hold them."""
         return WorkerGroup(self.role, values.holders, self._controller).keep("pick", values, name)
 
 
 class SamplesAhead(Protocol):
-    """Samples of later steps, which the engines generate while others train (`rollouts_ahead.RolloutsAhead`)."""
+    """Source of samples of later steps, which the engines generate while other ranks train.
+
+    Implemented by `rollouts_ahead.RolloutsAhead`.
+    """
 
     async def take(self, step: int) -> EarlySamples:
-        """Return the samples of a step, once they are there; all steps before are behind all ranks."""
+        """Wait for the samples of a step and return them. All earlier steps must be complete on all ranks."""
 
     async def until_begun(self, step: int) -> None:
-        """Wait until the engines have begun everything that is generated with the weights before the step's update."""
+        """Wait until the engines have begun all samples that the weights before the update of `step` generate."""
 
     async def until_new_weights(self, step: int) -> None:
-        """Wait until the engines have the weights that come in the middle of a step's responses."""
+        """Wait until the engines have received the weights that arrive in the middle of the responses of `step`."""
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Start no further samples."""
 
 
-# A program of one step. Returns the samples that the step has trained on, for the records.
+# Program of one step. It returns the samples that the step trained on, for the records.
 StepProgram = Callable[["Run", int], Awaitable[Samples]]
 
 
 @dataclass
 class Run:
-    """Roles of a run, as its program sees them.
+    """Roles and settings of a run, as its program sees them.
 
     Attributes:
-        session: all ranks, for what surrounds the steps.
-        held_out_reward: ranks that score a validation: the engines' unless reward models are on others.
-        critic, reference: None where the algorithm does without.
-        agents: agents of a game by name, where each has an actor and a critic of its own; else empty.
+        session: all ranks, for the work around a step.
+        held_out_reward: ranks that score a validation. These are the engines' ranks unless reward models have separate
+            ranks.
+        critic, reference: None if the algorithm does not use them.
+        agents: agents of a game by name, if each has its own actor and critic; otherwise empty.
         step: program of one step.
-        islands: adds up what islands of the actor send; None: there is one island.
+        islands: rank that sums what the actor's islands send, or None with a single island.
         operators: operators of a flow, for `program.flow_step`.
-        worlds: ranks that receive samples from the engines' ranks; none where roles share all ranks.
-        assignments: which samples each of these ranks works on.
-        has_engines: responses are generated; otherwise those of another run are replayed.
-        validates: there are held-out prompts, and steps after which the run validates.
-        is_given: a Python program gives the responses of each step on every rank (`PPOTrainer`).
-        may_leave_inside: a run that is asked to leave may do so inside a step.
-        restored_steps: steps whose samples come from the checkpoint that the run goes on from.
-        ahead: samples of later steps; None: engines and training take turns.
-        scores_arriving: samples are scored while the engines generate others.
-        scores_ahead: whether rewards are computed ahead of training, too.
+        worlds: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
+        assignments: rows of the samples that each rank works on.
+        has_engines: whether engines generate responses. If False, the run replays the responses of another run.
+        validates: whether there are held-out prompts and `trainer.validate_every` is set.
+        is_given: whether a Python program provides the responses of each step on every rank (`PPOTrainer`).
+        may_leave_inside: whether a run that is asked to leave may do so inside a step.
+        restored_steps: steps whose samples come from the checkpoint that the run resumed from.
+        ahead: source of samples of later steps, or None if engines and training alternate.
+        scores_arriving: whether samples are scored while the engines generate others.
+        scores_ahead: whether rewards, too, are computed ahead of training.
     """
 
     config: Config
@@ -438,9 +472,9 @@ class Run:
         return is_dynamic and self.has_engines and not self.is_given
 
     async def assign(self, rollouts: Ref[RolloutBatch]) -> None:
-        """Settle who works on which samples, now that their lengths are known; each rank then receives its own.
+        """Assign samples to ranks now that their lengths are known, and start sending each rank its rows.
 
-        Samples that a Python program gives are on every rank, which works on all of them.
+        There is nothing to assign if roles share all ranks, or if a Python program provides all samples on every rank.
         """
         if not self.worlds or self.is_given:
             return
@@ -451,9 +485,9 @@ class Run:
         await self.deliver(rollouts)
 
     async def deliver(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores] | None = None) -> None:
-        """Bring samples that were generated ahead to the ranks that will train on them.
+        """Send samples that were generated ahead to the ranks that will train on them.
 
-        They leave before the engines begin the next ones; whoever is to receive them may still train.
+        The calls are sent now, before the engines begin the next samples. The receiving ranks may still be training.
         """
         if self.ahead is None:
             return
@@ -474,7 +508,7 @@ def make_run(
     restored_steps: Set[int],
     agents: Sequence[str] = (),
 ) -> Run:
-    """Return the roles of a run on the ranks that the placement gives them."""
+    """Build the handles of a run's roles on the ranks that the placement assigns to them."""
     everyone = range(controller.num_ranks)
     assignments = Assignments()
     is_shared = placement.is_colocated

@@ -1,6 +1,7 @@
-"""What the roles do on their ranks when the program calls (`role_groups` has the handles under the same names).
+"""Workers of the roles: the methods that run on the ranks when the program calls.
 
-All ranks of a role run a method SPMD on their main threads, with the role's collectives inside.
+`role_groups` contains the handles, whose methods have the same names and are documented there. All ranks of a role run
+a method in the same order (SPMD) on their main threads, including the role's collectives.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megaverl.workers.reward import Scores
 
 
 class WorldWorker:
-    """Decides which samples each rank of this world works on."""
+    """Worker that decides which samples each rank of its role group works on."""
 
     def __init__(self, store: SampleStore) -> None:
         self._store = store
@@ -36,22 +37,22 @@ class WorldWorker:
         return self._store.assign(value, facts)
 
     def deliver(self, rollouts: SampleValue, values: list[object]) -> None:
-        """What the call has brought here is all that it is for."""
+        """Return immediately. The transfer of the arguments to this rank is the purpose of the call."""
 
 
 class RolloutWorker:
-    """Generates responses.
+    """Worker that generates responses.
 
     Args:
-        executor: has this rank's roles, and what the running steps have measured.
-        prompts: the run's prompts, from where the run stands.
-        store: makes values of the program out of batches, and batches out of values.
-        validation: has the held-out prompts.
-        sender: sends samples to be scored as they are finished; None: this rank sends none.
+        executor: this rank's roles and the metrics of the running steps.
+        prompts: the run's prompts, positioned at the next step.
+        store: converts between batches and values of the program.
+        validation: holder of the held-out prompts.
+        sender: sends finished samples to the ranks that score them, or None if this rank sends none.
 
     Attributes:
-        cut_off: samples of the step in which the run left before.
-        taken: by step, the prompts of responses that were generated; whoever needs these removes them.
+        cut_off: samples of the step in which the run was left before, from its checkpoint.
+        taken: by step, the prompts of generated responses. The operator worker removes the entries that it uses.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RolloutWorker:
         self._rounds: SamplingRounds | None = None
 
     def generate(self, step: int) -> SampleValue:
-        """Return the step's responses: those of an interrupted run, of a replayed run, or new ones."""
+        """Return the step's responses: from an interrupted run, from a replayed run, or newly generated."""
         operators = self._operators
         operators.epochs[step] = self._prompts.epoch
         restored, self.cut_off = self.cut_off, None
@@ -159,7 +160,10 @@ class RolloutWorker:
                 self._config, roles.engines, self._validation.prompts, roles.player, self._executor.held_out_readers
             )
             with together():
-                roles.engines.engine.reset_prefix_cache()  # the next step must find nothing of this
+                # Responses of a later step must not reuse cache entries of the validation, so that its results do not
+                # depend on when
+                # the run validates.
+                roles.engines.engine.reset_prefix_cache()
         return self._store.give(batch)
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
@@ -172,7 +176,7 @@ class RolloutWorker:
         return self._rounds
 
     def _take_waiting(self, step: int) -> StoredRollouts | None:
-        """Return samples whose rounds an interrupted run had finished; move on past their prompts."""
+        """Return samples whose rounds an interrupted run had completed, and skip their prompts. Else None."""
         stored = self._operators.waiting.pop(step, None)
         if stored is not None:
             self._executor.begin_samples(step, self._prompts)
@@ -180,17 +184,17 @@ class RolloutWorker:
         return stored
 
     def _select_own(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the samples that this rank works on, of a batch that every rank has."""
+        """Return this rank's samples of a batch that every rank holds in full."""
         readers = self._operators.readers
         return batch if readers is None else readers.of_whole(batch)
 
 
 class RoleWorker:
-    """Worker that computes something of samples.
+    """Base of the workers that compute on samples.
 
     Args:
-        executor: has this rank's roles, and what the running steps have measured.
-        store: makes values of the program out of batches, and batches out of values.
+        executor: this rank's roles and the metrics of the running steps.
+        store: converts between batches and values of the program.
     """
 
     def __init__(self, executor: Executor, store: SampleStore) -> None:
@@ -198,17 +202,17 @@ class RoleWorker:
         self._store = store
 
     def _experience(self, rollouts: SampleValue, experience: Fields | SampleRows) -> RolloutBatch:
-        """Return what an update trains on."""
+        """Return the rollouts together with the fields that an update trains on."""
         batch = self._store.batch(rollouts)
         fields = self._store.fields(experience, batch)
         return batch.with_(**{name: tensor for name, tensor in fields.items() if tensor is not None})
 
 
 class RewardWorker(RoleWorker):
-    """Computes rewards.
+    """Worker that computes rewards.
 
     Attributes:
-        restored: by step, rewards in the checkpoint that the run goes on from.
+        restored: rewards by step, from the checkpoint that the run resumed from.
     """
 
     def __init__(self, executor: Executor, store: SampleStore, restored: Mapping[int, Scores]) -> None:
@@ -216,7 +220,7 @@ class RewardWorker(RoleWorker):
         self.restored = dict(restored)
 
     def score(self, rollouts: SampleValue, step: int) -> Scores:
-        """Return the rewards, which an interrupted run may have computed already."""
+        """Return the rewards of the responses. Rewards that an interrupted run saved are not computed again."""
         restored = self.restored.pop(step, None)
         if restored is not None:
             return restored
@@ -230,7 +234,8 @@ class RewardWorker(RoleWorker):
 
     def score_arriving(self, step: int) -> None:
         operators, fabric = self._operators, self._executor.fabric
-        if step in operators.waiting:  # responses of before an interruption, which no engine generates
+        # These responses were generated before an interruption, so no engine will send them.
+        if step in operators.waiting:
             return
         operators.begin(step, operators.epochs.get(step))
         engines = fabric.placement.ranks["rollout"][:: operators.config.rollout.tp]
@@ -252,7 +257,7 @@ class RewardWorker(RoleWorker):
 
 
 class ReferenceWorker(RoleWorker):
-    """Computes log-probs of the frozen policy."""
+    """Worker that computes log-probs of the frozen reference policy."""
 
     def log_probs(self, rollouts: SampleValue) -> Fields | SampleRows:
         batch = self._store.batch(rollouts)
@@ -261,7 +266,7 @@ class ReferenceWorker(RoleWorker):
 
 
 class CriticWorker(RoleWorker):
-    """Computes values, and trains the model that does."""
+    """Worker that computes values and trains the critic."""
 
     def values(self, rollouts: SampleValue) -> Fields | SampleRows:
         batch = self._store.batch(rollouts)
@@ -276,7 +281,7 @@ class CriticWorker(RoleWorker):
 
 
 class ActorWorker(RoleWorker):
-    """Trains the policy."""
+    """Worker that trains the policy."""
 
     def old_log_probs(self, rollouts: SampleValue, step: int) -> Fields | SampleRows:
         batch = self._store.batch(rollouts)
@@ -326,7 +331,7 @@ class ActorWorker(RoleWorker):
 
 
 class WeightsWorker(RoleWorker):
-    """Moves the actor's weights into the engines."""
+    """Worker that transfers the actor's weights to the engines."""
 
     def sync(self, is_updated: bool) -> None:
         self._executor.begin_sync()
@@ -335,10 +340,10 @@ class WeightsWorker(RoleWorker):
 
 
 class AgentWorker(RoleWorker):
-    """Trains one agent of a game.
+    """Worker that trains one agent of a game.
 
     Args:
-        agent, number: name and place of the agent in the game.
+        agent, number: name of the agent and its position in the game.
     """
 
     def __init__(self, executor: Executor, store: SampleStore, agent: str, number: int) -> None:
@@ -353,10 +358,10 @@ class AgentWorker(RoleWorker):
 
 
 class StepValues(dict[str, Any]):
-    """Several values of a step by name, kept as one.
+    """Several named values of a step, stored as one value of the program.
 
     Attributes:
-        flow: what is to run on them; None on the outputs of an operator.
+        flow: operators to run on the values; None on the outputs of an operator.
     """
 
     flow: StepFlow | None = None
@@ -366,7 +371,7 @@ class StepValues(dict[str, Any]):
 
 
 class IslandWorker:
-    """Adds up what islands of the actor send, on the coordinator's rank."""
+    """Worker that sums the updates which the actor's islands send. It runs on the coordinator's rank."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -378,14 +383,14 @@ class IslandWorker:
 
 
 class OperatorWorker:
-    """Runs the operators of a flow.
+    """Worker that runs the operators of a flow.
 
     Args:
-        executor: has this rank's roles, and what the running steps have measured.
-        prompts: the run's prompts, from where the run stands.
-        store: makes batches out of values.
-        rollout: this rank's engine; the prompts that it took are those of the flow.
-        rewards: this rank's rewards, with those in the checkpoint that the run goes on from.
+        executor: this rank's roles and the metrics of the running steps.
+        prompts: the run's prompts, positioned at the next step.
+        store: converts values of the program to batches.
+        rollout: this rank's rollout worker, whose prompts the flow reuses.
+        rewards: this rank's reward worker, with rewards from the checkpoint that the run resumed from.
     """
 
     def __init__(
@@ -398,7 +403,14 @@ class OperatorWorker:
         self._shapes = ShapeChecker()
 
     def begin(self, step: int, made: list[str]) -> StepValues:
-        """Take the step's prompts, unless responses to them are there."""
+        """Take the step's prompts, unless responses to them already exist.
+
+        Args:
+            made: names of values that already exist.
+
+        Returns:
+            The prompts, the step and restored rewards, with the operators that still have to run.
+        """
         operators = self._operators
         self._shapes = ShapeChecker()
         epoch = operators.epochs.get(step, self._prompts.epoch)
@@ -428,7 +440,7 @@ class OperatorWorker:
         return values
 
     def call(self, name: str, inputs: list[Any]) -> StepValues:
-        """Run an operator on its inputs, in the order of `Operator.takes`."""
+        """Run an operator on its inputs, given in the order of `Operator.takes`."""
         operator = self._by_name[name]
         values = dict(zip(operator.takes, map(self._as_batch, inputs), strict=True))
         with self._stages(name):

@@ -1,4 +1,4 @@
-"""One rank's part in the programs of a run: its workers, and serving their calls."""
+"""One rank's part in the programs of a run: creates the rank's workers and serves the calls of a program."""
 
 from __future__ import annotations
 
@@ -43,17 +43,21 @@ if TYPE_CHECKING:
 
 
 class ServedRun:
-    """Serves programs of a run on this rank, one after the other, from where the run stands when it is made.
+    """Server of a run's programs on this rank. It serves one program after another, from the run's current step.
 
     Args:
-        trainer: of this rank; it has taken up its checkpoint.
-        is_given: a Python program gives the responses of each step (`PPOTrainer`).
+        trainer: this rank's trainer, which has already restored its checkpoint.
+        is_given: whether a Python program provides the responses of each step (`PPOTrainer`).
 
     Attributes:
-        session: worker for what surrounds the steps.
+        session: worker for the work around the steps.
 
     Raises:
-        ConfigError: an operator is to change prompts that responses are generated to ahead of its step.
+        ConfigError: an operator would change prompts whose responses are generated ahead of their step.
+
+    Example:
+        served = ServedRun(trainer)
+        served.serve(lambda run: train(run, trainer.next_step))  # on every rank; returns when the program has ended
     """
 
     def __init__(self, trainer: Trainer, *, is_given: bool = False) -> None:
@@ -103,23 +107,26 @@ class ServedRun:
             )
 
     def give(self, given: StoredRollouts) -> None:
-        """Have the next step train on these responses, and on their scores if they have any. Every rank gives them."""
+        """Make the next step train on these responses, and use their scores if they have any.
+
+        Every rank must provide the same responses.
+        """
         self.session.next_given = given
         if given.scores is not None:
             self._reward.restored[given.step] = given.scores
 
     def take_shared(self) -> RolloutBatch:
-        """Return the responses that the last program has brought to every rank."""
+        """Return the responses that the last program copied to every rank, and release them."""
         shared, self.session.shared = self.session.shared, None
         assert shared is not None, "the program shares responses before it ends"
         return shared
 
     def serve(self, program: Callable[[Run], Coroutine[Any, Any, None]]) -> None:
-        """Serve a program until it has ended. Every rank of the job takes part.
+        """Serve a program until it ends. Every rank of the job takes part.
 
         Raises:
             Leaving: the run was asked to leave, and has saved.
-            TrainingStopped: another rank failed, or is gone; the message names it.
+            TrainingStopped: another rank failed or was lost. The message names it.
         """
         trainer, stages = self._trainer, self._trainer.stages
         stages.board = StatusBoard()
@@ -132,7 +139,8 @@ class ServedRun:
             board=stages.board,
             timeouts=CallTimeouts(call=self._config.run.timeout_minutes * 60),
             signal=lambda: trainer.leave.number,
-            # Where roles share all ranks, these wait for the program alone.
+            # If roles share all ranks, a rank that waits has nothing else to do, so its wait is not recorded as a
+            # stage.
             waiting=nullcontext if self._placement.is_colocated else partial(stages, "wait"),
             explain=trainer.explain,
             log=trainer.console.print,
@@ -143,7 +151,7 @@ class ServedRun:
             raise self.session.leaving
 
     def _make_sender(self) -> SampleSender | None:
-        """Return what sends samples to be scored as they are finished, on the first rank of an engine."""
+        """Return the sender of finished samples, on the first rank of an engine. Else None."""
         engines = self._placement.ranks["rollout"][:: self._config.rollout.tp]
         if not self._scores_arriving or self._fabric.rank not in engines:
             return None
@@ -191,7 +199,7 @@ class ServedRun:
         return run
 
     def _samples_ahead(self, run: Run) -> RolloutsAhead:
-        """Return what generates samples ahead of training, as far as the configuration allows."""
+        """Create the task that generates samples ahead of training, as far as the schedule allows."""
         schedule = Schedule.of(self._config, self._placement)
         lag = schedule.lag(self._placement.ranks["rollout"][0])
         are_scores_early = schedule.lag(self._placement.ranks["reward"][0]) > 0
@@ -208,12 +216,12 @@ class ServedRun:
 
 
 class SessionWorker:
-    """Does what surrounds the steps of a run, on one rank (`role_groups.SessionGroup`).
+    """Worker for the work around the steps of a run, on one rank (`role_groups.SessionGroup`).
 
     Attributes:
-        leaving: set where the run has been left before its end; every rank raises it once the program has ended.
-        next_given: responses that a Python program gives for the next step.
-        shared: responses that the program has brought to every rank.
+        leaving: exception to raise on every rank after the program, if the run was left before its end.
+        next_given: responses that a Python program provides for the next step.
+        shared: responses that the program copied to every rank.
     """
 
     def __init__(self, trainer: Trainer, store: SampleStore) -> None:
@@ -265,13 +273,14 @@ class SessionWorker:
         operators = self._trainer.step
         with operators.measuring(step):
             operators.metrics |= given.metrics
-        readers = operators.readers  # where roles share all ranks; else every rank works on all that it was given
+        # Readers are set only if roles share all ranks. Otherwise every rank works on all samples that were provided.
+        readers = operators.readers
         batch = given.batch if readers is None else readers.of_whole(given.batch)
         return self._store.give(batch)
 
 
 class RecorderWorker:
-    """Keeps what the records need of a step's samples (`role_groups.RecorderGroup`)."""
+    """Worker that keeps a step's samples for the run's records (`role_groups.RecorderGroup`)."""
 
     def __init__(self, executor: Executor, store: SampleStore) -> None:
         self._executor, self._store = executor, store

@@ -1,4 +1,4 @@
-"""One training step of PPO or GRPO, as a flow of operators on the roles."""
+"""Operators of one training step of PPO or GRPO, and the flow that connects them."""
 
 from __future__ import annotations
 
@@ -45,18 +45,20 @@ from megaverl.workers.trainable import TrainableModel
 
 @dataclass
 class RLStep:
-    """The operators of a step. `metrics` holds what the running step has measured so far.
+    """Operators of a training step on one rank's roles.
 
     Attributes:
-        replayed, stored: rollouts that take the engine's place; those of the running step.
-        newest_version: of the weights that the engines have, wherever they are.
-        outlet: takes samples as they are finished; None: they are wanted all at once.
+        replayed: folder of stored rollouts that replace the engine.
+        metrics: metrics of the running step so far.
+        stored: replayed rollouts of the running step.
+        newest_version: latest weight version of the engines, on this rank or another.
+        outlet: receives samples as they are finished, or None if samples are delivered all at once.
         waiting: by step, samples that were generated before an interruption.
-        warn: tells the person who watches the run.
-        span: opened around operators, with their names.
-        readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
-        in_progress: groups that go on over an update (`rollout.partial`, `rollout.in_flight_updates`).
-        epochs: by step that a program has begun: passes over the data before it.
+        warn: shows a warning to the user.
+        span: opens a named span around an operator.
+        readers: row selection by which each rank receives its samples, or None if every rank receives all.
+        in_progress: groups that continue over an update (`rollout.partial`, `rollout.in_flight_updates`).
+        epochs: by step that a program has begun, the number of passes over the data before it.
     """
 
     config: Config
@@ -86,7 +88,7 @@ class RLStep:
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Inside, `metrics` are those of a step's samples, which may be ahead of the step that trains."""
+        """Redirect `metrics` to those of the samples of `step`, which may be ahead of the step that trains."""
         of_training = self.metrics
         self.metrics = self._measured.setdefault(step, {})
         try:
@@ -96,32 +98,37 @@ class RLStep:
             self.metrics = of_training
 
     def measured(self, step: int) -> dict[str, float]:
-        """Return what was measured of the step that trains, and of its samples."""
+        """Return the metrics of a step's samples together with those of the step that trains."""
         return self._measured.get(step, {}) | self.metrics
 
     def end_measuring(self, step: int) -> None:
-        """Make `metrics` all that was measured of the step that ends."""
+        """Merge the metrics of the samples of `step` into `metrics`, at the end of the step."""
         self.epochs.pop(step, None)
         self.metrics = self._measured.pop(step, {}) | self.metrics
 
     @property
     def mix(self) -> Mix:
-        """Further updates of the step."""
+        """Return the additional updates of the step (`mix`)."""
         return Mix(self.config, lambda: self.roles, self._record)
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that the next step takes."""
+        """Return the number of prompts that the next step takes."""
         return self.config.data.prompts_per_step if self.in_progress is None else self.in_progress.room
 
     def flow(self, places: Places | None = None) -> DataFlow:
-        """Compiled for `run(prompts=..., step=...)`, where the roles are.
+        """Compile the flow of a step, for `run(prompts=..., step=...)`.
 
-        What a configuration does not use (critic, reference) is no operator of it. Roles are only needed when it runs.
+        Roles that a configuration does not use (critic, reference) have no operators. The roles are accessed only when
+        the
+        flow runs, so a flow can be compiled without them.
+
+        Args:
+            places: ranks of each role, or None if all roles share all ranks.
         """
         flow = DataFlow()
         source = self.generate if self.replayed is None else self.replay
-        # what comes out of rounds, or of a folder, is known to the ranks of both
+        # Samples from dynamic sampling or from a replay folder are available on the ranks of both roles.
         both = self.replayed is not None or self.config.algorithm.dynamic_sampling.metric is not None
         of_rollout, of_reward = (("reward", "rollout"), ("rollout", "reward")) if both else ("rollout", "reward")
         flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout))
@@ -151,7 +158,10 @@ class RLStep:
         flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",), role="actor"))
         updated = ("experience", "step")
         updates = [Operator("actor_update", self.update_actor, updated, ("updated",), role="actor")]
-        if self.config.uses_critic:  # on the same ranks, weights that go at once have all of its time
+        # If both update on the same ranks with `reshard.overlap`, the actor goes first. Its weights can then be
+        # transferred
+        # while the critic trains.
+        if self.config.uses_critic:
             is_apart = places is not None and tuple(places["critic"]) != tuple(places["actor"])
             place = len(updates) if self.config.reshard.overlap and not is_apart else 0
             updates.insert(place, Operator("critic_update", self.update_critic, updated, (), role="critic"))
@@ -164,23 +174,25 @@ class RLStep:
         return self.compiled(flow, places)
 
     def compiled(self, flow: DataFlow, places: Places | None = None) -> DataFlow:
-        """Ready to run, with the operators that `trainer.operators` adds.
+        """Compile a flow after adding the operators of `trainer.operators`.
 
         Raises:
-            ConfigError: there is no such function, or the flow cannot be with what it added.
+            ConfigError: a function does not exist, or the flow is not valid with the operators that it added.
         """
         for name in self.config.trainer.operators:
             call_object(name, "trainer.operators", flow)
         return flow.compile(given=("prompts", "step"), places=places)
 
     def generate(self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0) -> RolloutBatch:
-        """`group_size` responses to every prompt, or episodes from it.
+        """Generate `group_size` responses to every prompt, or episodes from it.
 
         Args:
-            first_group: number of the first prompt among all that the step generates for: groups are named, and
-                samples drawn, by it.
+            first_group: index of the first prompt among all prompts of the step. Groups are numbered and samples are
+                seeded
+                by this index.
         """
-        if step in self.waiting:  # made before the run was interrupted, and not trained on
+        # These samples were generated before an interruption and have not been trained on.
+        if step in self.waiting:
             stored = self.waiting.pop(step)
             self.metrics |= stored.metrics
             return stored.batch
@@ -195,7 +207,7 @@ class RLStep:
         sampling = self._sampling(prompts, draws)
 
         def finished(number: int, sample: RolloutBatch) -> None:
-            """It goes on its way while others are still being written."""
+            """Send one finished sample while the engine still generates others."""
             assert self.outlet is not None
             self.outlet.give(number, self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))))
 
@@ -209,14 +221,17 @@ class RLStep:
         return self._dated(batch)
 
     def begin_responses(self, prompts: Sequence[PromptRecord], step: int) -> None:
-        """Generate the first part of each response, after which the engines may take new weights."""
+        """Generate the first part of each response. The engines may receive new weights afterwards."""
         assert isinstance(self.in_progress, InFlightUpdates), "rollout.in_flight_updates is off"
         if step not in self.waiting:
             self.roles.engines.engine.saved_work = SavedWork()
             self.in_progress.begin(self.roles.engines, prompts, step)
 
     def finish_responses(self, step: int) -> RolloutBatch:
-        """Generate the rest of each response; return all of them, or those that an interrupted run had finished."""
+        """Generate the second part of each response. Return all responses.
+
+        Responses that an interrupted run had finished are returned without generating.
+        """
         assert isinstance(self.in_progress, InFlightUpdates), "rollout.in_flight_updates is off"
         stored = self.waiting.pop(step, None)
         if stored is not None:
@@ -227,37 +242,41 @@ class RLStep:
         return batch
 
     def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:
-        """How the responses to prompts are drawn: all alike, or each its own way."""
+        """Return the sampling options of the responses: one for all, or one for each response."""
         sampling = sampling_of(self.config.rollout, [len(prompt.token_ids) for prompt in prompts])
         if isinstance(sampling, SamplingOptions):
             return sampling
         return [each for each in sampling for _ in range(draws.group_size)]
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
-        """How old each token is when it is trained on."""
+        """Add the version of the weights that drew each token, if rollouts are asynchronous."""
         if not self.config.rollout.async_rollout or self.roles.sync is None:
             return batch
         versions = torch.full_like(batch.generated_ids, self.roles.sync.weight_version)
         return batch.with_(weight_versions=versions.where(batch.response_mask, -1))
 
     def replay(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:
-        """Responses that another run generated for this step."""
+        """Return the responses that another run generated for this step."""
         assert self.replayed is not None
         self.stored = self.replayed.read(step)
         self.metrics |= self.stored.metrics
         return self.stored.batch if self.readers is None else self.readers.of_whole(self.stored.batch)
 
     def read_replayed(self, step: int) -> None:
-        """Read the rewards of a replayed step where nobody has read its responses on this rank."""
+        """Read the stored rewards of a replayed step, on a rank that has not read the step's responses."""
         if self.replayed is not None and (self.stored is None or self.stored.step != step):
             self.stored = self.replayed.read(step)
 
     def begin(self, step: int, epoch: float | None) -> None:
-        """Tell reward functions that a step begins. `epoch`: passes over the data; None: not known on this rank."""
+        """Notify reward functions that a step begins.
+
+        Args:
+            epoch: number of passes over the data, or None if this rank does not know it.
+        """
         self.roles.reward.begin(TrainerState(step, self.config.trainer.steps, epoch))
 
     def score(self, rollouts: RolloutBatch) -> Scores:
-        """Rewards of all responses; in a replay those of the run that generated them."""
+        """Return the rewards of all responses. A replay returns the stored rewards of the original run."""
         if self.stored is not None and self.stored.scores is not None:
             return self.stored.scores
         start = time.perf_counter()
@@ -269,23 +288,29 @@ class RLStep:
         return scores
 
     def score_some(self, rows: Sequence[int], part: RolloutBatch) -> None:
-        """Rewards of samples, by their numbers, while others are still being written; `score` has them then."""
+        """Score some samples while others are still being generated. `score` reuses these rewards.
+
+        Args:
+            rows: numbers of the samples in the step.
+        """
         start = time.perf_counter()
         self.roles.reward.score_some(part, rows, self.config.samples_per_step)
         self._early_seconds += time.perf_counter() - start
 
     def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
-        """The actor's log-probs at the start of the update; None where its own forward pass gives the same.
+        """Return the actor's log-probs [B, R] before the update, or None if the update's own forward pass gives the
+        same.
 
-        Also taken by the first step after a start, where they show whether the first reshard was right. A resumed
-        run does not train on these, as a run that was never interrupted would not have had them.
+        They are also computed in the first step after a start, to check the first reshard. A resumed run does not train
+        on
+        these, because an uninterrupted run would not have computed them.
         """
         if not self.wants_log_probs(step):
             return None
         return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
 
     def log_probs_and_values(self, rollouts: RolloutBatch, step: int) -> dict[str, torch.Tensor | None]:
-        """`old_log_probs`, and both values of the same backbone, out of one forward pass."""
+        """Return `old_log_probs`, `values` and `last_values` from one forward pass of a shared backbone."""
         actor = local(self.roles.actor)
         assert isinstance(actor, ActorCritic), "critic.share_backbone is off"
         if not self.wants_log_probs(step):
@@ -296,17 +321,21 @@ class RLStep:
         return {"old_log_probs": compared, "values": values, "last_values": last_values}
 
     def needs_log_probs(self, step: int) -> bool:
-        """Whether the step trains on old log-probs: its own forward pass does not give the same."""
+        """Return whether the step trains on old log-probs because its own forward pass gives other values."""
         return not self.roles.actor.is_on_policy or self.config.algorithm.kl.place == "reward" or step == 0
 
     def wants_log_probs(self, step: int) -> bool:
-        """Whether the step computes any: it trains on them, or compares them with the engine's."""
+        """Return whether the step computes old log-probs, to train on them or to compare them with the engine's."""
         return self.needs_log_probs(step) or not self._has_compared
 
     def _compared(self, rollouts: RolloutBatch, log_probs: torch.Tensor, step: int) -> torch.Tensor | None:
-        """Against the engine's, which the first step after a start does for itself; `old_log_probs` of the step."""
+        """Compare log-probs with the engine's, and return them if the step trains on them, else None.
+
+        The first comparison after a start checks the first reshard and warns if the difference is too large.
+        """
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
-            self.trust_engine()  # samples of older weights, after an interruption, say nothing of this reshard
+            # After an interruption, samples may be drawn with older weights. They say nothing about this reshard.
+            self.trust_engine()
         difference, for_metrics = LogProbDifference(), log_probs.cpu()
         if (held := rollouts.held) is None:
             difference.add(for_metrics - rollouts.rollout_log_probs, rollouts.response_mask)
@@ -323,36 +352,39 @@ class RLStep:
         return log_probs if self.needs_log_probs(step) else None
 
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
-        """The reference's log-probs."""
+        """Return the reference's log-probs, [B, R]."""
         assert (reference := self.roles.reference) is not None
         log_probs = reference.log_probs(rollouts)
         self._record("reference", reference.report())
         return log_probs
 
     def values(self, rollouts: RolloutBatch) -> dict[str, torch.Tensor]:
-        """The critic's values, before any update of this step; also those after responses that were cut off."""
+        """Return the critic's values before any update of this step: `values` [B, R] and `last_values` [B].
+
+        `last_values` are the values at the end of truncated responses.
+        """
         critic = local(self.roles.critic)
         assert critic is not None
         values, last_values = critic.values(rollouts)
         return {"values": values, "last_values": last_values}
 
     def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:
-        """The greedy response to each group's prompt."""
+        """Generate the greedy response to each group's prompt."""
         assert isinstance(self.roles.rollout, Rollout), "neither a replay nor agents of their own have greedy responses"
         return greedy_responses(self.config, self.roles.rollout, rollouts, step)
 
     def greedy_rewards(self, greedy: RolloutBatch) -> torch.Tensor:
-        """[groups]: the reward of each."""
+        """Return the reward of each greedy response, [groups]."""
         scores = self.roles.reward.score(greedy)
         self.metrics["reward/greedy_mean"] = float(scores.total.nanmean())
         return scores.total
 
     def score_norms(self, rollouts: RolloutBatch) -> torch.Tensor:
-        """The squared gradients of the actor's log-probs by its logits."""
+        """Return the squared gradient of each log-prob with respect to the actor's logits."""
         return self.roles.actor.score_norms(rollouts)
 
     def implicit_rewards(self, rollouts: RolloutBatch, scores: Scores, ref_log_probs: torch.Tensor) -> torch.Tensor:
-        """[B, R]: PRIME's rewards of tokens, from a model that has just learned the outcomes of these responses."""
+        """Train PRIME's reward model on the outcomes, then return its reward for each token, [B, R]."""
         assert self.roles.implicit is not None
         if not bool(scores.scored.all()):
             known = of_held(rollouts, scores.scored).unsqueeze(1)
@@ -374,7 +406,7 @@ class RLStep:
         score_norms: torch.Tensor | None = None,
         implicit_rewards: torch.Tensor | None = None,
     ) -> RolloutBatch:
-        """Everything that the updates need, in one batch."""
+        """Compute advantages. Return one batch with all fields that the updates need."""
         if self.config.algorithm.rollout_filter is not None:
             keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
@@ -383,7 +415,8 @@ class RLStep:
         rewards = of_held(rollouts, scores.total)
         greedy = None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts)
         if greedy is not None:
-            rewards = rewards.where(~greedy.isnan(), torch.nan)  # no baseline, no advantage
+            # A group without a baseline has no advantage.
+            rewards = rewards.where(~greedy.isnan(), torch.nan)
         tensors = {"rewards": rewards}
         if self.config.algorithm.positive_coef:
             tensors["desirable"] = of_held(rollouts, scores.correct)
@@ -408,13 +441,13 @@ class RLStep:
         return batch
 
     def update_critic(self, experience: RolloutBatch, step: int) -> None:
-        """The critic's updates."""
+        """Run the critic's updates."""
         assert self.roles.critic is not None
         self._date(self.roles.critic.trainable, experience)
         self._record("critic", self.roles.critic.update(experience, step=step))
 
     def update_actor(self, experience: RolloutBatch, step: int) -> bool:
-        """The actor's updates; False while only the critic warms up."""
+        """Run the actor's updates. Return False while only the critic warms up."""
         if step < self.config.algorithm.critic_warmup_steps:
             return False
         if self.roles.sync is not None:
@@ -426,18 +459,18 @@ class RLStep:
         return True
 
     def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
-        """Tell the coordinator, with the gradients that follow, how old the samples are."""
+        """Tell the coordinator the age of the samples that the next gradients come from."""
         if "weight_versions" in experience and trainable.coordinator is not None:
             trainable.coordinator.oldest = oldest_version(experience, self.newest_version)
             trainable.coordinator.newest = self.newest_version
 
     def reshard(self, updated: bool) -> None:
-        """The engine gets the new weights."""
+        """Send the actor's new weights to the engines, if the actor was updated."""
         if updated and self.roles.sync is not None:
             self.metrics |= self.roles.sync.reshard().metrics()
 
     def trust_engine(self) -> None:
-        """Do not compare its log-probs with those of the actor here."""
+        """Skip the comparison of the engine's log-probs with those of the actor on this rank."""
         self._has_compared = True
 
     def _record(self, role: str, metrics: dict[str, float]) -> None:
@@ -445,10 +478,14 @@ class RLStep:
 
 
 def oldest_version(batch: RolloutBatch, newest: int) -> int:
-    """Of the weights that generated a batch's tokens; where they do not say, or there are none, the newest."""
+    """Return the oldest weight version that generated a token of the batch.
+
+    Returns `newest` if the batch has no versions or no generated token.
+    """
     if "weight_versions" not in batch:
         return newest
-    if batch.held is not None:  # of all samples, so that all ranks say the same
+    # Includes the rows of other ranks, so that all ranks return the same version.
+    if batch.held is not None:
         return int(batch.held.of_all(batch.weight_versions.where(batch.response_mask, newest).amin(dim=1)).min())
     if not bool(batch.response_mask.any()):
         return newest
