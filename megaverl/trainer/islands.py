@@ -1,15 +1,15 @@
-"""Islands of the actor: replica groups on slowly connected nodes, and how their updates are joined.
+"""Islands of the actor: replica groups on slowly connected nodes, and how their updates are combined.
 
 Every island plans the same micro-batches of a mini-batch and trains on its share. The loss weights each token as in the
 whole mini-batch.
 
-`coordinator.islands_every` = 1: the islands add up their gradients in every update, and all take the same step, that
-of a single island.
+`coordinator.islands_every` = 1: the islands sum their gradients in every update and all take the same step, which
+equals the step of a single island.
 
-`coordinator.islands_every` = K > 1 (DiLoCo, arXiv 2311.08105): each island takes K steps of its own, on the mean loss
-over its share. Then the mean of the islands' changes is the gradient of an outer optimizer, SGD with Nesterov momentum.
-The outer optimizer steps on the float32 weights that the inner optimizer keeps: in a bfloat16 model most of the change
-would round to nothing.
+`coordinator.islands_every` = K > 1 (DiLoCo, arXiv 2311.08105): each island takes K local steps on the mean loss over
+its share. The mean of the islands' weight changes is then the gradient of an outer optimizer, SGD with Nesterov
+momentum. The outer optimizer updates the inner optimizer's float32 weights, because most of the change would be lost to
+rounding in a bfloat16 model.
 
 In both cases the data goes through the coordinator in buckets: each island sends a bucket and receives the sum.
 """
@@ -36,31 +36,33 @@ from megaverl.platform import platform
 from megaverl.trainer.roles import REWARD_MODEL
 from megaverl.workers.trainable import TrainableModel
 
-# Elements of a bucket: what the coordinator holds of each island at a time.
+# Elements of a bucket. The coordinator holds one bucket of each island at a time.
 BUCKET = 1 << 22
 _NAME = "joining the islands' gradients"
 
 
 class Compressor:
-    """bfloat16 with error feedback (arXiv 1901.09847): what rounding takes away is added to the next one.
+    """bfloat16 compression with error feedback (arXiv 1901.09847): each rounding error is added to the next values.
 
-    So what was sent, added up over time, is never further from what was meant than one rounding. What was left of
-    values of another shape, from before a resume on another grid, is dropped.
+    The sum of all sent values therefore differs from the exact sum by at most one rounding error. Errors are dropped if
+    their shape differs from the values, as after a resume on another grid.
     """
 
     def __init__(self) -> None:
         self._left: dict[str, Tensor] = {}
 
     def compress(self, name: str, values: Tensor) -> Tensor:
-        """`values` and what was left of the last of this name, in bfloat16."""
+        """Return the values plus the last rounding error of this name, in bfloat16."""
         left = self._left.get(name)
         whole = values if left is None or left.shape != values.shape else values + left
         rounded = whole.to(torch.bfloat16)
         left = whole - rounded.to(values.dtype)
-        self._left[name] = torch.where(torch.isfinite(left), left, 0.0)  # an inf is skipped, not carried on
+        # The coordinator skips an update with an infinite gradient. A kept inf would spoil the next update as well.
+        self._left[name] = torch.where(torch.isfinite(left), left, 0.0)
         return rounded
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return the rounding errors that have not been sent yet, by name."""
         return dict(self._left)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -68,11 +70,11 @@ class Compressor:
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum on the mean of the islands' changes, DiLoCo's outer step.
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean of the islands' weight changes.
 
     Args:
-        masters: this rank's weights in float32, by name; their values now are where the islands start from.
-        lr, momentum: DiLoCo's 0.7 and 0.9.
+        masters: this rank's float32 weights by name. Their current values are the starting point of the islands.
+        lr, momentum: learning rate and momentum, 0.7 and 0.9 in DiLoCo.
     """
 
     def __init__(self, masters: Mapping[str, Tensor], *, lr: float = 0.7, momentum: float = 0.9) -> None:
@@ -81,12 +83,19 @@ class OuterOptimizer:
         self._buffer = {name: torch.zeros_like(start) for name, start in self._start.items()}
 
     def change(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """How far this island went, as a gradient: where it started less where it is. To be averaged over islands."""
+        """Return this island's weight change as a gradient: starting point minus current weights.
+
+        The caller averages it over the islands.
+        """
         return {name: start - masters[name].detach() for name, start in self._start.items()}
 
     @torch.no_grad()
     def step(self, masters: Mapping[str, Tensor], mean_change: Mapping[str, Tensor]) -> None:
-        """Put the masters where the outer step leads; the next inner steps start from there."""
+        """Apply the outer step to the masters in place. The next local steps start from the result.
+
+        Args:
+            mean_change: mean of `change` over the islands.
+        """
         for name, start in self._start.items():
             gradient, buffer = mean_change[name], self._buffer[name]
             buffer.mul_(self.momentum).add_(gradient)
@@ -103,10 +112,11 @@ class OuterOptimizer:
 
 
 class IslandMember:
-    """A rank of an island. The ranks at the same place of every island hold the same part of the model.
+    """Rank of an island. Ranks at the same position of every island hold the same part of the model.
 
     Args:
-        compress: send bfloat16 with error feedback; what comes back is float32.
+        compress: send bfloat16 with error feedback. The sums are received in float32.
+        bucket: elements of a bucket.
     """
 
     def __init__(self, fabric: Fabric, *, compress: bool = False, bucket: int = BUCKET) -> None:
@@ -114,7 +124,7 @@ class IslandMember:
         self._compressor = Compressor() if compress else None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What rounding has taken away and not given back yet."""
+        """Return the rounding errors that have not been sent yet."""
         return self._compressor.state_dict() if self._compressor else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -122,18 +132,21 @@ class IslandMember:
             self._compressor.load_state_dict(state)
 
     def join(self, gradients: Mapping[str, Tensor], *, tokens: float, divided_by: float) -> float:
-        """Turn this island's gradients, in place, into those of the mean loss over the tokens of all islands.
+        """Replace this island's gradients, in place, by those of the mean loss over the tokens of all islands.
 
-        Every rank of every island takes part, with tensors of the same shapes in the same order, and the coordinator
-        with `serve_join`.
+        Collective over every rank of every island, with tensors of the same shapes in the same order. The coordinator
+        takes part with `serve_join`.
 
         Args:
-            tokens: of this island's loss. divided_by: what that loss was divided by.
+            tokens: number of tokens in this island's loss.
+            divided_by: number by which that loss was divided.
 
-        Returns: the tokens of all islands.
+        Returns:
+            Number of tokens of all islands.
 
         Raises:
-            TrainingStopped: islands that do not fit together, or a coordinator that is lost.
+            TrainingStopped: the islands have different grids, bucket sizes or compression, no island has a token, or
+                the coordinator was lost.
         """
         fabric, channel, coordinator = self._fabric, Channel(self._fabric, _NAME), self._fabric.placement.coordinator
         count = sum(tensor.numel() for tensor in gradients.values())
@@ -164,12 +177,13 @@ class IslandMember:
 
 
 def serve_join(fabric: Fabric) -> None:
-    """The coordinator's part of one `join`: adds up what comes, island by island in their order, in float64.
+    """Serve one `join` on the coordinator: sum the islands' buckets in float64, in the order of the islands.
 
-    Its memory is a bucket of each island, whatever the model's size. With K > 1 it serves every K-th step.
+    The coordinator needs memory for one bucket of each island, independent of the model's size. With K > 1 it serves
+    one join every K steps.
 
     Raises:
-        TrainingStopped: islands that do not fit together (their ranks raise as well), or one that is lost.
+        TrainingStopped: the islands do not match (their ranks raise as well), or an island was lost.
     """
     channel, islands = Channel(fabric, _NAME), fabric.placement.islands
     numbers = {rank: channel.receive_from(rank)[0].view(torch.float64) for ranks in islands for rank in ranks}
@@ -189,7 +203,9 @@ def serve_join(fabric: Fabric) -> None:
         raise TrainingStopped("no island has a token to train on.")
     sizes = {ranks: [int(number) for number in shapes[ranks[0]]] for ranks in places}
     longest = max((-(-count // bucket) for count, bucket, _ in sizes.values()), default=0)
-    for start in range(longest):  # the first bucket of all places before the second of any
+    # The first buckets of all positions are joined before the second bucket of any, so that all ranks progress
+    # together.
+    for start in range(longest):
         for ranks, (count, bucket, compressed) in sizes.items():
             if (size := min(bucket, count - start * bucket)) > 0:
                 _join_bucket(fabric, ranks, size, torch.bfloat16 if compressed else torch.float32)
@@ -212,7 +228,7 @@ def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch
 
 
 def _buckets(gradients: Mapping[str, Tensor], bucket: int) -> Iterator[list[Tensor]]:
-    """Views of all elements in their order, `bucket` of them at a time, the last ones fewer."""
+    """Yield views of all elements in order, `bucket` elements at a time. The last list has fewer."""
     views: list[Tensor] = []
     free = bucket
     for tensor in gradients.values():
@@ -233,10 +249,10 @@ _SUMS = "sums of the islands' losses"
 
 
 class Island:
-    """One role's part of an island, on one rank; `TrainableModel.islands`.
+    """One role's part of an island on one rank, used as `TrainableModel.islands`.
 
     Args:
-        done: updates that were taken before this start.
+        done: number of updates before this start of the run.
     """
 
     def __init__(self, fabric: Fabric, trainable: TrainableModel, config: CoordinatorConfig, done: int) -> None:
@@ -251,7 +267,16 @@ class Island:
                 self._outer = OuterOptimizer(trainable.masters, lr=config.outer_lr, momentum=config.outer_momentum)
 
     def before_update(self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]) -> MetricSums:
-        """All islands' gradients and sums; or this one's, of the mean loss over its own tokens."""
+        """Sum gradients and loss sums over the islands, or scale this island's gradients to its own mean loss.
+
+        Args:
+            sums: loss sums of this island.
+            tokens: number of tokens of the whole mini-batch.
+            micro_batches: this rank's micro-batches of the update.
+
+        Returns:
+            The sums of all islands if they join every update, otherwise `sums`.
+        """
         if self._outer is None:
             count = float(self.part[1])
             self._member.join(self._trainable.gradients, tokens=1.0, divided_by=count)
@@ -262,7 +287,7 @@ class Island:
         return sums
 
     def after_update(self) -> None:
-        """After every so many updates the islands join theirs."""
+        """Take the outer step with the other islands if K local updates are complete."""
         self._done += 1
         if self._outer is not None and self._done % self._every == 0:
             masters = self._trainable.masters
@@ -272,7 +297,7 @@ class Island:
             self._trainable.follow_masters()
 
     def state(self) -> bytes:
-        """What a checkpoint must hold of this rank: a safetensors file."""
+        """Return this rank's state for a checkpoint, as a safetensors file."""
         tensors = {f"left.{name}": tensor for name, tensor in self._member.state_dict().items()}
         if self._outer is not None:
             for part, held in self._outer.state_dict().items():
@@ -280,11 +305,11 @@ class Island:
         return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
 
     def load_state(self, path: Path) -> None:
-        """Undo `state`, from the file that it was written to.
+        """Restore the state that `state` returned.
 
         Raises:
-            CheckpointError: islands that take steps of their own were elsewhere, or of another grid: where they met
-                last is not known here, and without it they would never be at one place again.
+            CheckpointError: `islands_every` is above 1 and the file is missing or of another grid. The outer
+                optimizer's starting point is then unknown, and the islands could never agree on the same weights again.
         """
         parts: dict[str, dict[str, torch.Tensor]] = {"left": {}, "start": {}, "buffer": {}}
         for key, tensor in (load_file(path, str(platform.device)) if path.exists() else {}).items():
@@ -303,11 +328,12 @@ class Island:
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> float:
         mine = sum(int((batch.fields["weights"] != 0).sum()) for batch in micro_batches)
         coords = self._trainable.model.grid.coords
-        speaks = coords.tp == coords.cp == coords.pp == 0  # the others of its replica have the same micro-batches
+        # The other ranks of this replica have the same micro-batches.
+        speaks = coords.tp == coords.cp == coords.pp == 0
         return float(reduce_json(mine if speaks else 0, sum, self._trainable.model.grid.world))
 
     def _join_sums(self, sums: MetricSums) -> MetricSums:
-        """The islands' first ranks give theirs, and get those of all."""
+        """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
         fabric, whole = self._fabric, None
         if fabric.world_rank == 0:
             mine = {name: value.tolist() for name, value in sums.items()}
@@ -319,17 +345,17 @@ class Island:
 
 
 class IslandUpdates:
-    """The coordinator's part of updates that islands join.
+    """Coordinator's part of updates that the islands join.
 
     Args:
-        progress: where the run stands.
+        progress: progress of the run so far.
     """
 
     def __init__(self, config: Config, fabric: Fabric, progress: Progress) -> None:
         self._config, self._fabric, self._joined = config, fabric, dict(progress.steps)
 
     def serve(self, step: int) -> None:
-        """Everything that the islands join in this step, in the order of their updates; elsewhere nothing."""
+        """Serve all joins of this step, in the order of the updates. Return immediately on other ranks."""
         config, placement = self._config, self._fabric.placement
         if self._fabric.rank != placement.coordinator or len(placement.islands) == 1:
             return
@@ -347,7 +373,7 @@ class IslandUpdates:
 
 
 def serve_update(fabric: Fabric) -> None:
-    """The coordinator's part of an update that the islands join: gradients, then the sums of their losses."""
+    """Serve one update that the islands join: their gradients, then their loss sums."""
     serve_join(fabric)
     firsts = [ranks[0] for ranks in fabric.placement.islands]
     total = MetricSums()
@@ -359,7 +385,10 @@ def serve_update(fabric: Fabric) -> None:
 
 
 def exchanges(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bool]:
-    """For each of a role's next updates: whether the islands join it (True), or in an outer step behind it."""
+    """Yield for each of a role's next updates whether the islands join it (True) or an outer step after it (False).
+
+    Updates without any exchange yield nothing.
+    """
     for number in range(done + 1, done + updates + 1):
         if config.islands_every == 1:
             yield True
@@ -368,8 +397,12 @@ def exchanges(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bo
 
 
 def participants(config: Config, placement: ResolvedPlacement) -> tuple[list[str], list[Participant]]:
-    """The roles that are trained, and who reports their updates: the first rank of each, and of each island."""
-    alone = config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
+    """Return the trained roles, and their participants in the coordinator's decisions.
+
+    A participant is the first rank of a role, or of a role on each island.
+    """
+    # Islands with local steps decide on their updates independently.
+    alone = config.coordinator.islands_every > 1
     roles = [
         "actor",
         *(["critic"] if config.uses_critic else []),
@@ -384,16 +417,17 @@ def participants(config: Config, placement: ResolvedPlacement) -> tuple[list[str
 
 
 def place_of(role: str) -> str:
-    """The role whose ranks a trained one has: a reward model that the run trains is beside the actor."""
+    """Return the role whose ranks train this role. A reward model that the run trains is on the actor's ranks."""
     return "actor" if role == REWARD_MODEL else role
 
 
 def island_name(role: str, number: int) -> str:
-    """What an island's part of a role is called, where it is not that of all."""
+    """Return the name of a role on an island. The first island's has no suffix."""
     return f"{role}.{number}" if number else role
 
 
 def island_file(role: str, rank: int) -> str:
+    """Return the file name of a rank's island state in a checkpoint."""
     return f"island_{role}_{rank}.safetensors"
 
 

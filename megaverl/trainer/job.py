@@ -1,6 +1,6 @@
-"""A rank and its job: joining it, what the rank is doing for the others to know, and signals to leave it.
+"""Job: how a rank joins it, how it publishes its current stage, and how it handles signals to leave.
 
-SIGTERM and SIGUSR1: the run saves at the next safe point, and every rank leaves with the same exit code.
+After SIGTERM or SIGUSR1 the run saves at the next safe point, and every rank exits with the same exit code.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ from megaverl.platform import platform
 from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.version import __version__
 
-PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
-SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the liveness can name the rank
-WRITES_EVERY = 2.0  # seconds
-LOST_AFTER = 30.0  # seconds without a word; a call that holds the interpreter is shorter than that
-LOST_AFTER_ON_GPUS = 120.0  # there kernels are compiled and loaded by calls that hold it; no measurement is known
-# What the ranks compute with: it must be the same everywhere.
+PYTHON_THRESHOLD = (700, 10, 10)  # default thresholds of Python's garbage collector
+# Seconds that the transports wait longer than the run allows, so that liveness can name the lost rank first.
+SPEAKS_FIRST = 60.0
+# Seconds between writes of `ranks.json`.
+WRITES_EVERY = 2.0
+# Seconds without a heartbeat before a rank counts as lost. Calls that hold the interpreter are shorter.
+LOST_AFTER = 30.0
+# Longer on GPUs, where calls that compile and load kernels hold the interpreter. This value is not measured.
+LOST_AFTER_ON_GPUS = 120.0
+# Components that compute. Their versions must be the same on all nodes.
 MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
 
 PlacementCheck = Callable[[Config, ResolvedPlacement], None]
@@ -54,27 +58,27 @@ PlacementCheck = Callable[[Config, ResolvedPlacement], None]
 
 @dataclass
 class Job:
-    """This rank's place in the job, and what the others know of it."""
+    """This rank's place in the job, and the monitor that exchanges heartbeats with the other ranks."""
 
     fabric: Fabric
     liveness: Liveness
 
 
 def patience(minutes: float) -> timedelta:
-    """How long the transports wait where a run allows ranks so many minutes."""
+    """Return the timeout of the transports for a run that lets ranks be silent for `minutes`."""
     return timedelta(seconds=minutes * 60 + SPEAKS_FIRST)
 
 
 def join_job(config: Config, command: str, console: Console, check: PlacementCheck | None = None) -> Job:
-    """Meet the other ranks, agree on who is where, and make this rank's world the default group.
+    """Join the job: exchange facts with the other ranks, resolve the placement and create the process groups.
 
     Args:
-        check: of who is where, before any group is made.
+        check: called with the configuration and the placement before any group is created.
 
     Raises:
-        ConfigError: nodes that differ in configuration or versions, roles that cannot be placed, what `check` finds;
-            on every rank.
-        TrainingStopped: ranks that do not come, a port that is taken, another job at the same address.
+        ConfigError: nodes differ in configuration or versions, roles cannot be placed, or `check` failed. Raised on
+            every rank.
+        TrainingStopped: ranks do not join in time, a port is taken, or another job uses the same address.
     """
     store, rank, size = job_store(timedelta(minutes=config.run.timeout_minutes))
     sections = config.to_dict()
@@ -112,13 +116,19 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
 
 
 def alone(config: Config) -> Fabric:
-    """Of a program that has made the default group itself: every role has all of its ranks."""
+    """Return the fabric of a program that created the default group itself. Every role has all ranks of the group."""
     roles = [*used_roles(config, "train"), "rollout", "reward", "coordinator"]
     return of_default_group(roles, patience(config.run.timeout_minutes))
 
 
 def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> ResolvedPlacement:
-    """Who is where: as `placement` and the nodes' `--role` say; without either, every role has every rank."""
+    """Resolve the placement of the roles from `placement` and the nodes' `--role`.
+
+    Without either, every role has every rank.
+
+    Raises:
+        ConfigError: `--role` was given to a command other than train, or the roles cannot be placed.
+    """
     claims = any(node.claims for node in nodes)
     if claims and command != "train":
         raise ConfigError(f"--role: `megaverl {command}` has all roles on all ranks. Leave it out.")
@@ -132,15 +142,15 @@ def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> R
 
 
 def reporter(placement: ResolvedPlacement) -> int:
-    """The rank that speaks to the person and keeps the run's records: the actor's first."""
+    """Return the rank that prints messages and keeps the run's records: the actor's first."""
     return placement.ranks["actor"][0]
 
 
 def claimed_roles() -> tuple[str, ...]:
-    """What this node was started as (`--role`).
+    """Return the roles that this node was started with (`--role`).
 
     Raises:
-        ConfigError: no such role.
+        ConfigError: a role does not exist.
     """
     text = os.environ.get(CLAIMS, "")
     try:
@@ -150,7 +160,7 @@ def claimed_roles() -> tuple[str, ...]:
 
 
 def _gpu_memory() -> float:
-    """Bytes of this rank's GPU; 0 where it has none."""
+    """Return the memory of this rank's GPU in bytes, or 0 without a GPU."""
     return float(torch.cuda.get_device_properties(platform.device).total_memory) if platform.is_cuda else 0.0
 
 
@@ -160,7 +170,7 @@ def _versions() -> dict[str, str]:
 
 
 class RanksFile:
-    """What all ranks are doing, for `megaverl watch`: the coordinator writes it every two seconds."""
+    """Writer of `ranks.json`, the state of all ranks for `megaverl watch`. The coordinator writes it every 2 s."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._written = run_dir / "ranks.json", -math.inf
@@ -171,20 +181,26 @@ class RanksFile:
         self._written = now
         ranks = {str(rank): asdict(beat) for rank, beat in sorted(beats.items())}
         part = self._path.with_suffix(".part")
-        with suppress(OSError):  # nothing depends on it
+        with suppress(OSError):  # the run does not depend on this file
             part.write_text(json.dumps({"time": time.time(), "ranks": ranks}), encoding="utf-8")
             os.replace(part, self._path)
 
 
 class Stages:
-    """Named stages of a step, entered one after the other.
+    """Named stages of a step, entered one after another.
 
     Args:
-        timeline: gets a span for each.
-        job: its liveness knows of each as it begins, and of the step that it is in, if it is in one.
+        timeline: records a span for each stage.
+        job: its liveness publishes each stage as it begins, with the step if there is one.
 
     Attributes:
-        board: shows the stage to the controller, where this rank serves a program.
+        step: running step, counted from 1, or None between steps.
+        board: shows the stage to the controller while this rank serves a program.
+
+    Example:
+        stages = Stages(timeline, job)
+        with stages("rollout"):
+            generate()
     """
 
     def __init__(self, timeline: Timeline, job: Job | None = None) -> None:
@@ -194,14 +210,14 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Around a stage."""
+        """Enter a stage. Record a span and publish the stage's name."""
         self.status(name)
         with self.timeline.span(name):
             yield
 
     @contextmanager
     def in_step(self, step: int) -> Iterator[None]:
-        """Inside, stages are those of a step (counted from 0) that may be ahead of the one that trains."""
+        """Attribute the stages inside to a step (counted from 0), which may be ahead of the one that trains."""
         before, self.step = self.step, step + 1
         try:
             with self.timeline.ahead(step):
@@ -210,7 +226,7 @@ class Stages:
             self.step = before
 
     def status(self, name: str) -> None:
-        """A stage begins that has no span of its own."""
+        """Publish the beginning of a stage without recording a span."""
         if self.job is not None:
             self.job.liveness.status(name, self.step)
         if self.board is not None:
@@ -221,10 +237,10 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Leaving(Exception):
-    """Raised on every rank of a run that was asked to leave and has saved.
+    """Exception that is raised on every rank of a run that was asked to leave and has saved.
 
     Attributes:
-        code: exit code of every rank: `errors.SAVED_AND_LEFT` where the same command goes on from there.
+        code: exit code of every rank. `errors.SAVED_AND_LEFT` if the same command continues the run.
     """
 
     code = SAVED_AND_LEFT
@@ -236,14 +252,23 @@ class Leaving(Exception):
 
 
 class PreemptionHandler:
-    """Whether somebody wants this run to leave. A signal only notes it; the ranks agree at safe points."""
+    """Handler of signals that ask the run to leave. It only stores the signal; the ranks agree at safe points.
+
+    Example:
+        leave = PreemptionHandler()
+        with leave.listening():
+            for step in range(num_steps):
+                take_step(step)
+                if leave.agreed():
+                    break
+    """
 
     def __init__(self) -> None:
         self._signal = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note the signals for as long as this lasts; before and after, they do what they did."""
+        """Handle the signals inside. The previous handlers are restored afterwards."""
         before = {number: signal.signal(number, self._note) for number in HANDLED}
         try:
             yield
@@ -253,11 +278,11 @@ class PreemptionHandler:
 
     @property
     def number(self) -> int:
-        """Number of the signal that this rank has received; 0: none."""
+        """Return the number of the signal that this rank has received, or 0."""
         return self._signal
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
-        """The name of a signal that any rank has got, the same on all; every rank (of `group`) takes part."""
+        """Return the name of a signal that any rank of `group` has received, or None. Collective over the group."""
         number = reduce_json(self._signal, max, group)
         return signal.Signals(number).name if number else None
 
@@ -267,15 +292,16 @@ class PreemptionHandler:
 
 @contextmanager
 def kept_objects() -> Iterator[None]:
-    """What is there now stays until the end, so it need not be looked through for garbage.
+    """Exclude the existing objects from garbage collection until the end.
 
-    megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
-    What is made from here on is looked at as often as Python has it. Garbage is collected first: frozen, it would hold
-    its tensors until the end.
+    megatron-core collects garbage twice in every save. With all libraries imported, each collection takes half a
+    second. Objects created later are collected with Python's default thresholds. Existing garbage is collected first,
+    because frozen garbage would keep its tensors in memory until the end.
     """
     gc.collect()
     freeze_objects()
-    gc.freeze()  # also what was made since somebody else asked
+    # Includes objects created since an earlier call froze the others.
+    gc.freeze()
     gc.set_threshold(*PYTHON_THRESHOLD)
     try:
         yield

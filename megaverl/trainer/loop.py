@@ -44,8 +44,7 @@ class Trainer:
     """Reinforcement learning run on one rank, from a configuration to trained weights.
 
     Every rank creates one and calls `train`. The coordinator's rank runs the program of the run (`program.train`), and
-    all
-    ranks serve its calls.
+    all ranks serve its calls.
 
     Args:
         job: this rank's place in the job. None: the default process group is the whole job.
@@ -335,8 +334,7 @@ class Trainer:
             with self.records.opened(self.next_step):
                 yield
         # Every rank raises a MegaverlError. A checkpoint of an earlier step is then written completely and only needs
-        # its
-        # commit.
+        # its commit.
         except MegaverlError:
             self.saving.commit_written()
             raise
@@ -462,8 +460,7 @@ class Trainer:
         """Keep or restart samples of the checkpoint that were generated under other generation settings. Return notes.
 
         Complete responses are trained on with the settings that they were drawn with. Unfinished responses restart from
-        their
-        prompts, because their remaining tokens would come from another distribution than their first ones.
+        their prompts, because their remaining tokens would come from another distribution than their first ones.
         """
         before, changed = self.saving.changed.before, self.saving.changed.generated_otherwise
         if before is None or not changed:

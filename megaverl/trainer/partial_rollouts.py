@@ -1,16 +1,17 @@
-"""Responses that go on over an update. Partial rollouts: a step takes the groups that are finished first, and the
-others go on after the update. Updates in flight: engines that are ahead of training take new weights while they write.
+"""Responses that continue over a weight update: partial rollouts and in-flight updates.
 
-Source: Kimi k1.5, arXiv 2501.12599, section 2.6.2; with tokens of several versions in one response, and each weighed by
-the log-prob that it was drawn with, as in PipelineRL, arXiv 2509.19128.
+With partial rollouts, a step takes the groups that finish first, and the others continue after the update. With
+in-flight updates, engines that run ahead of training receive new weights in the middle of their responses.
 
-More groups are in progress than a step takes. In rounds every unfinished response goes on by `chunk_tokens`; after the
-first round in which enough groups are finished the step has its samples. So who is first depends on the numbers of
-tokens alone: not on the clock, on how many engines there are, or on what fits into their caches. Inside a step an
-engine finds what it has computed in its prefix cache; after new weights keys and values of kept tokens are computed
-anew.
+Source: Kimi k1.5, arXiv 2501.12599, section 2.6.2. As in PipelineRL, arXiv 2509.19128, one response may contain tokens
+of several weight versions, and each token is weighted by the log-prob that it was drawn with.
 
-Every rank holds all that is in progress, as it is the same on all: tokens and log-probs, no tensors of a device.
+More groups are in progress than a step takes. In each round, every unfinished response grows by `chunk_tokens`. The
+step has its samples after the first round in which enough groups are finished. The order in which groups finish depends
+only on their numbers of tokens, not on timing, on the number of engines or on cache sizes. Within a step, an engine
+finds earlier tokens in its prefix cache. After a weight update, it recomputes their keys and values.
+
+Every rank holds all groups in progress, which are the same on all ranks: tokens and log-probs, no device tensors.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from megaverl.workers.responses import Draws, Metrics, rollout_batch, rollout_me
 from megaverl.workers.rollout import AgentRollouts, Rollout
 
 PARTIAL_FILE = "partial.safetensors"  # in a checkpoint
-_FACTS = "partial"  # its column
+_FACTS = "partial"  # column of the saved batch
 
 
 @dataclass
 class PartialResponse:
-    """What there is of a response.
+    """Response that may be unfinished.
 
     Attributes:
-        log_probs, versions: of each token: the log-prob that it was drawn with, and the version of the weights.
-        rounds: requests that it took part in, whose draws have seeds of their own.
-        finish_reason: "stop" or "length"; empty: it goes on.
+        log_probs, versions: for each token, the log-prob that it was drawn with and the weight version.
+        rounds: number of engine requests so far. Each request draws with another seed.
+        finish_reason: "stop" or "length", or empty while the response is unfinished.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -54,7 +55,12 @@ class PartialResponse:
     finish_reason: str = ""
 
     def append(self, part: Generation, version: int, max_tokens: int) -> None:
-        """What an engine has written next."""
+        """Append the tokens that an engine generated.
+
+        Args:
+            version: version of the weights that generated them.
+            max_tokens: limit of the whole response. At the limit the response is finished.
+        """
         self.token_ids += part.token_ids
         self.log_probs += part.log_probs
         self.versions += [version] * len(part.token_ids)
@@ -63,17 +69,17 @@ class PartialResponse:
             self.finish_reason = part.finish_reason
 
     def restart(self) -> None:
-        """Back to the prompt; the next draws are others."""
+        """Drop all tokens. The next draws use other seeds, because `rounds` is kept."""
         self.token_ids, self.log_probs, self.versions, self.finish_reason = [], [], [], ""
 
 
 @dataclass
 class PartialGroup:
-    """The responses to one prompt.
+    """Responses to one prompt.
 
     Attributes:
-        step, number: the step that it began in, and its place among the prompts that this one took.
-        sampling: of each response.
+        step, number: step in which the group began, and the prompt's position among the prompts of that step.
+        sampling: options of each response.
     """
 
     prompt: PromptRecord
@@ -87,29 +93,30 @@ class PartialGroup:
         return all(response.finish_reason for response in self.responses)
 
     def oldest(self, version: int) -> int:
-        """Version of the oldest token; of a group without any, the one that is about to generate."""
+        """Return the version of the oldest token, or `version` if there is no token yet."""
         return min((min(one.versions, default=version) for one in self.responses), default=version)
 
 
-# Prompts, and their draws -> how their responses are drawn.
+# Maps prompts and their draws to the sampling options of the responses.
 Sampled = Callable[[Sequence[PromptRecord], Draws], Sampling]
 
 
 class GroupsInProgress:
-    """Responses that go on over an update of the weights.
+    """Responses that continue over a weight update.
 
     Args:
-        sampled: how the responses to prompts are drawn.
+        sampled: returns the sampling options of the responses to prompts.
     """
 
     def __init__(self, config: Config, sampled: Sampled) -> None:
         self.config, self._sampled = config, sampled
         self.groups: list[PartialGroup] = []
-        self._ways: dict[str, SamplingOptions] = {}  # equal ones are one: an engine handles these together
+        # Equal options share one object, because an engine processes requests with the same options together.
+        self._ways: dict[str, SamplingOptions] = {}
 
     @property
     def room(self) -> int:
-        """Prompts that the next step takes."""
+        """Return the number of prompts that the next step takes."""
         return self.config.data.prompts_per_step
 
     def _draws(self, step: int, number: int) -> Draws:
@@ -132,7 +139,11 @@ class GroupsInProgress:
             self.groups.append(group)
 
     def _round(self, rollout: Rollout, version: int, most: int) -> int:
-        """Every unfinished response goes on by `most` tokens, if it does not end before; the number of new tokens."""
+        """Extend every unfinished response by at most `most` tokens. Return the number of new tokens.
+
+        Args:
+            version: version of the engine's weights.
+        """
         going = [
             (place, number)
             for place, group in enumerate(self.groups)
@@ -148,7 +159,7 @@ class GroupsInProgress:
             chunk = min(most, way.max_tokens - len(response.token_ids))
             sampling.append(limited.setdefault((way, chunk), way.with_max_tokens(chunk)))
             seeds.append(self._draws(group.step, group.number).seed(number, response.rounds))
-        # the same engine goes on with a group: it has its keys and values
+        # All responses of a group go to the same engine in every round, which has their keys and values in its cache.
         parts = rollout.generate(prompts, sampling, seeds, conversations=[place for place, _ in going])
         for (place, number), part in zip(going, parts, strict=True):
             group = self.groups[place]
@@ -165,15 +176,15 @@ class GroupsInProgress:
         return batch.with_(**drawing(ways if self.config.rollout.adaptive_sampling else ways[0], len(batch)))
 
     def restart(self) -> None:
-        """Begin every response anew from its prompt, drawn as the configuration has it now."""
+        """Restart every response from its prompt, with the current sampling options."""
         self.groups = [self._group(group.prompt, group.step, group.number) for group in self.groups]
         for group in self.groups:
             group.responses = [PartialResponse() for _ in group.sampling]
 
-    # --- in a checkpoint ------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def writer(self) -> Callable[[Path], None]:
-        """Writes what is in progress now, at any later time."""
+        """Return a function that writes the groups as they are now. It may be called later."""
         batch = _batch(self.groups)
         facts = [
             {
@@ -188,7 +199,7 @@ class GroupsInProgress:
         return partial(batch_io.save, kept)
 
     def read(self, path: Path) -> None:
-        """Take up what `writer` has written.
+        """Restore groups from a file that `writer` wrote.
 
         Raises:
             DataError: the file is missing or damaged.
@@ -215,29 +226,36 @@ class GroupsInProgress:
 
 
 class PartialRollouts(GroupsInProgress):
-    """`rollout.partial`: more groups than a step takes."""
+    """Partial rollouts (`rollout.partial`), which keep more groups in progress than a step takes."""
 
     def __init__(self, config: Config, sampled: Sampled) -> None:
         super().__init__(config, sampled)
         assert config.rollout.partial is not None
         self.settings = config.rollout.partial
         self.wanted, self.limit = config.data.prompts_per_step, config.rollout.max_staleness
-        self._version: int | None = None  # of the weights that the engine's cache was filled with
+        # Version of the weights that filled the engine's prefix cache.
+        self._version: int | None = None
 
     @property
     def room(self) -> int:
-        """So that as many groups are in progress as `over_sample` says."""
+        """Return the number of new prompts, so that `over_sample` times a step's groups are in progress."""
         return max(0, self.settings.num_groups(self.wanted) - len(self.groups))
 
     def run(
         self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
     ) -> tuple[RolloutBatch, Metrics]:
-        """Go on until a step's groups are finished: they leave."""
+        """Generate in rounds until a step's groups are finished. Remove and return them.
+
+        Returns:
+            The finished samples, and the metrics of the rollout.
+        """
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
         start, version, rounds, generated = time.perf_counter(), rollout.weight_version, 0, 0
         self._begin(prompts, step)
         if version == self._version and not self.config.rollout.sleep:
-            rollout.engine.reset_prefix_cache()  # no weights came, which would have; a run that starts here has none
+            # New weights would have reset the cache. Without them it is reset here, as a run that resumes here starts
+            # with an empty one.
+            rollout.engine.reset_prefix_cache()
         self._version = version
         restarted = self._restart_stale(version)
         with rollout.awake():
@@ -257,15 +275,20 @@ class PartialRollouts(GroupsInProgress):
         }
 
     def _taken(self, version: int) -> list[PartialGroup] | None:
-        """Of the finished groups the oldest, as many as a step takes; None while there are fewer, or while others that
-        `max_staleness` lets wait no longer are not finished."""
+        """Return the oldest finished groups, as many as a step takes.
+
+        Returns:
+            None if too few groups are finished, or if unfinished groups would exceed `max_staleness` when they wait
+            longer.
+        """
         finished = [group for group in self.groups if group.is_finished]
         finished.sort(key=lambda group: (group.oldest(version), group.step, group.number))
         if len(finished) < self.wanted:
             return None
         taken = finished[: self.wanted]
         if self.settings.when_stale == "finish" and len(finished) < len(self.groups):
-            # every step takes so many: what falls due until some later step must not be more than these steps take
+            # Every later step takes `wanted` groups. The groups that become due up to each later step must fit into
+            # these.
             ages = [version - group.oldest(version) for group in _without(self.groups, taken)]
             for later in range(self.limit + 1):
                 if sum(age + later >= self.limit for age in ages) > later * self.wanted:
@@ -273,9 +296,9 @@ class PartialRollouts(GroupsInProgress):
         return taken
 
     def _restart_stale(self, version: int) -> int:
-        """Responses with a token that is too old to be trained on go back to their prompts; how many.
+        """Restart responses that have a token too old to be trained on. Return their number.
 
-        With `when_stale: finish` there are none, unless the limit was lowered before a resume.
+        With `when_stale: finish` there are none, unless `max_staleness` was lowered before a resume.
         """
         stale = [
             response
@@ -289,20 +312,23 @@ class PartialRollouts(GroupsInProgress):
 
 
 class InFlightUpdates(GroupsInProgress):
-    """`rollout.in_flight_updates`: the engines take new weights once, after so many tokens of each response.
+    """In-flight updates (`rollout.in_flight_updates`): the engines receive new weights once within each response.
 
-    A run that leaves between `begin` and `finish` finds `groups` in its checkpoint, and goes on from there.
+    A run that leaves between `begin` and `finish` saves `groups` in its checkpoint and continues from there.
 
     Attributes:
-        trains_from: version of the weights that the step which is generated will be trained from.
+        trains_from: version of the weights from which the step that is being generated will be trained.
     """
 
     trains_from: int = 0
-    _num_tokens = 0  # generated for the running step
-    _seconds = 0.0  # that this took
+    _num_tokens = 0  # tokens generated for the running step
+    _seconds = 0.0  # seconds that their generation took
 
     def begin(self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int) -> None:
-        """Generate the first `in_flight_tokens` of each response, unless a checkpoint has them."""
+        """Generate the first `in_flight_tokens` of each response, unless they were restored from a checkpoint.
+
+        The default is half of `max_tokens`.
+        """
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
         start, settings = time.perf_counter(), self.config.rollout
         self._num_tokens = 0
@@ -313,7 +339,7 @@ class InFlightUpdates(GroupsInProgress):
         self._seconds = time.perf_counter() - start
 
     def finish(self, rollout: Rollout | AgentRollouts) -> tuple[RolloutBatch, Metrics]:
-        """Generate the rest; return the samples, with the versions of their tokens, and what was measured."""
+        """Generate the rest of each response. Return the samples, with the versions of their tokens, and metrics."""
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
         start = time.perf_counter()
         longest = int(self.config.rollout.sampling["max_tokens"])
@@ -330,13 +356,13 @@ def _without(groups: Sequence[PartialGroup], others: Sequence[PartialGroup]) -> 
 
 
 def _record(prompt: PromptRecord) -> dict[str, object]:
-    """All of a prompt that the batch does not hold, as JSON."""
+    """Return the fields of a prompt that the batch does not hold, as JSON-compatible values."""
     names = [each.name for each in dataclasses.fields(prompt) if each.name not in ("token_ids", "images")]
     return {name: getattr(prompt, name) for name in names}
 
 
 def _batch(groups: Sequence[PartialGroup]) -> RolloutBatch:
-    """All responses of groups, numbered as they come."""
+    """Return the responses of all groups as one batch. Groups are numbered in order."""
     rows = [(number, group, response) for number, group in enumerate(groups) for response in group.responses]
     batch = rollout_batch(
         [group.prompt for _, group, _ in rows],
@@ -350,7 +376,7 @@ def _batch(groups: Sequence[PartialGroup]) -> RolloutBatch:
 
 
 def age_metrics(batch: RolloutBatch, version: int) -> Metrics:
-    """How many updates the tokens of a batch are behind the weights of this version."""
+    """Return metrics of token ages: the number of updates between a token's weights and `version`."""
     ages = (version - batch.weight_versions[batch.response_mask]).double()
     return {
         "rollout/staleness": float(ages.max()),

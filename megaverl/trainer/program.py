@@ -144,10 +144,8 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     experience = await run.actor.advantages(rollouts, scores, [await signal for signal in signals])
 
     # Actor and critic train in parallel if they have separate ranks. The critic's update is sent first, so that its
-    # samples
-    # leave the actor's ranks before these start to train. On shared ranks with `reshard.overlap`, the actor trains
-    # first: its
-    # new weights are transferred while the critic trains.
+    # samples leave the actor's ranks before these start to train. On shared ranks with `reshard.overlap`, the actor
+    # trains first: its new weights are transferred while the critic trains.
     updates: list[PendingCall[bool]] = []
     if run.islands is not None:
         updates.append(run.islands.join_updates(step))
@@ -166,8 +164,7 @@ async def send_weights(run: Run, step: int, updates: list[PendingCall[bool]]) ->
     """Wait for the updates of a step and transfer the new weights to the engines.
 
     Engines that generate ahead receive the weights only after they have begun all samples that the previous weights are
-    to
-    generate. A resumed run therefore generates every response with the same weights as an uninterrupted run.
+    to generate. A resumed run therefore generates every response with the same weights as an uninterrupted run.
 
     With `reshard.overlap`, the transfer starts while the updates are still running.
     """
@@ -187,8 +184,7 @@ async def sample_ahead(run: Run, step: int) -> EarlySamples:
     """Generate the samples of a later step, and score them if the reward ranks do not train meanwhile.
 
     Reward ranks that train would score at an unpredictable time, before or after an update of the model that scores.
-    Two
-    runs could then differ. In that case the rewards are left to the step itself.
+    Two runs could then differ. In that case the rewards are left to the step itself.
     """
     if run.scores_ahead or run.has_rounds:
         return EarlySamples(*await sample(run, step))
@@ -331,8 +327,7 @@ async def flow_step(run: Run, step: int) -> Samples:
         inputs = [values[name] for name in operator.takes]
         call = operators.call(operator, values.get("rollouts"), inputs)
         # An operator without outputs (the critic's update) is not awaited. The critic can then train in parallel with
-        # the
-        # actor, and the coordinator decides on both updates together.
+        # the actor, and the coordinator decides on both updates together.
         for name in operator.gives:
             values[name] = await operators.pick(await call, name)
         if operator.name in ("rollout", "reward"):  # safe point: nothing has been trained yet
@@ -344,8 +339,8 @@ async def start_of_flow(run: Run, step: int) -> dict[str, Ref[Any]]:
     """Return the values that exist before the flow's operators run.
 
     These are the responses, and also their rewards after dynamic sampling or if rewards were computed ahead of
-    training.
-    The result is empty if an operator changes the prompts first, because the flow then generates the responses itself.
+    training. The result is empty if an operator changes the prompts first, because the flow then generates the
+    responses itself.
     """
     if run.ahead is not None:
         early = await run.ahead.take(step)

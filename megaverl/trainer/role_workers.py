@@ -161,8 +161,7 @@ class RolloutWorker:
             )
             with together():
                 # Responses of a later step must not reuse cache entries of the validation, so that its results do not
-                # depend on when
-                # the run validates.
+                # depend on when the run validates.
                 roles.engines.engine.reset_prefix_cache()
         return self._store.give(batch)
 

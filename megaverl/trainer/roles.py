@@ -1,8 +1,8 @@
-"""The roles of a run, as one rank has them; and `mix`: further updates of these roles in a training step, on the
-responses that it has generated and scored.
+"""Roles of a run on one rank, and `mix`: additional updates on the responses of a training step.
 
-Each is an operator of the step's flow, after the actor's own update and before the reshard: rejection sampling,
-pairs of the best and the worst response for a preference loss or for the learned reward, and supervised answers.
+Each entry of `mix` is an operator of the step's flow, after the actor's update and before the reshard. An entry trains
+on the best responses (rejection sampling), on pairs of the best and the worst response (preference loss or learned
+reward), or on reference answers (supervised).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from megaverl.workers.rollout import AgentRollouts, Rollout
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import SynchronisesWeights, WeightSync
 
-REWARD_MODEL = "reward_model"  # in a checkpoint, and to the coordinator
+REWARD_MODEL = "reward_model"  # name in a checkpoint and for the coordinator
 
 
 @dataclass
 class Roles:
-    """Who takes part in a run; what is on other ranks is a RemoteWorker.
+    """Participants of a run on one rank. A role on other ranks is a `RemoteWorker`.
 
     Attributes:
-        rollout: the engines; None in a replay of stored rollouts.
-        sync: this rank's part in filling them; None: it has none.
-        player: of a run with an environment.
+        rollout: the engines, or None in a replay of stored rollouts.
+        sync: this rank's part in transferring weights to the engines, or None if it has no part.
+        player: plays episodes, in a run with an environment.
         implicit: PRIME's reward model.
-        learned: the reward model that `mix` trains.
-        agents: the roles of each agent, where each trains its own (`environment.agents: own`).
+        learned: reward model that `mix` trains.
+        agents: roles of each agent, if each trains its own (`environment.agents: own`).
     """
 
     actor: Actor | RemoteWorker
@@ -66,10 +66,10 @@ class Roles:
 
     @property
     def engines(self) -> Rollout | AgentRollouts:
-        """The engines, on a rank that has them.
+        """Return the engines on a rank that has them.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: this rank has no engines.
         """
         if self.rollout is None or isinstance(self.rollout, RemoteWorker):
             raise RuntimeError("this rank has no rollout: stored ones are replayed, or others generate")
@@ -77,18 +77,18 @@ class Roles:
 
     @property
     def in_flight(self) -> InFlight | None:
-        """The bounds on what this rank's engine writes at once."""
+        """Return the bounds on how many sequences this rank's engine decodes at once, or None without an engine."""
         return self.rollout.engine.in_flight if isinstance(self.rollout, Rollout | AgentRollouts) else None
 
     def kl_state(self) -> dict[str, Any]:
-        """Of the KL controllers, and of adaptive entropy bonuses, for a checkpoint."""
+        """Return the state of KL controllers and adaptive entropy bonuses, for a checkpoint."""
         if self.agents:
             return {name: own.kl_state() for name, own in self.agents.items()}
         bonus = None if isinstance(self.actor, RemoteWorker) else self.actor.entropy
         return self.kl.state_dict() | ({} if bonus is None else bonus.state_dict())
 
     def load_kl_state(self, state: dict[str, Any]) -> None:
-        """Undo `kl_state`."""
+        """Restore the state that `kl_state` returned."""
         for name, own in self.agents.items():
             own.load_kl_state(state[name])
         if not self.agents:
@@ -98,7 +98,7 @@ class Roles:
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
-        """What this rank trains, by the name that a checkpoint has for it."""
+        """Return this rank's trained models, by their names in a checkpoint."""
         if self.agents:
             return {
                 f"{role}_{agent}": trained
@@ -114,18 +114,18 @@ class Roles:
 
     @property
     def exported(self) -> dict[str, TrainingModel]:
-        """The models that this rank exports, by the name of their folder in `hf`."""
+        """Return the models that this rank exports, by the name of their folder in `hf`."""
         if self.agents:
             return {agent: model for agent, roles in self.agents.items() for model in roles.exported.values()}
         return {} if isinstance(self.actor, RemoteWorker) else {"": self.actor.model}
 
 
 def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: bool) -> Roles:
-    """This rank's part of every role; every rank of its world takes part.
+    """Create this rank's part of every role. Collective over the ranks of its role group.
 
     Args:
-        fabric: of a job whose roles are on ranks of their own; None: every rank has them all.
-        generates: False: stored rollouts take the engines' place.
+        fabric: fabric of a job with roles on separate ranks. None: every rank has all roles.
+        generates: False if stored rollouts replace the engines.
     """
     config = builder.config
 
@@ -139,7 +139,8 @@ def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: boo
     sync = None
     shares = fabric is None or fabric.placement.colocated("actor", "rollout")
     fills = fabric is None or fabric.rank in fabric.placement.islands[0]
-    if generates and not shares and (fills or has("rollout")):  # first: the engines start while others are made
+    # Created first, so that the engines start while the other models are built.
+    if generates and not shares and (fills or has("rollout")):
         sync, engine = builder.remote_rollout(None if isinstance(actor, RemoteWorker) else actor.model)
         rollout = engine or rollout
     reference: Policy | RemoteWorker | None = None
@@ -177,11 +178,11 @@ Metrics = dict[str, float]
 
 
 class Mix:
-    """The further updates of a run.
+    """Additional updates of a run (`mix`).
 
     Args:
-        roles: asked for when an update runs; a flow can be looked at without any.
-        record: called with a name and the metrics of an update.
+        roles: returns the roles when an update runs. A flow can therefore be compiled without roles.
+        record: called with a name and the metrics of each update.
     """
 
     def __init__(self, config: Config, roles: Callable[[], Roles], record: Callable[[str, Metrics], None]) -> None:
@@ -192,7 +193,7 @@ class Mix:
         return local(self._roles().actor)
 
     def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
-        """An operator for each entry, between the actor's update and these."""
+        """Add an operator for each entry to the flow, after the actor's update and before the operators in `before`."""
         for index in range(len(self.config.mix)):
             takes = ("rollouts", "scores", "step")
             operator = Operator(self.name_of(index), partial(self.update, index), takes, (), role="actor")
@@ -203,7 +204,9 @@ class Mix:
         return f"mix_{index}_{self.config.mix[index].update}"
 
     def update(self, index: int, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
-        """Take one entry's update, in the steps that are its own; the actor rests while only the critic warms up."""
+        """Run one entry's update if this step is one of its steps. The actor is not updated while only the critic warms
+        up.
+        """
         entry = self.config.mix[index]
         warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
         if (step + 1) % entry.every or warms_up:
@@ -215,14 +218,14 @@ class Mix:
         self.record(f"mix_{entry.update}", take_step(entry, rollouts, scores.metric(entry.judge)))
 
     def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
-        """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""
+        """Train with cross-entropy on the best response of every group whose scores differ (RAFT, arXiv 2304.06767)."""
         differing = set(best_and_worst(judged, rollouts.group_ids))
         best = [row for row in best_of_each(judged, rollouts.group_ids) if row in differing]
         metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}
         return metrics | {"samples": float(len(best))}
 
     def _pairs(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
-        """The best and the worst response of every group: by `preference.loss`, or for the learned reward to rank."""
+        """Train on the best and the worst response of every group, by `preference.loss` or to rank them."""
         pairs = best_and_worst(judged, rollouts.group_ids)
         metrics = self._pair_updates(entry).update(rollouts.select(pairs)) if pairs else {}
         return metrics | {"samples": float(len(pairs))}
@@ -249,7 +252,11 @@ class Mix:
         )
 
     def _answers(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
-        """Cross-entropy on the reference answer of every prompt."""
+        """Train with cross-entropy on the reference answer of every prompt.
+
+        Raises:
+            DataError: a reference answer is not text.
+        """
         tokenizer = self._roles().reward.tokenizer
         firsts = [int((rollouts.group_ids == group).nonzero()[0, 0]) for group in rollouts.group_ids.unique()]
         prompts, answers = [], []
@@ -267,7 +274,7 @@ class Mix:
 
 
 def answers_update(actor: Actor, batch: RolloutBatch, *, weight: float = 1.0) -> Metrics:
-    """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask, times `weight`."""
+    """Run one optimizer step of the actor on the mean cross-entropy of the masked tokens, times `weight`."""
     mask = batch.response_mask
     weights = Weighting("token_mean").weights(mask, count_denominators(mask)) * weight
     micro = micro_batches_for(actor.model, batch, actor.micro_batch_tokens, {"weights": weights})

@@ -1,9 +1,11 @@
-"""Asynchronous rollouts: how far each world may be ahead of training, and the samples that wait for it meanwhile, kept
-on the disk: what was generated and not trained on yet, and whole runs' for a replay. No pickle.
+"""Schedule of asynchronous rollouts, and stored samples that are not trained on yet.
 
-rollouts/
-    step_00000001.safetensors   a batch: tokens, log-probs, lengths; prompts, references and scores beside them
-    index.jsonl                 a line per file: step, weight version, the rollout's metrics, size and checksum
+The schedule fixes how far each role group may run ahead of training. Samples that wait for training are saved with a
+checkpoint. A `RolloutFolder` stores the rollouts of a whole run for a replay. No file contains pickled objects.
+
+    rollouts/
+        step_00000001.safetensors   a batch: tokens, log-probs, lengths, prompts, references and scores
+        index.jsonl                 one line per file: step, weight version, rollout metrics, size and checksum
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ SCORE_COLUMN = "score"
 
 @dataclass(frozen=True)
 class StoredRollouts:
-    """The responses of one step (counted from 0), on their way to training.
+    """Responses of one step (counted from 0) that have not been trained on yet.
 
     Attributes:
-        weight_version: of the weights that generated them.
-        scores: None where they were not scored yet.
-        metrics: what was measured of them so far.
+        weight_version: version of the weights that generated them.
+        scores: None if they have not been scored yet.
+        metrics: metrics of these samples so far.
     """
 
     step: int
@@ -51,14 +53,16 @@ class StoredRollouts:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What of a step's flow is done with these."""
+        """Return the values of a step's flow that these samples provide."""
         return {"rollouts": self.batch} if self.scores is None else {"rollouts": self.batch, "scores": self.scores}
 
     def drawn_with(self, sampling: Mapping[str, Any]) -> StoredRollouts:
-        """Return the same with the temperature that its samples were drawn at, for a run that has another one now.
+        """Return a copy that records the temperature at which its samples were drawn.
+
+        A resumed run needs this if its own temperature differs.
 
         Args:
-            sampling: `rollout.sampling` of the run that generated them.
+            sampling: `rollout.sampling` of the run that generated the samples.
         """
         if "temperatures" in self.batch:
             return self
@@ -66,11 +70,11 @@ class StoredRollouts:
         return replace(self, batch=self.batch.with_(**drawing(ways, len(self.batch))))
 
     def facts(self) -> dict[str, Any]:
-        """All but the batch, as JSON."""
+        """Return everything except the batch and its scores, as JSON-compatible values."""
         return {"step": self.step, "weight_version": self.weight_version, "metrics": self.metrics}
 
     def write(self, path: Path) -> None:
-        """The batch, with its scores, as a safetensors file."""
+        """Write the batch and its scores as a safetensors file."""
         batch = self.batch
         if self.scores is not None:
             scores = self.scores
@@ -88,7 +92,7 @@ class StoredRollouts:
 
     @classmethod
     def read(cls, path: Path, facts: dict[str, Any]) -> StoredRollouts:
-        """Undo `write` and `facts`.
+        """Read a file that `write` wrote, with the values that `facts` returned.
 
         Raises:
             DataError: the file is missing, damaged, or not a batch.
@@ -105,13 +109,13 @@ class StoredRollouts:
 
 
 class RolloutFolder:
-    """A folder of stored rollouts. One rank writes it; every rank may read it."""
+    """Folder of stored rollouts. One rank writes it; any rank may read it."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def append(self, rollouts: StoredRollouts) -> None:
-        """Store one step's; the index names it only when it is whole."""
+        """Store the rollouts of one step. The index lists a file only after it is complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{rollouts.step + 1:08d}.safetensors"
         rollouts.write(path)
@@ -119,10 +123,14 @@ class RolloutFolder:
         with (self.folder / INDEX_FILE).open("a", encoding="utf-8") as index:
             index.write(json.dumps(entry) + "\n")
             index.flush()
+            # The line must reach the disk before the next step, so that a killed run can continue after this one.
             os.fsync(index.fileno())
 
     def forget(self, from_step: int) -> None:
-        """Drop what a run that goes on at `from_step` (counted from 0) will store again, and a torn last line."""
+        """Drop the entries that a run which resumes at `from_step` (counted from 0) will store again.
+
+        An incomplete last line of a killed run is dropped as well.
+        """
         path = self.folder / INDEX_FILE
         if not path.exists():
             return
@@ -132,10 +140,10 @@ class RolloutFolder:
         part.replace(path)
 
     def entries(self) -> dict[int, dict[str, Any]]:
-        """The index, by step.
+        """Read the index, by step.
 
         Raises:
-            DataError: there is none, or it is damaged.
+            DataError: the index is missing or damaged.
         """
         path = self.folder / INDEX_FILE
         if not path.is_file():
@@ -149,10 +157,13 @@ class RolloutFolder:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}). Store the rollouts again.") from error
 
     def check(self, first: int, last: int, num_samples: int) -> None:
-        """See that the steps from `first` up to, not including, `last` are there, and whole.
+        """Check that the steps from `first` up to, but not including, `last` are stored and intact.
+
+        Args:
+            num_samples: samples that a step must have.
 
         Raises:
-            DataError: lists every step that is missing or damaged.
+            DataError: lists every step that is missing, damaged, or has another number of samples.
         """
         entries, wrong = self.entries(), []
         for step in range(first, last):
@@ -173,13 +184,13 @@ class RolloutFolder:
             )
 
     def read(self, step: int) -> StoredRollouts:
-        """One step's, counted from 0."""
+        """Read the rollouts of one step, counted from 0."""
         entry = self.entries()[step]
         return StoredRollouts.read(self.folder / entry["file"], entry)
 
 
 def _count(batch: RolloutBatch) -> int:
-    """Samples of a batch, episodes where it has them."""
+    """Return the number of samples of a batch, or of episodes if it has them."""
     return len(batch.episode_ids.unique()) if "episode_ids" in batch else len(batch)
 
 
@@ -197,23 +208,24 @@ def _scores(rows: list[dict[str, Any]]) -> Scores:
     )
 
 
-# What is measured of samples when they are made: it goes with them over an interruption.
+# Prefixes of the metrics that describe samples. They are saved with the samples and restored after an interruption.
 KEPT = ("rollout/", "reward/", "queue/depth")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """After how many steps of training a world begins its part of a step; steps count from 0.
+    """Staleness schedule: after how many completed steps a role group begins its part of each step.
 
-    Settled before the run, so that two runs are the same.
+    Steps count from 0. The schedule is fixed before the run, so that two runs use the same weights for each step.
 
     Attributes:
-        placement: who has which roles.
-        max_staleness: steps that rollouts may be ahead; 0 where they take turns with training.
-        save_interval, validate_every: after so many steps the run saves, or validates, and nobody is ahead; 0: never.
-        in_rounds: samples are made in rounds of generating and scoring (dynamic sampling): engines and rewards begin a
-            step together, and see no other weights until its rounds are over.
-        in_flight: engines that are ahead take the next weights while they generate a step.
+        placement: ranks of each role.
+        max_staleness: number of steps that rollouts may be ahead, or 0 if they alternate with training.
+        save_interval, validate_every: number of steps between checkpoints and between validations, or 0 for never. No
+            role group runs ahead of such a step.
+        in_rounds: whether samples are made in rounds of generating and scoring (dynamic sampling). Engines and rewards
+            then begin a step together, and receive no new weights until its rounds are complete.
+        in_flight: whether engines that run ahead receive new weights in the middle of a step's responses.
     """
 
     placement: ResolvedPlacement
@@ -232,19 +244,21 @@ class Schedule:
         return cls(placement, limit, saves, validates, in_rounds, rollout.in_flight_updates)
 
     def lag(self, rank: int) -> int:
-        """Return how many steps a rank's world may be ahead of training."""
+        """Return the lag of a rank's role group: the number of steps that it may be ahead of training."""
         return self.placement.lag(rank, self.max_staleness, in_rounds=self.in_rounds)
 
     def begins_after(self, step: int, lag: int) -> int:
-        """How many steps are behind all when a world of this lag begins its part of `step`."""
+        """Return how many steps must be completed on all ranks before a role group with this lag begins `step`."""
         return max(step - lag, self._last_barrier(step, lag))
 
     def in_flight_after(self, step: int, lag: int) -> int:
-        """How many steps are behind all when engines of this lag take new weights in the middle of `step`."""
+        """Return how many steps must be completed before engines with this lag take new weights in the middle of
+        `step`.
+        """
         return max(self.begins_after(step, lag), min(step, step - lag + 1))
 
     def _last_barrier(self, step: int, lag: int) -> int:
-        """The last number of steps before `step` that nobody may run ahead of."""
+        """Return the last number of completed steps, up to `step`, that no role group may run ahead of."""
         return max((done for done in range(max(0, step - lag), step + 1) if self._is_barrier(done)), default=0)
 
     def _is_barrier(self, done: int) -> bool:
@@ -252,10 +266,10 @@ class Schedule:
 
 
 class WaitingSamples:
-    """The samples of a split run that wait for training, as its engines' ranks see them.
+    """Samples that wait for training, as seen by the engines' ranks of a run with separate role groups.
 
     Attributes:
-        is_here: whether this rank keeps them: the engines' first does.
+        is_here: whether this rank keeps the samples. Only the first rank of the engines does.
     """
 
     def __init__(self, config: Config, fabric: Fabric) -> None:
@@ -268,32 +282,43 @@ class WaitingSamples:
         self._samplers: dict[int, dict[str, Any]] = {}
 
     def begin(self, step: int, sampler: dict[str, Any]) -> None:
-        """The engines begin a step, whose prompts are taken from here."""
+        """Record that the engines begin a step.
+
+        Args:
+            sampler: state of the prompt sampler before the step's prompts are taken.
+        """
         self._samplers[step] = sampler
 
     def sampler(self, done: int) -> dict[str, Any] | None:
-        """Where the prompts of the step after `done` begin; None: the engines have not begun it."""
+        """Return the sampler state at the start of the step after `done` steps, or None if the engines have not begun
+        it.
+        """
         return self._samplers.get(done)
 
     def keep(self, step: int, version: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """What was generated for a step, and scored if it was, waits for training."""
+        """Keep the samples of a step, and their scores if they have any, until the step is trained on.
+
+        Args:
+            version: version of the weights that generated the samples.
+        """
         own = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
         self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), own)
 
     def add_scores(self, step: int, scores: Scores, metrics: Mapping[str, float]) -> None:
-        """Add the scores of samples that wait, with what was measured since."""
+        """Add scores, and the metrics measured since, to samples that wait."""
         if (kept := self._kept.get(step)) is not None:
             self.keep(step, kept.weight_version, {"rollouts": kept.batch, "scores": scores}, metrics)
 
     def add_pause(self, seconds: float) -> None:
-        """Count time in which the engines waited for new weights."""
+        """Add time in which the engines waited for new weights."""
         self._paused += seconds
 
     def metrics(self, ahead: int, measured: Mapping[str, float]) -> dict[str, float]:
-        """Of a step that was generated so many steps ahead of training, and of the pause before it.
+        """Return staleness, queue depth and waiting time of a step's samples.
 
         Args:
-            measured: so far; what it says of samples from before an interruption stays.
+            ahead: number of steps that the samples are ahead of training.
+            measured: metrics of the samples so far. Values from before an interruption take precedence.
         """
         paused, self._paused = self._paused, 0.0
         found = {"rollout/staleness": float(ahead)}
@@ -303,18 +328,18 @@ class WaitingSamples:
         return found | ({"queue/wait_ms": paused * 1e3} if self._is_async else {})
 
     def forget(self, done: int) -> None:
-        """So many steps are trained: what they were trained on is needed no more."""
+        """Drop samples and sampler states of the first `done` steps, which have been trained on."""
         self._kept = {step: rollouts for step, rollouts in self._kept.items() if step >= done}
         self._samplers = {step: sampler for step, sampler in self._samplers.items() if step >= done}
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """All but the batches, as JSON."""
+        """Return everything except the batches, as JSON-compatible values."""
         return [rollouts.facts() for rollouts in self._kept.values()]
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The batches, by the name of their file in a checkpoint."""
+        """Return the batches as file contents, by file name in a checkpoint."""
         found = {}
         with TemporaryDirectory() as folder:
             for step, rollouts in self._kept.items():
@@ -325,7 +350,11 @@ class WaitingSamples:
 
 
 def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, StoredRollouts]:
-    """By step, what a checkpoint has kept.
+    """Read the samples that a checkpoint kept, by step.
+
+    Args:
+        folder: folder of the checkpoint.
+        facts: `WaitingSamples.facts`, from the checkpoint's state.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -335,4 +364,5 @@ def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, 
 
 
 def file_of(step: int) -> str:
+    """Return the file name of a step's waiting samples in a checkpoint."""
     return f"ahead_{step + 1:08d}.safetensors"

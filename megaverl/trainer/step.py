@@ -120,8 +120,7 @@ class RLStep:
         """Compile the flow of a step, for `run(prompts=..., step=...)`.
 
         Roles that a configuration does not use (critic, reference) have no operators. The roles are accessed only when
-        the
-        flow runs, so a flow can be compiled without them.
+        the flow runs, so a flow can be compiled without them.
 
         Args:
             places: ranks of each role, or None if all roles share all ranks.
@@ -159,8 +158,7 @@ class RLStep:
         updated = ("experience", "step")
         updates = [Operator("actor_update", self.update_actor, updated, ("updated",), role="actor")]
         # If both update on the same ranks with `reshard.overlap`, the actor goes first. Its weights can then be
-        # transferred
-        # while the critic trains.
+        # transferred while the critic trains.
         if self.config.uses_critic:
             is_apart = places is not None and tuple(places["critic"]) != tuple(places["actor"])
             place = len(updates) if self.config.reshard.overlap and not is_apart else 0
@@ -188,8 +186,7 @@ class RLStep:
 
         Args:
             first_group: index of the first prompt among all prompts of the step. Groups are numbered and samples are
-                seeded
-                by this index.
+                seeded by this index.
         """
         # These samples were generated before an interruption and have not been trained on.
         if step in self.waiting:
@@ -302,8 +299,7 @@ class RLStep:
         same.
 
         They are also computed in the first step after a start, to check the first reshard. A resumed run does not train
-        on
-        these, because an uninterrupted run would not have computed them.
+        on these, because an uninterrupted run would not have computed them.
         """
         if not self.wants_log_probs(step):
             return None
