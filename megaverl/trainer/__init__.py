@@ -1,4 +1,4 @@
-"""Training. The public names of `megaverl.trainer.api` are looked up here when a program asks for them."""
+"""Training. The public names of `megaverl.trainer.api` are imported on first access."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
-"""Several agents, each with an actor and a critic of its own, trained on the same episodes: independent PPO.
+"""Independent PPO: several agents with their own actor and critic, trained on the same episodes.
 
-IPPO, arXiv 2011.09533: every agent treats the others as part of its environment, and runs PPO on what it saw, wrote and
-was paid. `environment.agents: own`; with `shared` the agents are one actor, see `AdvantageComputer.assign_each`.
+Source: IPPO, arXiv 2011.09533. Every agent treats the others as part of its environment, and runs PPO on what it
+observed, generated and was rewarded for. Enabled by `environment.agents: own`. With `shared`, all agents are one actor
+(`AdvantageComputer.assign_each`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from megaverl.workers.rollout import AgentRollouts, Rollout
 
 
 def agents_roles(builder: Builder, *, generates: bool) -> Roles:
-    """An actor and a critic for every agent of the game; reference, rewards and engine are everybody's.
+    """Create an actor and a critic for every agent of the game. Reference, rewards and engine are shared.
 
     Raises:
-        ConfigError: the environment has one agent only, or nothing is generated.
+        ConfigError: the environment has only one agent, or nothing is generated.
     """
     config, player, reward = builder.config, builder.player(), builder.reward()
     if player is None or len(player.agents) < 2 or not generates:
@@ -62,10 +63,11 @@ def agents_roles(builder: Builder, *, generates: bool) -> Roles:
 
 @dataclass
 class AgentsStep(RLStep):
-    """One rollout, then every agent's own step on its part of it."""
+    """Operators of a step with one rollout, followed by a training step of every agent on its own samples."""
 
     agents: dict[str, RLStep] = field(default_factory=dict)
-    _trained: dict[str, dict[str, float]] = field(default_factory=dict)  # agents of the running step, and their metrics
+    # Metrics by agent, for the agents that the running step has trained.
+    _trained: dict[str, dict[str, float]] = field(default_factory=dict)
     _last_step: int = -1
 
     def flow(self, places: Places | None = None) -> DataFlow:
@@ -79,7 +81,11 @@ class AgentsStep(RLStep):
         return self.compiled(flow, places)
 
     def train_agent(self, agent: str, number: int, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
-        """The agent's own advantages, critic and actor, on its own samples."""
+        """Compute the agent's advantages and update its critic and actor on its own samples.
+
+        Args:
+            number: position of the agent in the game, as in `agent_ids`.
+        """
         if agent not in self.agents:
             self.agents[agent] = RLStep(self.config, self.roles.agents[agent], warn=self.warn)
         engines = self.roles.rollout
@@ -93,6 +99,8 @@ class AgentsStep(RLStep):
         own.metrics = {}
         done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
         own.flow().run(self.span, done, prompts=[], step=step)
+        # The flow has loaded this agent's new weights into the engine. None makes the next generation load weights
+        # again.
         engines.current = None
         own.metrics["reward/mean"] = float(scores.total[rows].nanmean())
         self._trained[agent] = own.metrics
@@ -100,20 +108,21 @@ class AgentsStep(RLStep):
         self.metrics |= self._means()
 
     def _means(self) -> dict[str, float]:
-        """Return the means over the agents that the step has trained, which a person watches."""
+        """Return the means over the agents that the step has trained, for the console and trackers."""
         means: dict[str, float] = {}
         for metrics in self._trained.values():
             for name, value in metrics.items():
-                if not name.startswith("reward/"):  # of all samples, these are measured already
+                # Reward metrics of all samples are measured already.
+                if not name.startswith("reward/"):
                     means[name] = means.get(name, 0.0) + value / len(self._trained)
         return means
 
 
 def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
-    """The compiled flow of the trainer that this configuration makes; no role is built.
+    """Return the compiled flow of the trainer for this configuration, without creating any role.
 
     Args:
-        world_size: ranks of the job, where roles have ranks of their own; None: `run.nproc`, or as many as needed.
+        world_size: number of ranks of the job, for roles on separate ranks. None: `run.nproc`, or as many as needed.
     """
     places = None
     if is_placed(config):
@@ -121,12 +130,12 @@ def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
         grids = role_grids(config, used_roles(config, "train"))
         places = resolve_placement(config.placement, grids, size).ranks
     replay = config.trainer.replay_rollouts
-    nobody = cast(Roles, None)  # the roles are only needed when the flow runs
+    nobody = cast(Roles, None)  # the flow accesses the roles only when it runs
     make_step = AgentsStep if config.environment.agents == "own" else RLStep
     return make_step(config, nobody, RolloutFolder(replay) if replay else None).flow(places).plan
 
 
 def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:
-    """One agent's samples, as if there were no others."""
+    """Return one agent's samples as a batch without agent ids."""
     batch = rollouts.select(rows).trim()
     return RolloutBatch({name: tensor for name, tensor in batch.tensors.items() if name != "agent_ids"}, batch.columns)

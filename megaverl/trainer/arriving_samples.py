@@ -4,8 +4,8 @@
                                           |           |          |
     ranks of the rewards     score_arriving:  score 0    score 3    score 1
 
-Each sample goes from the first rank of its engine to the rank that scores it, from host to host. Rewards do not depend
-on when they are computed, so a run computes the same with and without.
+The first rank of an engine sends each sample through host memory to the rank that scores it. Rewards do not depend on
+when they are computed, so a run gives the same results with and without this.
 """
 
 from __future__ import annotations
@@ -28,29 +28,39 @@ _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.it
 
 
 class TakesSamples(Protocol):
-    """Takes samples one by one as an engine finishes them."""
+    """Receiver of samples, one by one as an engine finishes them."""
 
     def give(self, row: int, sample: RolloutBatch) -> None:
-        """Take one sample; it has this number in its step."""
+        """Take one sample.
+
+        Args:
+            row: number of the sample in its step.
+        """
 
 
 def can_arrive(config: Config, placement: ResolvedPlacement) -> bool:
-    """Return whether samples can be scored before all of a step are generated, on ranks that are free meanwhile."""
+    """Return whether samples can be scored before a step is complete, on ranks that are idle meanwhile."""
     engines, rewards = placement.ranks["rollout"], placement.ranks["reward"]
     is_apart = set(engines).isdisjoint(rewards)
     is_whole = (
-        config.environment.name is not None  # episodes end together
+        config.environment.name is not None  # episodes end at the same time
         or config.rollout.function is not None  # a function returns all responses at once
         or config.rollout.in_flight_updates
         or config.algorithm.dynamic_sampling.metric is not None
         or config.trainer.replay_rollouts is not None
-        or bool(config.trainer.operators)  # which may change responses before they are scored
+        or bool(config.trainer.operators)  # operators may change responses before they are scored
     )
     return is_apart and not is_whole
 
 
 class SampleSender:
-    """Sends samples to the ranks that score them, on the first rank of an engine."""
+    """Sender of finished samples to the ranks that score them, on the first rank of an engine.
+
+    Example:
+        sender = SampleSender(fabric, num_samples)
+        sender.give(row, sample)  # for each finished sample
+        sender.end()
+    """
 
     def __init__(self, fabric: Fabric, num_samples: int) -> None:
         self._fabric, self._num_samples = fabric, num_samples
@@ -59,14 +69,14 @@ class SampleSender:
         self._sent = PendingSends()
 
     def give(self, row: int, sample: RolloutBatch) -> None:
-        """Begin to send one sample."""
+        """Start to send one sample."""
         self._sent.forget_done()
         ragged = as_ragged(sample.tensors, sample, sample.columns).on_host()
         header, payload, _ = ragged.pack([0], None)
         self._sent.add(self._channel.send_to([self._scorer_of(row)], row.to_bytes(8, "little"), header, payload))
 
     def end(self) -> None:
-        """Tell the ranks that score that no further sample of the step comes from this engine."""
+        """Notify the scoring ranks that this engine sends no further sample of the step."""
         self._sent.add(self._channel.send_to(self._rewards, b""))
 
     def _scorer_of(self, row: int) -> int:
@@ -80,11 +90,11 @@ def receive_samples(
     """Yield the samples of a step that this rank scores, with their numbers, until every engine has ended.
 
     Args:
-        engines: the first rank of each engine.
-        waiting: opened around the wait for each.
+        engines: first rank of each engine.
+        waiting: opens a context around each wait.
 
     Raises:
-        TrainingStopped: an engine's rank sent nothing in time, by number and role.
+        TrainingStopped: an engine's rank sent nothing in time. The message names its number and role.
     """
     channel = Channel(fabric, _NAME)
     still = list(engines)
@@ -92,6 +102,7 @@ def receive_samples(
         for source in tuple(still):
             with waiting():
                 parts = channel.receive_from(source)
+            # An empty message ends the step for this engine, see `SampleSender.end`.
             if len(parts) == 1:
                 still.remove(source)
                 continue

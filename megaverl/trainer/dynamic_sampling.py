@@ -1,4 +1,7 @@
-"""Dynamic sampling: rounds of generation until enough groups tell something (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Dynamic sampling: rounds of generation until enough groups have differing rewards.
+
+Source: DAPO, arXiv 2503.14476, section 3.2.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from megaverl.workers.reward import Scores
 
 
 class SampledRound(NamedTuple):
-    """Responses of one round with their rewards, and what was measured of both."""
+    """Responses of one round with their rewards and metrics."""
 
     rollouts: RolloutBatch
     scores: Scores
@@ -24,14 +27,14 @@ class SampledRound(NamedTuple):
 
 
 class SamplingRounds:
-    """Rounds of one step, until `prompts_per_step` groups differ in `dynamic_sampling.metric`.
+    """Rounds of one step, repeated until `prompts_per_step` groups differ in `dynamic_sampling.metric`.
 
-    Every rank adds the same rounds and comes to the same decision.
+    Every rank adds the same rounds and makes the same decision.
 
     Attributes:
-        num_prompts: prompts of the next round; 0 when there are enough groups.
-        num_generated: groups of all rounds so far; groups of the next round are numbered from there.
-        rollouts, scores: of the groups that are kept; complete when `num_prompts` is 0.
+        num_prompts: number of prompts of the next round, or 0 if there are enough groups.
+        num_generated: number of groups of all rounds so far. Numbering of the next round's groups continues there.
+        rollouts, scores: samples of the groups that are kept. They are set when `num_prompts` is 0.
 
     Example:
         rounds = SamplingRounds(config, step)
@@ -60,7 +63,7 @@ class SamplingRounds:
         return self.num_prompts == 0
 
     def add(self, rollouts: RolloutBatch, scores: Scores, metrics: Metrics) -> None:
-        """Add a round; decide which groups are kept, and how many prompts the next round has.
+        """Add a round. Decide which groups are kept and how many prompts the next round has.
 
         Raises:
             TrainingStopped: there are too few groups after `max_rounds`, and `if_short` is stop.
@@ -93,25 +96,28 @@ class SamplingRounds:
         self._metrics = _measure(batch, all_scores, self._rounds, num_silent=kept.silent)
 
     def metrics(self) -> Metrics:
-        """Return what was measured of all that was generated: what a policy can do shows in all of its responses."""
+        """Return the metrics of all generated samples, including those of dropped groups.
+
+        Metrics of the kept groups alone would misrepresent what the policy can do.
+        """
         return dict(self._metrics)
 
 
 def prompts_of(batch: RolloutBatch) -> torch.Tensor | None:
     """Return the number of each sample's prompt, [B].
 
-    None unless several agents have a group each of every prompt's episodes.
+    None if each group has its own prompt. Several agents of a game have one group each for every prompt.
     """
     if "agent_ids" not in batch:
         return None
-    return batch.group_ids // len(set(batch.columns["agent"]))  # as `episodes_batch` numbers them
+    return batch.group_ids // len(set(batch.columns["agent"]))  # `episodes_batch` numbers groups this way
 
 
 def _measure(batch: RolloutBatch, scores: Scores, rounds: Sequence[SampledRound], *, num_silent: int) -> Metrics:
-    """Return what this rank knows of all rounds.
+    """Return the metrics of all rounds that this rank has measured.
 
-    Where roles have ranks of their own, a rank that only scores has measured no generation, and a rank that only
-    generates has not measured how long scoring took.
+    With roles on separate ranks, a rank that only scores has not measured generation, and a rank that only generates
+    has not measured the duration of scoring.
     """
     prompts, last, found = prompts_of(batch), rounds[-1].metrics, Metrics()
     groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
@@ -121,5 +127,6 @@ def _measure(batch: RolloutBatch, scores: Scores, rounds: Sequence[SampledRound]
         found |= {"rollout/rounds": float(len(rounds)), "rollout/generated_groups": float(groups)}
         found["rollout/kept_share"] = (groups - num_silent) / groups
     seconds = sum(round.metrics.get("reward/latency_ms", 0.0) for round in rounds) / 1e3
-    scored = score_metrics(once(batch, scores), seconds)  # on all, as the engines' ranks keep it with samples that wait
+    # The metrics cover all samples, like those that the engines' ranks keep with samples that wait for training.
+    scored = score_metrics(once(batch, scores), seconds)
     return found | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}

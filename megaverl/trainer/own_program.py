@@ -1,12 +1,12 @@
-"""A step of one's own (`trainer.program`): an async function in the place of the built-in step.
+"""User-defined step (`trainer.program`): an async function that replaces the built-in step.
 
 Example:
-    from megaverl.trainer.program import sample, train_on
+    from megaverl.trainer.program import sample, send_weights, train_on
 
     async def step(run, step):
         samples = await sample(run, step)
-        is_updated = await train_on(run, step, samples)
-        await run.actor.sync_weights(run.rollout, is_updated)
+        updates = await train_on(run, step, samples)
+        await send_weights(run, step, updates)
         return samples
 """
 
@@ -45,7 +45,7 @@ def load_step(name: str) -> StepProgram:
             with user_code(explain, keep=kept):
                 found: Any = await function(run, number)
         except TrainingStopped as error:
-            # A program that is cancelled ends as the controller wants it to.
+            # If the controller cancelled the program, the cancellation is passed on unchanged.
             if isinstance(error.__cause__, asyncio.CancelledError):
                 raise error.__cause__ from None
             raise

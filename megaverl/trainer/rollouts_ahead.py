@@ -1,10 +1,10 @@
-"""Samples that the engines generate ahead of training (`rollout.async_rollout`), for a program.
+"""Samples that the engines generate ahead of training (`rollout.async_rollout`).
 
     engines    gen 0 | gen 1 | sync 1 | gen 2     | sync 2 | gen 3
     actor      .     | train 0 ------^  train 1 ----------^  train 2       max_staleness: 1
 
-Which weights generate a step's responses follows from the step's number alone, never from who is faster. A resumed run
-therefore generates the same responses.
+The weights that generate a step's responses depend only on the step's number, never on timing. A resumed run therefore
+generates the same responses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from megaverl.trainer.role_groups import EarlySamples, Run
 
-# Number of a step -> steps that must be behind all ranks when the engines begin it, or take weights in its middle.
+# Maps a step to the number of completed steps after which the engines begin it, or take new weights within it.
 AfterSteps = Callable[[int], int]
 
 
@@ -22,11 +22,11 @@ class RolloutsAhead:
     """Task that generates samples while the program trains on earlier ones.
 
     Args:
-        sample: generates the samples of a step, and scores them where whoever scores may be ahead too.
-        begins_after: tells when the engines begin a step.
-        new_weights_after: tells when they take new weights in the middle of its responses, and go on with these
-            (`rollout.in_flight_updates`); None: they never do.
-        first_step, last_step: steps of the run; the last one excluded.
+        sample: generates the samples of a step, and also scores them if the reward ranks may run ahead.
+        begins_after: returns after how many completed steps the engines begin a step.
+        new_weights_after: returns after how many completed steps the engines take new weights in the middle of a step's
+            responses (`rollout.in_flight_updates`). None: they do not.
+        first_step, last_step: range of the run's steps, excluding `last_step`.
 
     Example:
         ahead = RolloutsAhead(run, sample, lambda step: max(0, step - 1), 0, 100)
@@ -49,15 +49,15 @@ class RolloutsAhead:
         self._run, self._sample = run, sample
         self._begins_after, self._new_weights_after = begins_after, new_weights_after
         self._first_step, self._last_step = first_step, last_step
-        self._num_done = first_step  # steps behind all ranks
+        self._num_done = first_step  # steps completed on all ranks
         self._num_begun = first_step  # steps whose generation has begun
-        self._num_resumed = first_step  # steps whose generation has gone on with new weights
+        self._num_resumed = first_step  # steps whose generation has continued with new weights
         self._samples: dict[int, EarlySamples] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
 
     async def take(self, step: int) -> EarlySamples:
-        """Return the samples of a step, once they are there; all steps before are behind all ranks."""
+        """Wait for the samples of a step and return them. All earlier steps must be complete on all ranks."""
         if self._task is None:
             self._task = asyncio.create_task(self._generate())
             self._task.add_done_callback(lambda task: asyncio.ensure_future(self._notify()))
@@ -67,26 +67,26 @@ class RolloutsAhead:
         return self._samples.pop(step)
 
     async def until_begun(self, step: int) -> None:
-        """Wait until the engines have begun everything that is generated with the weights before the step's update."""
+        """Wait until the engines have begun all samples that the weights before the update of `step` generate."""
         last_begun = self._last_due(self._begins_after, step)
         last_resumed = -1 if self._new_weights_after is None else self._last_due(self._new_weights_after, step)
         await self._wait(lambda: self._num_begun > last_begun and self._num_resumed > last_resumed)
 
     def _last_due(self, is_after: AfterSteps, step: int) -> int:
-        """Return the last step of which something happens before the update of `step`."""
+        """Return the last step of which a phase must happen before the update of `step`."""
         return max(later for later in range(step, self._last_step) if is_after(later) <= step)
 
     async def until_new_weights(self, step: int) -> None:
-        """Wait until the engines have the weights that come in the middle of a step's responses."""
+        """Wait until the engines have received the weights that arrive in the middle of the responses of `step`."""
         assert self._new_weights_after is not None, "rollout.in_flight_updates is off"
         earliest = self._new_weights_after(step)
         await self._wait_until_done(earliest)
-        # Whoever waits for this goes on after the call that the caller makes next.
+        # Tasks that wait for this wake up only after the caller has made its next call.
         self._num_resumed = step + 1
         asyncio.ensure_future(self._notify())
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Start no further samples."""
         if self._task is not None:
             self._task.cancel()
 
@@ -95,7 +95,8 @@ class RolloutsAhead:
             earliest = self._begins_after(step)
             await self._wait_until_done(earliest)
             generation = asyncio.ensure_future(self._sample(self._run, step))
-            await asyncio.sleep(0)  # until it has made its first call; calls of others that wait for it come after
+            # Let the task make its first call, so that calls of tasks that wait for it are sent afterwards.
+            await asyncio.sleep(0)
             self._num_begun = step + 1
             await self._notify()
             self._samples[step] = await generation
@@ -113,7 +114,7 @@ class RolloutsAhead:
             await self._changed.wait_for(lambda: holds() or self._has_failed())
         if not holds():
             assert self._task is not None
-            self._task.result()  # raises what ended it
+            self._task.result()  # raises the error that ended the task
 
     def _has_failed(self) -> bool:
         return self._task is not None and self._task.done() and not self._task.cancelled()

@@ -1,11 +1,12 @@
-"""Rows of a step's samples, where roles have ranks of their own: as values of a program, and on their way.
+"""Rows of a step's samples for roles on separate ranks, as values of a program and in transit.
 
     rollout ranks                      controller                         actor ranks
-    generate() -> SampleRows  ------>  SampleFacts: lengths, groups  ---->  assign(): who works on which rows
+    generate() -> SampleRows  ------>  SampleFacts: lengths, groups  ---->  assign(): rows of each rank
                                        rows by rank                  <----
     send(move)  ----------------------- rows, rank to rank ------------->  receive(move)  -> SampleRows -> RolloutBatch
 
-What is computed of samples (log-probs, values, advantages) is rows too, and moves to whoever works on the same samples.
+Values computed from samples (log-probs, values, advantages) are rows, too. They move to the ranks that work on the same
+samples.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from megaverl.distributed.worlds import Fabric
 from megaverl.sharding.rows import Rows
 from megaverl.workers.reward import Scores
 
-# Fields of a batch by name, such as `old_log_probs` [B, R]; None where the step does without.
+# Fields of a batch by name, such as `old_log_probs` [B, R]. None if the step does not need the field.
 Fields = dict[str, Tensor | None]
-KEPT_ASSIGNMENTS = 8  # batches whose assignment a rank remembers: as many as can be in use at once
+# Batches whose assignment a rank remembers. It exceeds the number of batches in use at the same time.
+KEPT_ASSIGNMENTS = 8
 
 
 class SampleFacts(msgspec.Struct, frozen=True):
-    """What the program knows of the samples of a step.
+    """Facts about the samples of a step that the program needs to assign them.
 
     Attributes:
-        prompt_lengths, response_lengths: tokens of each sample.
-        prompts: the same number for samples whose prompts are the same, token for token.
-        group_ids: number of each sample's group.
+        prompt_lengths, response_lengths: number of tokens of each sample.
+        prompts: number of each sample's prompt, which is equal for identical prompts.
+        group_ids: group of each sample.
     """
 
     prompt_lengths: list[int]
@@ -52,13 +54,13 @@ class SampleFacts(msgspec.Struct, frozen=True):
 
 
 class SampleRows:
-    """Some samples of a step, or some of what was computed of them, on one rank.
+    """Rows of a step's samples, or of values computed from them, on one rank.
 
     Args:
-        parts: row numbers with the rows, each row in one part.
-        value: number of the value that they came as from other ranks; 0: they were made here.
-        facts: of all samples; None where the rows are results.
-        num_bytes: that came from other ranks and were not counted yet.
+        parts: row numbers with the rows. Each row is in exactly one part.
+        value: id of the value as which other ranks sent the rows, or 0 if the rows were computed on this rank.
+        facts: facts about all samples, or None for computed values.
+        num_bytes: bytes that came from other ranks and have not been counted yet.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class SampleRows:
         self.facts = facts
         self.num_bytes = num_bytes
         self.rows = tuple(sorted(row for rows, _ in parts for row in rows))
-        self.batch: RolloutBatch | None = None  # made of these rows, once it was asked for
+        self.batch: RolloutBatch | None = None  # created from these rows on first use
 
     def held_rows(self) -> tuple[int, ...]:
-        """Return the numbers of the rows, ascending."""
+        """Return the row numbers in ascending order."""
         return self.rows
 
     def describe(self) -> SampleFacts | None:
@@ -84,7 +86,7 @@ class SampleRows:
 
     @property
     def ragged(self) -> RaggedBatch:
-        """Return all rows, in the order of their numbers."""
+        """Return all rows in the order of their numbers."""
         rows, first = self._parts[0]
         if len(self._parts) > 1 or rows != self.rows:
             place = {row: number for number, row in enumerate(self.rows)}
@@ -93,11 +95,11 @@ class SampleRows:
         return self._parts[0][1]
 
     def with_part(self, rows: tuple[int, ...], part: RaggedBatch, value: int, num_bytes: int) -> SampleRows:
-        """Return these rows and further ones, which came as the value of this number."""
+        """Return these rows together with further rows, which other ranks sent as the value with this id."""
         return SampleRows([*self._parts, (rows, part)], value, num_bytes=self.num_bytes + num_bytes)
 
     def places_of(self, rows: Sequence[int]) -> list[int]:
-        """Return where rows stand in `ragged`."""
+        """Return the positions of rows in `ragged`."""
         place = {row: number for number, row in enumerate(self.rows)}
         return [place[row] for row in rows]
 
@@ -106,11 +108,12 @@ SampleValue = RolloutBatch | SampleRows
 
 
 class SampleStore:
-    """SampleValue and results of this rank, as its workers compute with them and as the program moves them.
+    """Converter between batches, with which workers compute, and values of a program, which move between ranks.
 
     Args:
-        readers: decides which rows each rank of this world works on; None: every rank works on all.
-        fabric: None: roles share all ranks, nothing moves, and values are batches and fields as they are.
+        fabric: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches and
+            fields themselves.
+        readers: decides which rows each rank of this role group works on. None: every rank works on all rows.
     """
 
     def __init__(self, fabric: Fabric | None = None, readers: Readers | None = None) -> None:
@@ -122,9 +125,9 @@ class SampleStore:
         return self._fabric is not None
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
-        """Decide which rows of a value each rank of this world works on; every rank comes to the same decision.
+        """Decide which rows of a value each rank of this role group works on. Every rank makes the same decision.
 
-        A rank without work gets the first sample, so that it has a batch to take part with.
+        A rank without work receives the first sample, because it needs a batch to take part in collectives.
         """
         fabric = self._fabric
         assert fabric is not None, "where roles share all ranks, every rank has what it works on"
@@ -133,7 +136,7 @@ class SampleStore:
         if self._readers is None:
             return {rank: list(everything) for rank in fabric.world.ranks}
         held = self._readers.held(lengths, facts.group_ids)
-        # Islands of the actor are worlds of their own, which decide for their own ranks.
+        # Each island of the actor is a role group of its own, which assigns rows only to its own ranks.
         rows: Rows = {rank: sorted(held.by_rank.get(rank, ())) or [0] for rank in fabric.world.ranks}
         self._held[value] = HeldRows(fabric, lengths, facts.group_ids, rows, held.groups_by_rank)
         while len(self._held) > KEPT_ASSIGNMENTS:
@@ -141,13 +144,13 @@ class SampleStore:
         return {rank: list(mine) for rank, mine in rows.items()}
 
     def _count(self, samples: SampleRows) -> None:
-        """Count the bytes of samples when they are used: in which step they arrive depends on time."""
+        """Count the received bytes of samples when they are used. The step in which they arrive depends on timing."""
         if self._fabric is not None:
             self._fabric.traffic.received += samples.num_bytes
             samples.num_bytes = 0
 
     def give(self, batch: RolloutBatch) -> SampleValue:
-        """Return a batch that every rank of this world has, as a value of the program."""
+        """Convert a batch that every rank of this role group holds to a value of the program."""
         if not self._moves:
             return batch
         lengths = sequence_lengths(batch)
@@ -159,7 +162,7 @@ class SampleStore:
         return samples
 
     def batch(self, samples: SampleValue) -> RolloutBatch:
-        """Return the batch that samples are."""
+        """Convert a value to a batch."""
         if isinstance(samples, RolloutBatch):
             return samples
         if samples.batch is None:
@@ -171,7 +174,7 @@ class SampleStore:
         return samples.batch
 
     def give_fields(self, fields: Fields, batch: RolloutBatch) -> Fields | SampleRows:
-        """Return what was computed of a batch, as a value of the program."""
+        """Convert fields computed from a batch to a value of the program."""
         known = {name: tensor for name, tensor in fields.items() if tensor is not None}
         are_rows = all(name in FIELDS and len(tensor) == len(batch) for name, tensor in known.items())
         if not self._moves or not known or not are_rows:
@@ -180,7 +183,7 @@ class SampleStore:
         return SampleRows([(rows, as_ragged(known, batch))])
 
     def fields(self, fields: Fields | SampleRows, batch: RolloutBatch) -> Fields:
-        """Return what was computed of a batch, each tensor as wide as the batch."""
+        """Convert a value to fields, each tensor padded to the width of the batch."""
         if not isinstance(fields, SampleRows):
             return fields
         self._count(fields)
@@ -199,13 +202,13 @@ def _widen(name: str, tensor: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 class RowMover(ValueMover):
-    """Transfers rows of samples, or whole values that are plain, tensors or scores."""
+    """Mover that transfers rows of samples, and whole values: plain values, tensors or scores."""
 
     def __init__(self, fabric: Fabric) -> None:
         super().__init__(fabric, (Scores,))
 
     async def send(self, move: RowTransfer, value: object) -> None:
-        """Begin to send the move's rows of a value."""
+        """Start to send the rows of a value that the move requests."""
         if not isinstance(value, SampleRows):
             await super().send(move, value)
             return
@@ -214,13 +217,14 @@ class RowMover(ValueMover):
         self._send_rows(move, value.ragged, value.places_of(move.rows))
 
     async def receive(self, move: RowTransfer, present: object | None) -> object:
-        """Return the value with the rows that the move brings."""
+        """Receive the rows of a move. Return them together with the rows that are already present."""
         if move.rows is None:
             traffic = self._fabric.traffic
             received = traffic.received
             value = await super().receive(move, present)
             if isinstance(value, Scores):
-                traffic.received = received  # in which step they arrive depends on time where they are delivered early
+                # Scores may arrive early, in a step that depends on timing. They are not counted.
+                traffic.received = received
             return value
         part, num_bytes = self._receive_rows(move)
         if isinstance(present, SampleRows):

@@ -1,5 +1,4 @@
-"""What a run leaves on the disk: checkpoints when they are due, trained models as Hugging Face folders; and what it
-writes down for people: metrics to the trackers, samples, and files that nothing depends on."""
+"""Output of a run: checkpoints, exported Hugging Face models, metrics, samples and timelines."""
 
 from __future__ import annotations
 
@@ -37,18 +36,18 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.trainable import TrainableModel
 
-# What a rank measures of itself: the reporter's own is shown.
+# Metrics of a single rank. Only the reporter's own values are recorded.
 OF_A_RANK = ("time/wait_ms", "time/step_ms", "time/other_ms", "memory/process_rss_mb", "memory/process_peak_rss_mb")
 
 
 class Records:
-    """The records of a run. One rank keeps them; on the others nothing is written.
+    """Records of a run. One rank keeps them; on all other ranks nothing is written.
 
     Args:
-        keeps: whether this rank does.
+        keeps: whether this rank keeps the records.
 
     Attributes:
-        history: (steps done, what was measured), as far as this start of the run and this rank know.
+        history: (completed steps, metrics) of this start of the run, on the rank that keeps the records.
     """
 
     def __init__(self, config: Config, run_dir: Path, console: Console, *, keeps: bool) -> None:
@@ -59,7 +58,11 @@ class Records:
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:
-        """Around the steps: the trackers go on after the `done` steps that are behind the run."""
+        """Open trackers and alerts for the remaining steps, and close them at the end.
+
+        Args:
+            done: number of steps completed before this start. Records of later steps are dropped.
+        """
         if not self.keeps:
             yield
             return
@@ -85,7 +88,7 @@ class Records:
             self._tracker = self._alerts = None
 
     def log(self, done: int, metrics: Mapping[str, float]) -> None:
-        """What was measured up to here."""
+        """Write the metrics of `done` completed steps to the trackers and check the alerts."""
         if self._tracker is not None:
             self._tracker.log(done, metrics)
         if self._alerts is not None:
@@ -93,13 +96,13 @@ class Records:
         self.history.append((done, metrics))
 
     def log_samples(self, done: int, records: Sequence[Mapping[str, Any]], split: str = "train") -> None:
-        """Samples for a person to read."""
+        """Write samples for a person to read."""
         if self._tracker is not None:
             self.aside(lambda: append_samples(self._samples, done, records, split=split))
             self._tracker.log_samples(done, split, records)
 
     def aside(self, write: Callable[[], object]) -> None:
-        """Write a file that nothing depends on: where it cannot be written, a warning says so, and the run goes on."""
+        """Write a file that nothing depends on. If it cannot be written, warn and continue."""
         try:
             write()
         except OSError as error:
@@ -111,12 +114,12 @@ class Records:
 
 
 class WorldMetrics:
-    """What every world of a job measured, brought to the one rank that keeps the records; and their timelines as one.
+    """Metrics and timelines of all role groups, collected on the rank that keeps the records.
 
-    Each world's first rank sends what is its own.
+    The first rank of each role group sends the values of its group.
 
     Args:
-        reporter: the rank that keeps the records.
+        reporter: rank that keeps the records.
     """
 
     def __init__(self, fabric: Fabric, reporter: int) -> None:
@@ -125,16 +128,19 @@ class WorldMetrics:
         self._booked: dict[int, int] = {}
 
     def book(self, step: int) -> None:
-        """Count the bytes that have come since they were last counted for a step, which may be ahead of training."""
+        """Attribute the bytes received since the last call to a step, which may be ahead of training."""
         self._booked[step] = self._booked.get(step, 0) + self.fabric.traffic.received - self._received
         self._received = self.fabric.traffic.received
 
     def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """A step's, with what the first rank of a world says of its roles: memory, how long they were busy, and how
-        many bytes of samples and results came to it."""
+        """Return a step's metrics, extended on the first rank of a role group by those of its roles.
+
+        These are memory, busy time in seconds, and the bytes of samples and results that the rank received.
+        """
         found = {name: value for name, value in metrics.items() if not name.startswith("busy/")}
         for role in self.fabric.world.roles:
-            if (share := metrics.get(f"busy/{role}")) is not None:  # in seconds, until the whole step's are known
+            # In seconds here. `of_all` divides by the duration of the whole step, which only the reporter knows.
+            if (share := metrics.get(f"busy/{role}")) is not None:
                 found[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
         if self.fabric.rank == self.fabric.world.ranks[0]:
             found |= memory_metrics(*self.fabric.world.roles)
@@ -144,7 +150,10 @@ class WorldMetrics:
         return found
 
     def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """All that was measured of a step, on the reporter; elsewhere nothing. Every rank of the job takes part."""
+        """Return the step's metrics of all role groups on the reporter, and an empty dictionary elsewhere.
+
+        Collective over all ranks of the job.
+        """
         firsts = [world.ranks[0] for world in self.fabric.placement.worlds]
         if self.fabric.rank != self.reporter:
             if self.fabric.rank in firsts:
@@ -164,12 +173,12 @@ class WorldMetrics:
         return metrics
 
     def write_timeline(self, timeline: Timeline, run_dir: Path) -> None:
-        """That of this world."""
+        """Write the timeline of this role group, on its first rank."""
         if self.fabric.rank == self.fabric.world.ranks[0]:
             timeline.export(_timeline_of(run_dir, self.fabric.world.name))
 
     def join_timelines(self, run_dir: Path) -> None:
-        """Those of all worlds, side by side in one trace; every rank of the job takes part."""
+        """Merge the timelines of all role groups into one trace. Collective over all ranks of the job."""
         barrier(self.fabric.control)
         if self.fabric.rank == self.reporter:
             traces = [_timeline_of(run_dir, world.name) for world in self.fabric.placement.worlds]
@@ -180,7 +189,7 @@ def _timeline_of(run_dir: Path, world: str) -> Path:
     return run_dir / "timelines" / f"{world}.json"
 
 
-# What a record of a sample has by itself; `log_extra` does not replace it.
+# Keys that every sample record has. Values from `log_extra` do not replace them.
 OF_SAMPLES = (
     *("step", "split", "agent", "episode", "turns"),
     *("prompt", "response", "reference", "reward", "finish_reason"),
@@ -188,8 +197,10 @@ OF_SAMPLES = (
 
 
 def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int) -> list[dict[str, Any]]:
-    """The first `count` samples as JSON-able records; `turns`: how many an episode has taken, in this conversation of
-    those that have its number."""
+    """Return the first `count` samples as JSON-compatible records.
+
+    `turns` is the number of turns in this conversation of the episode.
+    """
     agents, turns = batch.columns.get("agent"), batch.columns.get("turns")
     return [
         {
@@ -208,9 +219,9 @@ def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, coun
 
 
 def forget_samples(path: Path, after_step: int) -> None:
-    """Drop the records of later steps, which a run that goes on from `after_step` writes again; 0 drops all.
+    """Drop the records of steps after `after_step`, which a resumed run writes again. 0 drops all records.
 
-    A last line that a killed run left unfinished goes too.
+    An incomplete last line of a killed run is dropped as well.
     """
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines() if after_step else []
@@ -221,21 +232,22 @@ def forget_samples(path: Path, after_step: int) -> None:
 
 
 def append_samples(path: Path, step: int, records: Sequence[Mapping[str, Any]], split: str = "train") -> None:
-    """Add one JSON line per record to `path`."""
+    """Append one JSON line per record to `path`."""
     with path.open("a", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps({"step": step, "split": split, **record}, ensure_ascii=False, default=str) + "\n")
 
 
 class Saving:
-    """The checkpoints of a run as `checkpoint` in the configuration wants them. All ranks call it together.
+    """Checkpoints of a run, as section `checkpoint` of the configuration requests them. All ranks call every method.
 
     Args:
         phase: called with the name of every phase of a save.
 
     Attributes:
-        resumed_from: the checkpoint that the run goes on from; None: it starts afresh.
-        changed: how that one's configuration differs from the run's.
+        resumed_from: checkpoint that the run resumes from, or None for a fresh start.
+        changed: settings that differ from those of that checkpoint.
+        num_failed: number of failed saves.
     """
 
     def __init__(
@@ -260,24 +272,29 @@ class Saving:
         self._last: tuple[int, bool] | None = None
 
     def is_due(self, done: int, *, last: bool, is_best: bool) -> bool:
-        """Whether to save after `done` steps."""
+        """Return whether to save after `done` steps.
+
+        Args:
+            last: whether this is the last step.
+            is_best: whether the validation after this step is the best so far.
+        """
         interval = self.config.save_interval
         return last or bool(interval and (done % interval == 0 or (is_best and self.config.keep_best)))
 
     def resume(
         self, roles: Mapping[str, TrainableModel], stage: str, tokenizer: Tokenizer
     ) -> tuple[Path, dict[str, Any]]:
-        """Load the checkpoint that the run goes on from. Every rank takes part.
+        """Load the checkpoint that the run resumes from. Collective over all ranks.
 
-        Settings are compared before anything is loaded. `resumed_from` is the checkpoint that was loaded: an older one
-        where the newest is damaged.
+        Settings are compared before anything is loaded. If the newest checkpoint is damaged, an older one is loaded,
+        and `resumed_from` then refers to it.
 
         Returns:
-            Its folder, and the trainer's state.
+            Folder of the checkpoint, and the trainer's state.
 
         Raises:
             ConfigError: lists every changed setting that a resumed run cannot follow.
-            CheckpointError: it was written by another command or with another tokenizer, or it cannot be loaded.
+            CheckpointError: the checkpoint is of another command or tokenizer, or cannot be loaded.
         """
         assert self.resumed_from is not None, "the run starts anew"
         self._compare(self.resumed_from, stage, tokenizer)
@@ -288,13 +305,17 @@ class Saving:
         return loaded, state
 
     def _compare(self, folder: Path, stage: str, tokenizer: Tokenizer) -> None:
-        """Compare command, tokenizer and settings of a checkpoint with the run's; one rank reads the files."""
+        """Compare command, tokenizer and settings of a checkpoint with those of the run. One rank reads the files."""
         state, before = self.store.committer.decide(lambda: [read_json(folder / STATE_FILE), saved_config(folder)])
         check_origin(folder, state, stage, tokenizer)
         self.changed = ChangedSettings.since(folder, before, self.run, stage)
 
     def report_resumed(self, done: int, total: int, more: str, roles: Mapping[str, TrainableModel]) -> None:
-        """Say where the run goes on, which settings have changed, and at which learning rates."""
+        """Print where the run resumes, which settings have changed, and the next learning rates.
+
+        Args:
+            more: text to append to the first line.
+        """
         self.console.print(f"resumed from {self.resumed_from}: {done} of {total} steps are done{more}")
         for line in self.changed.lines():
             self.console.print(line)
@@ -302,33 +323,40 @@ class Saving:
             self.console.print(f"learning rate of the next update: {', '.join(rates)}")
 
     def note_resumed(self, done: int, *, inside: bool) -> None:
-        """What the run goes on from need not be saved again."""
+        """Record that the state after `done` steps is already saved, so that it is not saved again.
+
+        Args:
+            inside: whether the checkpoint contains samples of a running step.
+        """
         self._last = (done, inside)
 
     def look(self) -> None:
-        """At every safe point: commit a checkpoint that was written meanwhile, or report that it was not.
+        """Commit a checkpoint whose background write has finished. Called at every safe point.
 
         Raises:
-            CheckpointError: it was not, and `on_write_error` is stop.
+            CheckpointError: the write failed, and `on_write_error` is stop.
         """
         self._attempt(lambda: self.store.finish(wait=False))
 
     def save(
         self, done: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], *, wait: bool, **options: Any
     ) -> bool:
-        """Save after `done` steps; False if it failed and the run goes on all the same.
+        """Save a checkpoint after `done` steps.
 
         Args:
-            wait: until it is whole, as at the end of a run; else `async_save` says so.
-            options: of `CheckpointStore.start`.
+            wait: wait until the checkpoint is complete, as at the end of a run. Otherwise `async_save` decides.
+            options: further arguments of `CheckpointStore.start`.
+
+        Returns:
+            False if this save or the one before it failed and the run continues.
 
         Raises:
-            CheckpointError: it failed, and `on_write_error` is stop.
+            CheckpointError: the save failed, and `on_write_error` is stop.
         """
         in_background = self.config.async_save and not wait
         if self._last == (done, bool(options.get("inside"))):
             return self.settle()
-        # one that failed says nothing of the next
+        # A failure of the previous checkpoint does not prevent this one.
         earlier = self._attempt(self.store.finish)
         options["files"] = {**options.get("files", {}), **config_writer(self.run)}
         started = self._attempt(lambda: self.store.start(done, roles, state, in_background=in_background, **options))
@@ -339,14 +367,17 @@ class Saving:
         return started and earlier
 
     def commit_written(self) -> None:
-        """When the run ends with an error that all ranks have: keep what is being written. Tells, and never raises."""
+        """Commit the checkpoint that is being written, when the run ends with an error on all ranks.
+
+        Failures are printed and not raised, so that they do not hide the error of the run.
+        """
         try:
             self.store.finish()
         except CheckpointError as error:
             self.console.error(str(error))
 
     def settle(self) -> bool:
-        """Wait for what is still being written; False if it failed."""
+        """Wait until pending checkpoints are written. Return False if that failed."""
         return self._attempt(self.store.finish)
 
     def _attempt(self, action: Callable[[], Any]) -> bool:
@@ -363,23 +394,25 @@ class Saving:
 
 
 def settle_file(path: Path) -> int:
-    """Put a file that is being appended to on the disk; its size, 0 where there is none."""
+    """Flush a file that is being appended to. Return its size in bytes, or 0 if it does not exist."""
     try:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             return path.stat().st_size
-    except OSError:  # a tracker that cannot write has said so
+    # A tracker that could not write has already warned.
+    except OSError:
         return 0
 
 
 def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: Tokenizer) -> None:
-    """That a checkpoint was written by the command that reads it, with the same tokenizer.
+    """Check that the same command with the same tokenizer wrote a checkpoint.
 
     Args:
-        state: the trainer's, out of the checkpoint. stage: train, sft, dpo or reward_model.
+        state: trainer's state in the checkpoint.
+        stage: train, sft, dpo or reward_model.
 
     Raises:
-        CheckpointError: it was not.
+        CheckpointError: another command or tokenizer wrote it.
     """
     found = stage_of(state)
     if found != stage:
@@ -398,15 +431,15 @@ def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: To
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """The same for tokenizers that give the same ids to the same tokens, and end responses alike."""
+    """Return a digest that is equal for tokenizers with the same vocabulary, stop tokens and chat template."""
     facts = [sorted(tokenizer.backend.get_vocab().items()), tokenizer.stop_token_ids, tokenizer.chat_template]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
 def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
-    """Write `folder` with weights, configuration and tokenizer; replaces an older one. Every rank takes part.
+    """Write weights, configuration and tokenizer to `folder`, replacing older files. Collective over all ranks.
 
-    Adapters are merged into these weights, and stand by themselves in `folder`_adapter, as peft has them.
+    Adapters are merged into the weights, and are also written separately to `folder`_adapter in peft's format.
     """
     tokenizer = builder.config.run_dir / "tokenizer"
 
@@ -421,10 +454,12 @@ def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
 
 
 def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, path: str | None) -> None:
-    """Write a reward model as Hugging Face's `...ForSequenceClassification` with one label. Every rank takes part.
+    """Write a reward model in the format of Hugging Face's `...ForSequenceClassification` with one label.
+
+    Collective over all ranks.
 
     Args:
-        path: of the model that it started from; None: `model.path`.
+        path: model that the reward model started from, or None for `model.path`.
     """
     source = builder.files(path).folder
 

@@ -1,5 +1,4 @@
-"""What computes and trains a role: Megatron-core, or the Hugging Face model under FSDP2; and the rollout of a run whose
-engines are servers."""
+"""Training engines of a role: Megatron-core, or a Hugging Face model under FSDP2. Rollouts on inference servers."""
 
 from __future__ import annotations
 
@@ -42,14 +41,16 @@ def make_model(
     value_head: int,
     beside_logits: bool,
 ) -> TrainingModel:
-    """The model of a folder's config.json on a grid, its weights random, or to be read. Every rank takes part.
+    """Create the model of a folder's config.json on a grid. Collective over all ranks of the grid.
+
+    The weights are random, or left for the caller to load (`model.init: weights`).
 
     Args:
-        config: the role's own section.
-        value_head, beside_logits: as `MegatronModel` and `FSDPModel` have them.
+        config: section of the role.
+        value_head, beside_logits: see `MegatronModel` and `FSDPModel`.
 
     Raises:
-        ConfigError, ModelError, GridError: what the engine cannot do.
+        ConfigError, ModelError, GridError: the engine does not support the model or the settings.
     """
     given: dict[str, Any] = {
         "dtype": dtype,
@@ -74,13 +75,13 @@ def make_model(
 def make_trainable(
     model: TrainingModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
 ) -> TrainableModel:
-    """A model with its optimizer.
+    """Create the optimizer of a model and return both as one object.
 
     Args:
-        total_updates: how many optimizer steps the run will take.
+        total_updates: number of optimizer steps of the whole run.
 
     Raises:
-        ConfigError: what the engine's optimizer refuses.
+        ConfigError: the engine's optimizer does not support the settings.
     """
     given: dict[str, Any] = {
         "optimizer": optimizer,
@@ -95,19 +96,23 @@ def make_trainable(
     return MegatronTrainable(model, ddp=config.ddp, **given)
 
 
-WEIGHTS = "rollout_weights"  # in the run's folder
+WEIGHTS = "rollout_weights"  # folder inside the run's folder
 
 
 def server_rollout(
     builder: Builder, actor: TrainingModel | None, group: dist.ProcessGroup | None = None
 ) -> tuple[ServerSync, Rollout | None]:
-    """This rank's part in giving servers their weights, and its way to them if it has one; every rank of its world
-    takes part.
+    """Create this rank's part in the weight transfer to inference servers, and its client if it has one.
+
+    Collective over the ranks of this role group.
 
     Args:
-        actor: the actor on this rank, whose weights the servers get; None: it is elsewhere, or the model's folder
-            stays as it is.
-        group: the ranks of actor and rollout, where they share none.
+        actor: actor on this rank, whose weights the servers receive. None: the actor is on other ranks, or the servers
+            keep the weights of the model's folder.
+        group: ranks of actor and rollout, if they share none.
+
+    Raises:
+        ConfigError: the model takes images, which servers do not receive.
     """
     config, world = builder.config, default_group()
     servers = config.rollout.servers
@@ -130,7 +135,7 @@ def server_rollout(
         engine,
         world,
         group or world,
-        # of its own: what is in there goes when it is old
+        # Each run has its own subfolder, because old contents of the folder are deleted.
         folder=Path(servers.folder) / config.run.name if servers.folder is not None else config.run_dir / WEIGHTS,
         source_folder=builder.folder,
         dtype=builder.dtype,

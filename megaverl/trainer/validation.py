@@ -1,5 +1,7 @@
-"""Rollouts without an update. Validation: mean reward, accuracy and pass@k on held-out prompts; when it is due, and the
-best so far. And rollouts of the weights in `model.path`, scored and stored for a replay."""
+"""Rollouts without an update: validation on held-out prompts, and `--rollout-only` runs.
+
+A validation measures mean reward, accuracy and pass@k. A rollout-only run stores scored rollouts for a later replay.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,10 @@ from megaverl.workers.rollout import AgentRollouts, Rollout
 
 @dataclass
 class Best:
-    """The best validation so far.
+    """Best validation so far.
 
     Attributes:
-        tie: decides between equal values: the reward while no response was correct, else 0.
+        tie: decides between equal values. It is the reward while no response was correct, else 0.
     """
 
     step: int = -1
@@ -49,13 +51,13 @@ class Best:
 
 
 class Validation:
-    """The validations of a run.
+    """Validations of a run: prompts, schedule, records and the best result.
 
     Args:
-        data: held-out prompts; None: there is nothing to look at.
+        data: held-out prompts, or None if there are none.
 
     Attributes:
-        best: by `trainer.best_metric`.
+        best: best validation by `trainer.best_metric`.
     """
 
     def __init__(self, config: Config, data: PromptDataset | None, records: Records, console: Console) -> None:
@@ -64,25 +66,26 @@ class Validation:
 
     @property
     def happens(self) -> bool:
-        """Whether the run validates at all."""
+        """Return whether the run validates at all."""
         return self.data is not None and bool(self.config.trainer.validate_every)
 
     def is_due(self, done: int) -> bool:
-        """After so many steps."""
+        """Return whether a validation is due after `done` steps."""
         trainer = self.config.trainer
         return self.happens and (done % trainer.validate_every == 0 or done == trainer.steps)
 
     @property
     def prompts(self) -> list[PromptRecord]:
-        """Held-out prompts, at most `trainer.validation_prompts`."""
+        """Return the held-out prompts, at most `trainer.validation_prompts`."""
         assert self.data is not None
         most = self.config.trainer.validation_prompts
         return [self.data[i] for i in range(len(self.data) if most is None else min(len(self.data), most))]
 
     def note(self, done: int, evaluation: Evaluation) -> None:
-        """Remember the best; write and show what was found.
+        """Update the best validation, then write and print this one.
 
-        A run whose accuracy never leaves 0 would otherwise have its first validation as its best.
+        If all accuracies are 0, the reward decides which is best. Otherwise the first validation would always be the
+        best.
         """
         metrics = evaluation.metrics
         reward = metrics["validation/reward"]
@@ -98,26 +101,26 @@ class Validation:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best, and a digest of the held-out prompts that it was measured on, for a checkpoint."""
+        """Return the best validation, and a digest of the held-out prompts that it was measured on."""
         return asdict(self.best) | {"data": self.data_digest}
 
     @property
     def data_digest(self) -> str | None:
-        """Digest of the held-out prompts; None: there are none."""
+        """Return the digest of the held-out prompts, or None if there are none."""
         return None if self.data is None else self.data.fingerprint
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo `state_dict`."""
+        """Restore the best validation from `state_dict`."""
         self.best = Best(int(state["step"]), float(state["value"]), float(state.get("tie", 0.0)))
 
 
-# Steps of validation draws are none of those of training, so that no seed is used twice.
+# Step number that seeds the draws of validations. No training step has it, so no seed is used twice.
 VALIDATION_STEP = 1 << 40
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by name, and the first samples as records."""
+    """Result of a validation: metrics by name, and the first samples as records."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
@@ -130,7 +133,7 @@ def evaluate(
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
 ) -> Evaluation:
-    """Generate responses to every prompt, or episodes from it, score them, and measure. Every rank takes part."""
+    """Generate responses (or episodes) for every prompt, score and measure them. Collective over all ranks."""
     batch = held_out_responses(config, rollout, prompts, player)
     scores = reward.score(batch)
     return measure_held_out(config, reward, batch, scores)
@@ -143,12 +146,12 @@ def held_out_responses(
     player: Player | None = None,
     readers: Readers | None = None,
 ) -> RolloutBatch:
-    """Generate `trainer.validation_samples` responses to every prompt. Every rank of the engines takes part.
+    """Generate `trainer.validation_samples` responses to every prompt. Collective over the engines' ranks.
 
-    The draws are the same at every call, so that two validations differ by the weights alone.
+    Every call uses the same seeds, so that two validations differ only by the weights.
 
     Args:
-        readers: who scores, and writes down, which responses; None: every rank gets all of them.
+        readers: row selection for scoring and recording, or None if every rank gets all responses.
     """
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
@@ -156,14 +159,15 @@ def held_out_responses(
 
 
 def measure_held_out(config: Config, reward: RewardRole, batch: RolloutBatch, given: Scores) -> Evaluation:
-    """Return what responses to held-out prompts and their scores say of the policy."""
+    """Return metrics and sample records from scored responses to held-out prompts."""
     group_ids = of_all(batch, batch.group_ids)
     reward.forget_logged()
     scores = once(batch, given)
     if scores is not given:
         group_ids = group_ids[answer_rows(batch).unique()]
     known = scores.known
-    whole = ~torch.isin(group_ids, group_ids[~scores.scored])  # pass@k needs all of a prompt's samples
+    # pass@k needs all samples of a prompt, so groups with an unscored sample are left out.
+    whole = ~torch.isin(group_ids, group_ids[~scores.scored])
     correct: dict[str, float] = {}
     if reward.reward.has_accuracy:
         correct["accuracy"] = float(known.correct.float().mean())
@@ -181,10 +185,10 @@ def measure_held_out(config: Config, reward: RewardRole, batch: RolloutBatch, gi
 
 
 def generate_only(config: Config, console: Console, job: Job | None = None) -> None:
-    """Store the rollouts of `trainer.steps` steps in the run folder; every rank takes part.
+    """Store the rollouts of `trainer.steps` steps in the run folder. Collective over all ranks.
 
-    The prompts and the draws of a step are those that a training run would take. One that was cut off goes on
-    after the last step that it has stored, unless `checkpoint.resume` is never.
+    Each step takes the same prompts and seeds as a training run. An interrupted run continues after its last stored
+    step, unless `checkpoint.resume` is never.
     """
     builder = Builder(config)
     stages = Stages(Timeline(), job)
@@ -221,7 +225,7 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
 def _sample_in_rounds(
     config: Config, operators: RLStep, stages: Stages, stream: Prompts, step: int
 ) -> tuple[RolloutBatch, Scores]:
-    """Generate and score in rounds until enough groups have responses whose rewards differ."""
+    """Generate and score in rounds until enough groups have differing rewards."""
     rounds = SamplingRounds(config, step)
     while not rounds.is_complete:
         prompts = stream.take(rounds.num_prompts)
@@ -235,7 +239,10 @@ def _sample_in_rounds(
 
 
 def _start(folder: RolloutFolder, config: Config) -> tuple[int, int]:
-    """The first step to generate, and the prompts that those before it took; what is stored after is dropped."""
+    """Return the first step to generate, and the number of prompts that the stored steps took.
+
+    Steps that are stored after the first missing one are dropped.
+    """
     first = position = 0
     resume = config.checkpoint.resume
     if resume in ("auto", "unfinished") and (folder.folder / "index.jsonl").exists():
