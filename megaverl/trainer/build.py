@@ -1,4 +1,4 @@
-"""From a configuration to roles on their grids."""
+"""Builder of a run's parts: roles on their grids, engines, rewards and data, from a configuration."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, lay
 
 @dataclass
 class Builder:
-    """Makes the parts of a run, each when it is asked for; what several share is made once.
+    """Factory of a run's parts. Shared parts are created once.
 
-    Every rank of this rank's world takes part in every call, in the same order.
+    Every method is collective over the ranks of this rank's role group, and all ranks call the methods in the same
+    order.
 
     Attributes:
-        fabric: where the roles have ranks of their own, the way to those of other worlds.
-        images: reads those of rows; None: of a model that takes none.
-        resumes: the weights of the trained roles will come from a checkpoint, so they are not read here.
+        fabric: connections to other role groups, if roles have separate ranks.
+        groups: process groups of the grids.
+        spec: dimensions of the model.
+        images: reader of images in rows, or None if the model takes no images.
+        folder: folder of the model's files.
+        resumes: whether a checkpoint will provide the weights of trained roles, which are then not read here.
     """
 
     config: Config
@@ -80,7 +84,7 @@ class Builder:
         config = self.config
         self.groups = shared_groups or ProcessGroupManager(patience(config.run.timeout_minutes))
         self.folder = self.files().folder
-        with together():  # the files may lie on each machine's own disk
+        with together():  # each machine may have the files on its own disk
             self.spec = ModelSpec.outline(self.folder)
             self.tokenizer = load_tokenizer(
                 config.model.tokenizer or self.folder, trust_remote_code=config.model.trust_remote_code
@@ -95,7 +99,7 @@ class Builder:
                 )
 
     def files(self, path: str | None = None) -> ModelFiles:
-        """The files of a model, of `model.path` unless another is named; those on a hub begin to arrive."""
+        """Return the files of `path` (by default `model.path`). Files on a hub start to download."""
         model = self.config.model
         path = path or model.path
         if path not in self._files:
@@ -119,7 +123,7 @@ class Builder:
         return float(self.config.rollout.sampling.get("temperature", 1.0))
 
     def grid(self, config: GridConfig, role: str) -> Grid:
-        """The role's grid over the whole world."""
+        """Create the grid of a role over all ranks of its role group."""
         return self.groups.grid(GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role))
 
     def model(
@@ -132,10 +136,11 @@ class Builder:
         beside_logits: bool = False,
         trained: bool = False,
     ) -> TrainingModel:
-        """A model with the weights of `path` (or of `model.path`), of the role's engine.
+        """Create a role's model with the weights of `path` (by default `model.path`), on the role's engine.
 
         Args:
-            trained: a checkpoint holds its weights.
+            value_head, beside_logits: see `make_model`.
+            trained: whether a checkpoint contains the model's weights.
         """
         files = self.files(path)
         from_files = self.config.model.init == "weights"
@@ -159,7 +164,7 @@ class Builder:
         return model
 
     def actor(self, heads: int = 1) -> Actor:
-        """The actor; where it is its own critic, with so many value heads."""
+        """Create the actor. With `critic.share_backbone` it has `heads` value heads."""
         config, shares = self.config, self.config.shares_backbone
         model = self.model(
             config.actor,
@@ -178,7 +183,7 @@ class Builder:
         )
 
     def critic(self, heads: int = 1) -> Critic:
-        """The critic; `heads`: one value for each of several agents."""
+        """Create the critic. `heads` is the number of values per token, one for each agent."""
         config = self.config
         model = self.model(
             config.critic, "critic", path=config.critic.path, value_head=heads, trained=config.critic.lora is None
@@ -191,7 +196,12 @@ class Builder:
         )
 
     def reference(self, actor: TrainingModel | None = None) -> Policy:
-        """The reference; where `actor` is the same model but for its adapters, it does without a second copy."""
+        """Create the reference policy.
+
+        Args:
+            actor: model of the actor on this rank. If the reference is the actor without its adapters, it shares this
+                model.
+        """
         config = self.config.reference
         if actor is not None and self.config.reference_is_actor:
             return Policy(
@@ -200,18 +210,19 @@ class Builder:
                 micro_batch_tokens=config.micro_batch_tokens,
                 with_adapters=False,
             )
-        if self.config.algorithm.divergence_name is not None:  # its logits are made where they are compared
+        if self.config.algorithm.divergence_name is not None:  # logits are computed where they are compared
             config = config.model_copy(update={"chunked_logits": True})
         model = self.model(config, "reference", path=config.path)
         place = place_for(None)
-        if config.offload and place is not None:  # on a CPU the weights already are where they would go
+        # On a CPU the weights already are in host memory, where offloading would put them.
+        if config.offload and place is not None:
             model.offload_to(place)
         with together():
             made = reference_policy(self.config, model, self.files(config.path).folder, self.tokenizer)
         return made
 
     def teach(self, actor: Actor, reference: Policy | RemoteWorker | None) -> None:
-        """Give the actor its teacher, if `algorithm.distillation` wants one."""
+        """Give the actor its teacher if `algorithm.distillation` is configured."""
         given, name, heat = self.config.algorithm.distillation, self.config.algorithm.divergence_name, self.temperature
         if name is not None:
             assert reference is not None
@@ -219,8 +230,12 @@ class Builder:
             actor.teacher.check_student(actor.model)
 
     def rollout(self, actor: TrainingModel | None, engine: Engine | None = None) -> Rollout:
-        """The engine, or a further actor's use of one; with an actor its weights come from there, else from the
-        model folder."""
+        """Create the rollout with its engine, for ranks that also have the actor or no actor at all.
+
+        Args:
+            actor: model whose weights the engine receives, or None to read them from the model's folder.
+            engine: existing engine to share with this actor, or None to create one.
+        """
         world, reshard = default_group(), self.config.reshard
         if self.config.rollout.engine == "server":
             _, made = server_rollout(self, actor)
@@ -228,7 +243,7 @@ class Builder:
             return made
         if actor is None:
             return Rollout(engine or self._engine(weights_come=False, on_load=None), world)
-        if self.config.environment.agents == "own":  # the engine holds one agent's weights after the other's
+        if self.config.environment.agents == "own":  # the engine holds the weights of one agent at a time
             reshard = reshard.model_copy(update={"alias": "never"})
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
@@ -251,9 +266,15 @@ class Builder:
         return Rollout(engine, world, sync)
 
     def remote_rollout(self, actor: TrainingModel | None) -> tuple[WeightSync | ServerSync, Rollout | None]:
-        """This rank's part in filling the engines, and its engine if it has one, where actor and engines share no rank.
+        """Create this rank's part in the weight transfer to engines on other ranks than the actor's.
 
-        The ranks of both take part; `actor` is this rank's model, None on those of the engines.
+        Collective over the ranks of actor and engines.
+
+        Args:
+            actor: model of this rank, or None on the engines' ranks.
+
+        Returns:
+            The weight transfer, and on the engines' ranks the rollout.
         """
         fabric, config = self.fabric, self.config
         assert fabric is not None
@@ -286,7 +307,12 @@ class Builder:
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
 
     def _actor_elsewhere(self, num_ranks: int, per_node: int) -> tuple[ActorWeights, list[Weight]]:
-        """The weights of an actor on so many other ranks, so many of them on its first rank's node."""
+        """Return weights and layouts of an actor on other ranks.
+
+        Args:
+            num_ranks: ranks of the actor.
+            per_node: ranks of the actor on the node of its first rank.
+        """
         actor = self.config.actor
         if actor.engine == "fsdp":
             num_shards = count_shards(actor.fsdp, num_ranks // actor.tp, per_node // actor.tp, "actor")
@@ -299,7 +325,12 @@ class Builder:
         return held, weights_of(self.spec)
 
     def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Engine:
-        """This world's engines; `weights_come` from an actor, so that none are read."""
+        """Create the engine of this rank.
+
+        Args:
+            weights_come: whether the actor sends the weights, so that none are read.
+            on_load: called when the engine loads its model, or None.
+        """
         from megaverl.rollout import make_engine
 
         config = self.config
@@ -326,14 +357,14 @@ class Builder:
         return timedelta(minutes=self.config.reshard.timeout_minutes or self.config.run.timeout_minutes)
 
     def learned_reward(self) -> TrainableModel:
-        """The reward model of `reward` that the run itself trains."""
+        """Create the reward model of `reward` that the run trains itself."""
         config, section = self.config, self.config.reward_model
         [path] = [entry.path for entry in config.reward if entry.path is not None and entry.engine == "megatron"]
         model = self.model(section, "reward_model", path=path, value_head=1, trained=section.lora is None)
         return make_trainable(model, section, section.optimizer, config.trainer.steps)
 
     def implicit_reward(self) -> ImplicitRewardModel:
-        """PRIME's reward model."""
+        """Create PRIME's reward model."""
         config, section = self.config, self.config.reward_model
         model = self.model(section, "reward_model", path=section.path, trained=section.lora is None)
         return ImplicitRewardModel(
@@ -344,10 +375,11 @@ class Builder:
         )
 
     def reward(self, trained: TrainableModel | None = None, *, models_are_here: bool = True) -> RewardRole:
-        """Rules and functions, and reward models; `trained` takes the place of the one that the run itself trains.
+        """Create the reward role from rules, functions and reward models.
 
         Args:
-            models_are_here: False on ranks that only read what the reward's ranks have scored.
+            trained: reward model that the run trains, used instead of loading it again.
+            models_are_here: False on ranks that only read the scores of the reward ranks.
         """
         config = self.config
         models = [entry for entry in config.reward if entry.path is not None]
@@ -361,7 +393,7 @@ class Builder:
             model = self._reward_model(entry, trained) if models_are_here else RemoteWorker("reward")
             learned.append(LearnedReward(entry.label, entry.weight, model))
         reward.begin(TrainerState(0, config.trainer.steps, 0.0))
-        # Dynamic sampling chooses the step's samples after they are scored.
+        # Dynamic sampling selects samples after scoring, so it is not known yet which ones the records will show.
         is_chosen = config.algorithm.dynamic_sampling.metric is not None
         num_shown = None if is_chosen and config.trainer.save_samples else config.trainer.save_samples
         return RewardRole(reward, self.tokenizer, default_group(), learned, num_shown)
@@ -389,7 +421,7 @@ class Builder:
         return made
 
     def player(self) -> Player | None:
-        """Plays the episodes of a run with an environment."""
+        """Create the player of episodes, or return None without an environment."""
         config = self.config
         if config.environment.name is None:
             return None
@@ -411,7 +443,7 @@ class Builder:
         return PromptEncoder(self.tokenizer, PromptFormat.of(self.config.data), token)
 
     def columns(self, *, needs_answer: bool = True) -> Columns:
-        """Which columns of the data are read."""
+        """Return the columns of the data that are read."""
         data = self.config.data
         tools = None
         if data.tools is not None:
@@ -420,13 +452,13 @@ class Builder:
         return Columns(data.prompt_key, data.answer_key if needs_answer else None, data.tools_key, tools, self.images)
 
     def dataset(self, sources: Sequence[Entry], *, needs_answer: bool = True) -> PromptDataset:
-        """All prompts of `sources`, checked."""
+        """Load and check all prompts of `sources`."""
         columns = self.columns(needs_answer=needs_answer)
         with together():
             return PromptDataset.load(list(sources), self.encoder(), columns)
 
     def prompts(self) -> Prompts:
-        """The training prompts, as steps take them."""
+        """Return the training prompts in the order in which steps take them."""
         data, seed = self.config.data, self.config.run.seed
         if not data.streaming:
             dataset = self.dataset(data.train)
@@ -437,5 +469,5 @@ class Builder:
 
 
 def grid_sizes(config: GridConfig) -> dict[str, Any]:
-    """The sizes that a configuration gives a role's grid, as `GridShape.fit` takes them."""
+    """Return the sizes of a role's grid from its section, as arguments of `GridShape.fit`."""
     return {name: getattr(config, name) for name in ("tp", "cp", "ep", "pp", "vpp", "etp")}

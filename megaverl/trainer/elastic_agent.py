@@ -1,12 +1,18 @@
-"""torchrun, but SIGTERM and SIGUSR1 go on to the ranks, the exit code is that of the ranks, they end with the agent
-whatever ends it, `--max-restarts` leaves alone what a restart cannot cure, and the job's store listens where the other
-nodes look for it, and nowhere else; and starting the ranks on this machine, where torchrun did not: how many.
+"""Launcher of ranks: torchrun's agent, adapted to runs that save before they exit.
 
-    # torchrun's arguments
+    # accepts torchrun's arguments
     python -m megaverl.trainer.elastic_agent --nnodes 2 --node-rank 0 ... -m megaverl.cli.main train ...
 
-A scheduler signals the process that it has started, and torchrun gives ranks that it ends 30 s, which is less than a
-large checkpoint takes, and then exits with 1 whatever they say.
+It differs from torchrun in five points:
+
+- SIGTERM and SIGUSR1 are forwarded to the ranks. A scheduler signals only the process that it started, and torchrun
+  gives ranks only 30 s, which is too short for a large checkpoint.
+- The exit code is that of the ranks. torchrun exits with 1 whatever the ranks return.
+- The ranks end with the agent, for whatever reason the agent ends.
+- `--max-restarts` does not apply to failures that a restart cannot cure.
+- The job's store listens only on the address that the other nodes use.
+
+`launch` starts the ranks of a command on this machine without torchrun.
 """
 
 from __future__ import annotations
@@ -36,22 +42,25 @@ from megaverl.temporary import remove_temporary_folder, temporary_folder
 from megaverl.trainer.preflight import CHECKED
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
-MASTER_PORT = 29500  # torchrun's, where none is given
-C10D_PORT = 29400  # torch's, of an endpoint without one
-JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
-# Exit codes of a rank after which the ranks are not started again: a run that saved because it must leave, one that was
-# interrupted, and a mistake in the configuration, which would be the same again.
+MASTER_PORT = 29500  # torchrun's default
+C10D_PORT = 29400  # torch's default for an endpoint without a port
+JOIN_SECONDS = 600.0  # seconds to wait for the agents of all nodes
+# Exit codes of a rank after which the ranks are not restarted: a run that saved because it must leave, a run that was
+# interrupted, and a mistake in the configuration, which a restart would only repeat.
 STAYS_DOWN = (SAVED_AND_LEFT, INTERRUPTED, MISTAKE)
-COMMAND_MODULES = ("megaverl", "megaverl.cli.main", "megaverl.cli.train")  # what a rank of a command runs
-ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
+COMMAND_MODULES = ("megaverl", "megaverl.cli.main", "megaverl.cli.train")  # modules that run the rank of a command
+ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # signals on which torch's agent still ends its ranks
 
 
 def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
-    """Run an agent of a job on this machine; the exit code of its first rank that failed.
+    """Run the agent of a job on this machine.
 
     Args:
-        argv: torchrun's.
-        log_hint: the folder of the ranks' logs.
+        argv: torchrun's arguments.
+        log_hint: folder of the ranks' logs, for messages.
+
+    Returns:
+        0, or the exit code of the first rank that failed.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -67,10 +76,12 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     _restart_only_what_failed()
     with _passing_on_signals():
         try:
-            met = _meet(arguments)  # the job's store lives as long as this does
+            # The job's store lives as long as this reference.
+            met = _meet(arguments)
             launch_config, program, given = config_from_args(arguments)
             is_command = any(word in COMMAND_MODULES for word in map(str, given))
-            if isinstance(program, str):  # else --run-path, for which torch's own processes end with this one
+            # With --run-path `program` is not a command, and torch's own processes end with this one.
+            if isinstance(program, str):
                 program, *given = ending_with_parent([program, *given])
             with tempfile.TemporaryDirectory(prefix="megaverl_finished_") as finished:
                 os.environ[FINISHED] = finished
@@ -81,7 +92,8 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
             where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
             remove_temporary_folder()
-            os._exit(FAILED)  # no rank has begun; a thread of torch may still wait for an answer
+            # No rank has begun. A thread of torch may still wait for an answer, so a normal exit could hang.
+            os._exit(FAILED)
         except ChildFailedError as error:
             return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
         except (KeyboardInterrupt, SignalException) as error:
@@ -92,7 +104,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
 
 
 def _left_without_finishing(ranks: Sequence[int], log_hint: str) -> int:
-    """Report local ranks that ended with exit code 0 before their command did; return the exit code of the job."""
+    """Report local ranks that exited with code 0 before their command had finished. Return the exit code of the job."""
     names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of this node"
     where = f" See {log_hint}/rank_N.log." if log_hint else ""
     print(
@@ -105,9 +117,12 @@ def _left_without_finishing(ranks: Sequence[int], log_hint: str) -> int:
 
 
 def _meet(arguments: argparse.Namespace) -> object:
-    """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`; of a
-    rendezvous by torch's c10d, which finds that out by itself, that no other program answers there. One node alone
-    meets nobody: its store is on the loopback. Returns the store, for torch's agent of the first node to use."""
+    """Wait for the agents of all nodes, and return the job's store, which torch's agent of the first node uses.
+
+    - A single node has no other agents. Its store is on the loopback interface.
+    - Several nodes with a fixed address wait for each other, within `--rdzv-conf timeout=SECONDS`.
+    - torch's c10d rendezvous waits by itself. Here it is only checked that no other program listens at the address.
+    """
     from megaverl.distributed.rendezvous import meet
     from megaverl.distributed.store import LOOPBACK, keep_store, store_at
 
@@ -122,7 +137,7 @@ def _meet(arguments: argparse.Namespace) -> object:
     endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
     host, _, port = endpoint.rpartition(":")
     if arguments.rdzv_backend == "c10d":
-        with suppress(OSError):  # nobody is there yet
+        with suppress(OSError):  # nobody listens yet
             store_at(host or port, int(port) if host else C10D_PORT)
         return None
     patience = float(settings.get("timeout", JOIN_SECONDS))
@@ -130,9 +145,11 @@ def _meet(arguments: argparse.Namespace) -> object:
 
 
 def _restart_only_what_failed() -> None:
-    """`--max-restarts` counts for failures alone: a run that wants to start again (`STARTS_AGAIN`) does, however often.
-    torch's `launch_agent` makes its agent of the class that its module names (torch 2.13,
-    torch/distributed/launcher/api.py), and has no argument for another."""
+    """Count only failures toward `--max-restarts`. A run that asks to start again (`STARTS_AGAIN`) is not limited.
+
+    torch's `launch_agent` creates an agent of the class that its module names and accepts no other class as argument
+    (torch 2.13, torch/distributed/launcher/api.py), so the name in the module is replaced.
+    """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher import api
 
@@ -142,7 +159,8 @@ def _restart_only_what_failed() -> None:
             if any(failure.exitcode in STAYS_DOWN for failure in result.failures.values()):
                 self._remaining_restarts = 0
             elif any(failure.exitcode == STARTS_AGAIN for failure in result.failures.values()):
-                worker_group.spec.max_restarts += 1  # ranks count their restarts by the difference of the two
+                # A rank computes its number of restarts as the difference of these two values.
+                worker_group.spec.max_restarts += 1
                 self._remaining_restarts += 1
             return result
 
@@ -150,16 +168,20 @@ def _restart_only_what_failed() -> None:
 
 
 def _silence_torchs_agent() -> None:
-    """A rank tells by itself why it fails, and `_explain` what it could not: torch's agent would tell it once more."""
+    """Silence the log messages of torch's agent.
+
+    A rank prints by itself why it fails, and `_explain` prints what a rank cannot. torch's agent would repeat both.
+    """
     for name in ("elastic", "launcher"):
         logger = logging.getLogger(f"torch.distributed.{name}")
         logger.addHandler(logging.NullHandler())
-        logger.propagate = False  # torch gives each module's logger a level of its own
+        # torch sets a level on each module's logger, so a level here would have no effect.
+        logger.propagate = False
 
 
 @contextmanager
 def _passing_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 that this process gets go to its ranks; without any, they end this process."""
+    """Forward SIGTERM and SIGUSR1 to this process's ranks. Without ranks, these signals end this process."""
     before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
     try:
         yield
@@ -169,15 +191,15 @@ def _passing_on_signals() -> Iterator[None]:
 
 
 def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
-    """Say what the ranks could not; returns the exit code of the job.
+    """Print the reasons that the ranks could not print. Return the exit code of the job.
 
     Args:
-        exitcodes: by rank, of those that did not end with 0; negative: the signal.
-        log_hint: the folder of the ranks' logs.
+        exitcodes: by rank, the exit codes other than 0. A negative code is the number of a signal.
+        log_hint: folder of the ranks' logs.
     """
     ended_by_agent = -signal.SIGTERM
     own = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
-    # A rank that a signal ended is the cause: the others then fail on the connection to it.
+    # If a signal ended a rank, that rank is the cause. The others then fail because their connection to it broke.
     rank, exitcode = min(own.items(), key=lambda item: (item[1] > 0, item[0]))
     if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT, STARTS_AGAIN):
         return exitcode
@@ -192,7 +214,7 @@ def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
 
 
 def _interrupted(error: BaseException) -> int:
-    """Say so, after a signal that ends the ranks; returns the exit code of the job."""
+    """Report that a signal ended the ranks. Return the exit code of the job."""
     name = signal.Signals(getattr(error, "sigval", signal.SIGINT)).name
     print(
         f"interrupted by {name} and ended without saving; SIGTERM lets a training run save first.",
@@ -219,7 +241,7 @@ def _is_rank(child: psutil.Process) -> bool:
 
 
 def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None = None) -> int:
-    """Run `megaverl argv` in as many ranks as the run wants; returns the exit code of the first that failed.
+    """Run `megaverl argv` with as many ranks as the run needs. Return the exit code of the first rank that failed.
 
     Raises:
         GridError: the number of processes does not fill a grid.
@@ -230,12 +252,16 @@ def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None 
 
 
 def default_nproc(config: Config, command: str) -> int:
-    """One process per GPU; without a GPU as many as the grids need."""
+    """Return the number of GPUs, or the number of ranks that the grids need if there is no GPU."""
     return count_gpus() or smallest_world(config, command)
 
 
 def check_world(config: Config, command: str, world_size: int) -> None:
-    """Raise a GridError with every grid that `world_size` ranks do not fill."""
+    """Check that `world_size` ranks fill the grids of all roles.
+
+    Raises:
+        GridError: lists every grid that they do not fill.
+    """
     from megaverl.config.grids import grid_mistakes
 
     mistakes = [str(mistake) for mistake in grid_mistakes(config, command, None, world_size)]
@@ -244,12 +270,13 @@ def check_world(config: Config, command: str, world_size: int) -> None:
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int:
-    """Run `python arguments` in `nproc` ranks of one job, whose code and data the caller has checked.
+    """Run `python arguments` in `nproc` ranks of one job. The caller has checked code and data.
 
-    A rank that fails prints why by itself; here only what it could not (a signal) is printed. The others are
-    ended with it. SIGTERM and SIGUSR1 go on to the ranks, which save and leave.
+    A rank that fails prints the reason itself, and all other ranks are ended. This process prints only what a rank
+    cannot, such as a signal that ended it. SIGTERM and SIGUSR1 are forwarded to the ranks, which save and exit.
 
-    Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).
+    Returns:
+        0, or the exit code of the first rank that failed (1 if a signal ended it).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir, _marked_as_checked():
@@ -260,14 +287,14 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
             "--log-dir": log_dir,
             "--monitor-interval": "0.1",
         }
-        # after "--" nothing is taken for an option of the agent, such as the command's own --nproc
+        # After "--", nothing is parsed as an option of the agent, such as the command's own --nproc.
         options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python", "--"]
         return main([*options, sys.executable, *arguments], log_hint)
 
 
 @contextmanager
 def _marked_as_checked() -> Iterator[None]:
-    """Tell ranks that are started inside that code and data are checked (`preflight.check_in_ranks`)."""
+    """Mark code and data as checked for ranks that are started inside (`preflight.check_in_ranks`)."""
     os.environ[CHECKED] = "1"
     try:
         yield

@@ -1,6 +1,9 @@
-"""Stages that generate nothing, and their loop: an optimizer step on the rows of a data set, checkpoints, exact resume.
-Supervised fine-tuning on prompt/answer pairs, with the actor's engine: a stage of its own, or RL's warm-up. On pairs of
-responses `megaverl dpo` trains a policy, `megaverl reward` a reward model."""
+"""Trainers without generation: supervised fine-tuning, preference optimization and reward models.
+
+They share a loop with one optimizer step on the rows of a data set, checkpoints and exact resume. `SFTTrainer` trains
+on prompt/answer pairs, also as a warm-up for RL. `PreferenceTrainer` (`megaverl dpo`) and `RewardModelTrainer`
+(`megaverl reward`) train on pairs of responses.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,10 @@ from megaverl.workers.trainable import TrainableModel
 
 
 def with_longest(config: Config, longest: int | None) -> Config:
-    """The configuration as a `Builder` sees it, for whom the longest response is a generated one.
+    """Return the configuration with the maximum response length of a stage, for a `Builder`.
 
     Args:
-        longest: tokens of a response out of the rows; None: as many as of a generated one.
+        longest: maximum tokens of a response in the rows, or None to keep the limit of generated responses.
     """
     if longest is None:
         return config
@@ -60,25 +63,28 @@ def with_longest(config: Config, longest: int | None) -> Config:
 def with_optimizer(
     builder: Builder, model: TrainingModel, role: ActorConfig | RewardModelConfig, stage: SFTConfig | PreferenceConfig
 ) -> TrainableModel:
-    """`model` with its role's optimizer, at the learning rate and for the steps of a stage."""
+    """Create the optimizer of a model with the learning rate, schedule and number of steps of a stage."""
     schedule = {"lr_decay_style": stage.lr_decay_style, "lr_warmup_steps": stage.lr_warmup_steps}
     role = role.model_copy(update={"scheduler": schedule})
     return make_trainable(model, role, {**role.optimizer, "lr": stage.lr}, stage.steps)
 
 
 class OfflineTrainer(ABC):
-    """Every rank makes one and calls `train`. A stage says what is trained, and what a step is.
+    """Base of the trainers on a data set. Every rank creates one and calls `train`.
+
+    Subclasses define the trained models, and what a step does.
 
     Args:
-        stage: its settings: steps, rows of one.
-        sources: where rows come from: paths, or entries of `data.train`.
+        stage: settings of the stage, such as steps and batch size.
+        sources: paths of the rows, or entries of `data.train`.
 
     Attributes:
-        trained: what a checkpoint holds, by role; the stage makes it after this, when it is known what it goes on from.
-        validate_every: steps between validations; 0: at the end only.
+        trained: models that a checkpoint contains, by role. A subclass creates them after this constructor, which
+            decides whether the run resumes.
+        validate_every: number of steps between validations, or 0 for one at the end only.
     """
 
-    name: str  # of the stage, in metrics
+    name: str  # name of the stage, in metrics and checkpoints
     trained: dict[str, TrainableModel]
     validate_every = 0
 
@@ -106,25 +112,28 @@ class OfflineTrainer(ABC):
 
     @abstractmethod
     def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
-        """The rows of sources, checked."""
+        """Load and check the rows of sources."""
 
     @abstractmethod
     def one_step(self, records: list[PromptRecord], step: int) -> dict[str, float]:
-        """One optimizer step on these rows; its metrics."""
+        """Run one optimizer step on these rows. Return its metrics."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
-        """Write what was trained as a Hugging Face folder."""
+        """Write the trained model as a Hugging Face folder."""
 
     def validate(self) -> dict[str, float]:
-        """Metrics on held-out rows; none where there are no such rows."""
+        """Return metrics on held-out rows, or an empty dictionary without held-out rows."""
         return {}
 
     def train(self) -> dict[str, float]:
-        """Run to the last step; returns the last validation's metrics, or the last step's.
+        """Run the remaining steps.
+
+        Returns:
+            Metrics of the last validation, or else of the last step.
 
         Raises:
-            Leaving: the run was asked to leave, has saved, and is to be started again.
+            Leaving: the run was asked to leave, has saved, and can be started again.
         """
         with self.leave.listening(), kept_objects():
             return self._train()
@@ -136,7 +145,9 @@ class OfflineTrainer(ABC):
             with self.records.opened(self.next_step):
                 for step in range(self.next_step, self.steps):
                     result = self._after(step + 1, self._measured_step(step))
-        except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
+        # Every rank raises a MegaverlError. A checkpoint of an earlier step is then written completely and only needs
+        # its commit.
+        except MegaverlError:
             self.saving.commit_written()
             raise
         finally:
@@ -194,7 +205,7 @@ class OfflineTrainer(ABC):
             self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})
 
     def _resume(self) -> None:
-        """Load the checkpoint that the run goes on from, if there is one."""
+        """Load the checkpoint that the run resumes from, if there is one."""
         if self.saving.resumed_from is None:
             return
         self.stages.status("resume")
@@ -205,11 +216,11 @@ class OfflineTrainer(ABC):
         self.saving.report_resumed(self.next_step, self.steps, "", self.trained)
 
 
-VALIDATION_PAIRS = 256  # in one batch
+VALIDATION_PAIRS = 256  # pairs in one batch
 
 
 class PairTrainer(OfflineTrainer):
-    """What both stages share: rows of pairs, and updates on them."""
+    """Base of the trainers on pairs of responses."""
 
     updates: PreferenceUpdates | RewardModelUpdates
 
@@ -248,7 +259,7 @@ class PairTrainer(OfflineTrainer):
 
 
 class PreferenceTrainer(PairTrainer):
-    """DPO, IPO, KTO, SimPO, ORPO: the actor learns from pairs, next to a frozen reference where the loss has one."""
+    """Trainer of the actor on pairs with DPO, IPO, KTO, SimPO or ORPO, and a frozen reference for losses with one."""
 
     name = "dpo"
 
@@ -271,7 +282,9 @@ class PreferenceTrainer(PairTrainer):
 
 
 class RewardModelTrainer(PairTrainer):
-    """Bradley-Terry: a sequence classifier with one label learns which response of a pair is the better one."""
+    """Trainer of a reward model: a sequence classifier with one label that ranks the responses of a pair
+    (Bradley-Terry).
+    """
 
     name = "reward_model"
 
@@ -291,7 +304,7 @@ class RewardModelTrainer(PairTrainer):
 
 
 class AnswerUpdates:
-    """Cross-entropy on the answers' tokens, given the prompts: the actor's model, and its optimizer steps."""
+    """Actor's model with optimizer steps on the cross-entropy of answer tokens, given the prompts."""
 
     def __init__(self, config: Config, builder: Builder) -> None:
         self.config, self.encoder = config, builder.encoder()
@@ -301,7 +314,7 @@ class AnswerUpdates:
         self.trainable = with_optimizer(builder, self.model, config.actor, config.sft)
 
     def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
-        """One optimizer step on these pairs; every rank takes part."""
+        """Run one optimizer step on these pairs. Collective over all ranks."""
         return run_updates(
             self,
             answers_batch(self.config, self.encoder, records),
@@ -313,7 +326,7 @@ class AnswerUpdates:
 
 
 class SFTTrainer(OfflineTrainer):
-    """`megaverl sft`. Every rank makes one and calls `train`."""
+    """Trainer of `megaverl sft`. Every rank creates one and calls `train`."""
 
     name = "sft"
 
@@ -324,7 +337,7 @@ class SFTTrainer(OfflineTrainer):
 
     def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
         dataset, encoder = self.builder.dataset(sources), self.builder.encoder()
-        with together():  # a bad answer ends the run before it starts
+        with together():  # an invalid answer ends the run before it starts
             for number in range(len(dataset)):
                 answer_tokens(self.config, encoder, dataset[number])
         return dataset
@@ -337,7 +350,7 @@ class SFTTrainer(OfflineTrainer):
 
 
 def warm_up(config: Config, builder: Builder, console: Console) -> TrainingModel:
-    """All steps of `sft` at once, with nothing saved or written down: what RL then starts from."""
+    """Run all steps of `sft` without saving or recording anything. Return the model that RL starts from."""
     sft = config.sft
     data = builder.dataset(answer_sources(config))
     sampler = data.sampler(sft.batch_size, config.run.seed, shuffle=config.data.shuffle)
@@ -350,15 +363,15 @@ def warm_up(config: Config, builder: Builder, console: Console) -> TrainingModel
 
 
 def answer_sources(config: Config) -> Sequence[Entry]:
-    """Where prompts with answers come from."""
+    """Return the sources of prompts with answers."""
     return config.sft.train or config.data.train
 
 
 def answers_batch(config: Config, encoder: PromptEncoder, records: Sequence[PromptRecord]) -> RolloutBatch:
-    """Pairs as a batch whose responses are the reference answers.
+    """Return pairs as a batch whose responses are the reference answers.
 
     Raises:
-        DataError: an answer that is not text, or longer than allowed; names the row.
+        DataError: an answer is not text or is too long. The message names the row.
     """
     answers = [answer_tokens(config, encoder, record) for record in records]
     generations = [Generation(tokens, [0.0] * len(tokens), "stop") for tokens in answers]
@@ -366,10 +379,10 @@ def answers_batch(config: Config, encoder: PromptEncoder, records: Sequence[Prom
 
 
 def answer_tokens(config: Config, encoder: PromptEncoder, record: PromptRecord) -> list[int]:
-    """A row's answer, with its end of sequence.
+    """Return the tokens of a row's answer, including the end of sequence.
 
     Raises:
-        DataError: see `answers_batch`.
+        DataError: the answer is not text or is too long. The message names the row.
     """
     limit = config.sft.max_answer_tokens or int(config.rollout.sampling["max_tokens"])
     if not isinstance(record.reference, str):

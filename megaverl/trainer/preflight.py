@@ -1,7 +1,7 @@
-"""What is checked of a run before any rank starts, for the command line and for Python programs alike.
+"""Checks of a run before its ranks start, for the command line and for Python programs.
 
-`load_config` has checked the configuration by then. Here the machine is looked at, and the checkpoint that the run goes
-on from. Nothing heavy is imported. Ranks that torchrun has started check their code and data here too.
+`load_config` has already checked the configuration. These functions check the machine, and the checkpoint that the run
+resumes from, without heavy imports. Ranks that torchrun started check their code and data here as well.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from megaverl.user_code import describe
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Set for ranks whose code and data the command that starts them has checked, or was told not to check.
+# Marks ranks whose code and data the starting command has checked, or was told not to check.
 CHECKED = "_MEGAVERL_CHECKED"
 GENERATES = ("train", "eval", "generate", "quickstart")
 
 
 def prepare_environment(config: Config, command: str) -> None:
-    """Set the environment of this rank. Call before torch is imported: it and CUDA read their variables once."""
+    """Set the environment variables of this rank.
+
+    This must run before torch is imported, because torch and CUDA read their variables only once.
+    """
     roles = [getattr(config, role, None) for role in used_roles(config, command)]
     models = [role for role in roles if isinstance(role, GridConfig)]
     optimizers = [getattr(role, "optimizer", {}) for role in models]
@@ -58,7 +61,7 @@ def check_builds() -> None:
     """Refuse an environment in which importing models fails.
 
     Raises:
-        ConfigError: packages that are built for CUDA beside a torch for the processor.
+        ConfigError: CUDA builds of packages are installed next to a CPU build of torch.
     """
     if foreign := cuda_builds_beside_cpu_torch():
         raise ConfigError(
@@ -71,20 +74,20 @@ def check_packages(config: Config, command: str) -> None:
     """Refuse a run whose packages are not installed.
 
     Raises:
-        ConfigError: says which are missing, and how to install them.
+        InvalidConfig: lists the missing packages and how to install them.
     """
     if mistakes := list(package_mistakes(config, command)):
         raise InvalidConfig(mistakes, "packages")
 
 
 def generates_with_vllm(config: Config, command: str) -> bool:
-    """Return whether the command has vLLM engines in its own processes."""
+    """Return whether the command runs vLLM engines in its own processes."""
     is_replayed = config.trainer.replay_rollouts is not None
     return command in GENERATES and config.rollout.engine == "vllm" and not is_replayed
 
 
 def head_size_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """Yield a model that vLLM cannot generate with on this machine's processor."""
+    """Yield an issue if vLLM has no CPU kernel for the model's head size, on a machine without a GPU."""
     spec = _outline(config)
     if spec is None or has_usable_gpu() or not generates_with_vllm(config, command):
         return
@@ -93,7 +96,7 @@ def head_size_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
-    """Yield what vLLM's build for processors cannot do, where this machine has no GPU."""
+    """Yield an issue if vLLM's CPU build does not support the engine's fields, on a machine without a GPU."""
     if has_usable_gpu() or not generates_with_vllm(config, command):
         return
     spec = _outline(config)
@@ -109,18 +112,21 @@ def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
 
 
 def _outline(config: Config) -> ModelSpec | None:
-    """Return the model's dimensions, or None where its config.json is not here or cannot be read."""
+    """Return the model's dimensions, or None if its config.json is not on this machine or not readable."""
     path = config.model.path
     if is_hub_name(path) or not (Path(path) / "config.json").is_file():
         return None
     try:
         return ModelSpec.outline(path)
     except ModelError:
-        return None  # the configuration's own check has a better message
+        return None  # the configuration's own check reports this better
 
 
 def field_mistakes_on(config: Config, command: str, machine: FieldMachine) -> Iterator[ConfigIssue]:
-    """Yield what megatron-core's fields ask for and a machine does not have, of the roles that `command` builds."""
+    """Yield an issue for each requirement of megatron-core's fields that this machine does not meet.
+
+    Only the roles that `command` builds are checked.
+    """
     sections = {role: getattr(config, role) for role in used_roles(config, command)}
     on_megatron = {role: section for role, section in sections.items() if section.engine == "megatron"}
     for role, parts in without_repeats(on_megatron).items():
@@ -128,19 +134,19 @@ def field_mistakes_on(config: Config, command: str, machine: FieldMachine) -> It
 
 
 def check_fields(config: Config, command: str, *, dry_run: bool = False, with_trials: bool = True) -> list[str]:
-    """Check that this machine can compute what the fields for megatron-core and vLLM ask for.
+    """Check that this machine supports the fields that are passed to megatron-core and vLLM.
 
-    A dry run on a machine without a GPU may be of a run on another machine, unless CUDA_VISIBLE_DEVICES says that the
-    processor is meant. What is wrong is then returned as a note, and not raised.
+    A dry run on a machine without a GPU may be meant for another machine, unless CUDA_VISIBLE_DEVICES selects the CPU.
+    Its issues are then returned as notes instead of being raised.
 
     Args:
-        with_trials: build models in child processes; else only what is known without building is checked.
+        with_trials: also build small models in child processes.
 
     Returns:
         Notes for the terminal.
 
     Raises:
-        InvalidConfig: lists what cannot be computed here.
+        InvalidConfig: lists the fields that this machine does not support.
     """
     issues = [*head_size_mistakes(config, command), *engine_mistakes_here(config, command)]
     issues += field_mistakes_on(config, command, FieldMachine.here())
@@ -160,28 +166,28 @@ def check_fields(config: Config, command: str, *, dry_run: bool = False, with_tr
 
 
 def check_models(config: Config, *, on_this_machine: bool = True) -> None:
-    """Refuse models that are neither here nor on the hub.
+    """Refuse models that are neither on this machine nor on the hub.
 
     Args:
-        on_this_machine: the run starts here; else a hub that is not reached is no mistake.
+        on_this_machine: whether the run starts on this machine. If not, an unreachable hub is not an error.
 
     Raises:
-        InvalidConfig: lists them.
+        InvalidConfig: lists the missing models.
     """
     if issues := missing_models(config, on_this_machine=on_this_machine):
         raise InvalidConfig(issues, "models that it names")
 
 
 def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
-    """Check what a dry run looks at; return a warning, or nothing.
+    """Run the checks of a dry run. Return a warning, or an empty string.
 
-    A dry run may be of a recipe for another machine, so builds and GPUs of this one are no mistake.
+    A dry run may be of a recipe for another machine, so builds and GPUs of this machine are not errors.
 
     Args:
-        with_files: the model's and the run's folders are those of this machine.
+        with_files: whether the folders of the model and the run are on this machine.
 
     Raises:
-        ConfigError: what is wrong, and what to do.
+        ConfigError: says what is wrong and what to do.
     """
     if with_files:
         check_models(config, on_this_machine=False)
@@ -190,7 +196,7 @@ def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
 
 
 def check_code_and_data(config: Config, command: str) -> Preflight:
-    """Load what the configuration names and read some rows, outside of this process where that runs others' code.
+    """Load the code that the configuration names and read some rows. User code runs in child processes.
 
     Raises:
         InvalidConfig: lists what is wrong.
@@ -202,28 +208,30 @@ def check_code_and_data(config: Config, command: str) -> Preflight:
 
 
 def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> None:
-    """Check code and rows once on each node, unless the command that started the ranks has done it. Collective.
+    """Check code and rows once on each node, unless the starting command has done so. Collective over all ranks.
 
-    Ranks that torchrun has started come here unchecked. The files may lie on each machine's own disk, so the first rank
-    of every node looks. All ranks then raise the same error, before any model is built.
+    Ranks that torchrun started have not been checked. Files may be on each machine's own disk, so the first rank of
+    every node checks them. All ranks then raise the same error before any model is built.
 
     Args:
-        group: of all ranks of the job, in host memory.
+        group: all ranks of the job, with communication in host memory.
 
     Raises:
-        InvalidConfig: lists what is wrong, with the node where it is not wrong on all of them.
+        InvalidConfig: lists what is wrong, with the node if it is not wrong on all of them.
     """
-    if os.environ.pop(CHECKED, ""):  # read once: a run that user code starts from here is another one
+    # Removed after reading, so that a run which user code starts from here is checked again.
+    if os.environ.pop(CHECKED, ""):
         return
     mine: dict[str, Any] | None = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        # Whatever happens is reported: the other ranks wait for this one.
+        # Report any exception, because the other ranks wait for this rank.
         try:
             issues = [asdict(issue) for issue in preflight(config, command).issues]
         except Exception as error:
             issues = [asdict(ConfigIssue("run", f"its code and data cannot be checked: {describe(error)}."))]
         mine = {"host": socket.gethostname(), "issues": issues}
-    from megaverl.distributed.collectives import reduce_json  # imports torch, which only ranks do
+    # Imported here because it imports torch, which only ranks need.
+    from megaverl.distributed.collectives import reduce_json
 
     merged = reduce_json(mine, _merge_reports, group)
     if merged:
@@ -232,7 +240,7 @@ def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> No
 
 
 def _merge_reports(reports: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Return the issues of all nodes, each once; one that not all nodes have names those that do."""
+    """Return the issues of all nodes without duplicates. An issue of only some nodes names these nodes."""
     of_nodes = [report for report in reports if report is not None]
     issues: dict[str, dict[str, Any]] = {}
     hosts: dict[str, list[str]] = {}
@@ -248,13 +256,14 @@ def _merge_reports(reports: list[dict[str, Any] | None]) -> list[dict[str, Any]]
 
 
 def check_before_ranks(config: Config, command: str, *, is_rank: bool = False) -> str:
-    """Check all that can be known of a run before its ranks start; return a warning, or nothing.
+    """Run all checks that are possible before the ranks of a run start. Return a warning, or an empty string.
 
     Args:
-        is_rank: this process is one of the ranks. All of them come to the same; the checkpoint they read together.
+        is_rank: whether this process is a rank. All ranks get the same result, and compare settings with the checkpoint
+            collectively later.
 
     Raises:
-        ConfigError: what is wrong, and what to do.
+        ConfigError: says what is wrong and what to do.
     """
     check_builds()
     check_packages(config, command)
@@ -262,6 +271,6 @@ def check_before_ranks(config: Config, command: str, *, is_rank: bool = False) -
         check_models(config)
         check_resume(config, command)
     why_unusable = unusable_gpus()
-    if why_unusable and command != "quickstart":  # whose model is tiny
+    if why_unusable and command != "quickstart":  # quickstart's model is tiny
         raise ConfigError(why_unusable)
     return why_unusable or ""

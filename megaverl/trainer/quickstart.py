@@ -1,9 +1,7 @@
-"""The quickstart: a tiny model learns to write numbers backwards, from nothing, on the same code as a 70B run.
+"""Quickstart: a tiny model learns from scratch to reverse numbers, with the same code as a 70B run.
 
-With a recipe that names an environment of the package, or rows of its own, it learns that instead.
-
-Tokenizer, model and data are made on the spot; a short supervised warm-up teaches the form of an answer, PPO
-teaches the task.
+If the recipe names an environment of the package, or its own rows, the model learns that task instead. Tokenizer, model
+and data are created locally. A short supervised warm-up teaches the format of an answer, and PPO the task.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from megaverl.trainer.saving import export_model
 from megaverl.version import __version__
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
-# Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
+# Qwen3 with a head size of 32, the smallest that vLLM's CPU attention supports.
 MODEL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -46,7 +44,7 @@ MODEL = {
 
 
 def prepare(config: Config) -> None:
-    """Make what the run reads: data, tokenizer and a randomly initialised model, all from `run.seed`."""
+    """Create the inputs of the run from `run.seed`: data, tokenizer and a randomly initialized model."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -68,7 +66,7 @@ def prepare(config: Config) -> None:
 
 
 def make_inputs(config: Config) -> None:
-    """`prepare`, once on each machine: the first process makes them while the others wait."""
+    """Create the inputs once on each machine. The first process creates them while the others wait."""
     folder = Path(config.run.dir) / config.run.name / "inputs"
     made, wanted = folder / "made_of.json", json.dumps([__version__, config.run.seed, TASK, MODEL])
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,8 +80,11 @@ def make_inputs(config: Config) -> None:
 
 
 def _prepare_data(config: Config, folder: Path) -> Path:
-    """Rows of the task, or of the environment that the configuration names, unless it has its own; returns a tokenizer
-    trained on them."""
+    """Write the rows of the task or environment, unless the configuration names its own. Train a tokenizer on them.
+
+    Returns:
+        Path of the tokenizer.
+    """
     name = config.environment.name
     if any(Path(source.path).parent != folder for source in config.data.train):
         return _tokenizer_of_characters(config, folder / "tokenizer.model")
@@ -99,7 +100,7 @@ def _prepare_data(config: Config, folder: Path) -> Path:
 
 
 def _tokenizer_of_characters(config: Config, path: Path) -> Path:
-    """Single characters of the rows that the configuration names; what all prompts begin with is one symbol."""
+    """Train a tokenizer on the characters of the configured rows. The common beginning of all prompts is one symbol."""
     sources = [open_source(source) for source in (*config.data.train, *config.sft.train)]
     rows = [source[index] for source in sources for index in range(len(source))]
     prompts = [str(row[config.data.prompt_key]) for row in rows]
@@ -112,9 +113,9 @@ def _tokenizer_of_characters(config: Config, path: Path) -> Path:
 
 
 def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
-    """Run the warm-up and the training, then show accuracy before and after, the curve, and where things are.
+    """Run warm-up and training, then print accuracy before and after, the curve, and the output paths.
 
-    A run that goes on from a checkpoint has its warm-up behind it.
+    A run that resumes from a checkpoint skips the warm-up.
     """
     builder = Builder(config)
     warm = config.run_dir / "inputs" / "warm"
@@ -128,13 +129,13 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
 
 
 def _goes_on(config: Config, warm: Path) -> bool:
-    """Return whether the run goes on from a checkpoint, and the model that its warm-up has made is there."""
+    """Return whether the run resumes from a checkpoint and has the model of its warm-up."""
     source = likely_source(config.checkpoint.resume, config.run_dir)
     return source is not None and (warm / "config.json").is_file()
 
 
 def _report(trainer: Trainer, console: Console) -> None:
-    """Show what the whole run has learned, also where it was interrupted in between."""
+    """Print the results of the whole run, including the parts before interruptions."""
     records = [(int(record["step"]), record) for record in read_metrics(trainer.run_dir / "metrics.jsonl")]
     held_out = [(step, m["validation/accuracy"]) for step, m in records if "validation/accuracy" in m]
     training = [(step, m["reward/accuracy"]) for step, m in records if "reward/accuracy" in m]
@@ -146,7 +147,7 @@ def _report(trainer: Trainer, console: Console) -> None:
     shown = "{:.1%}" if has_accuracy else "{:.3f}"
     picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", what)
     console.print(text_curve(training, f"{what} on training prompts", low=low, high=high))
-    if held_out:  # trainer.validate_every=0: nobody looked
+    if held_out:  # empty with trainer.validate_every=0
         console.print(
             f"{what} on held-out prompts: {shown.format(held_out[0][1])} before, {shown.format(held_out[-1][1])} after "
             f"{held_out[-1][0]} steps of {trainer.config.algorithm.name}"

@@ -1,8 +1,8 @@
-"""A layout for the steps that a run really has: what it has measured of its lengths and phases corrects the prediction;
-a better layout is taken at a checkpoint, in new processes.
+"""Replanning: find a better layout from a run's measurements, and continue on it after a checkpoint.
 
-Operators take longer or shorter than predicted by a factor each, which another layout's are expected to have too; of a
-layout that the run has already been on, its own are known.
+Measured sequence lengths and operator times correct the planner's prediction. The ratio of measured to predicted time
+of each operator is assumed to hold for other layouts, too. For a layout that the run has used before, its own measured
+ratios are known. The run switches layouts at a checkpoint, in new processes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from megaverl.planner.search import LayoutSearch, hardware_of
 from megaverl.planner.simulator import Prediction, simulate
 from megaverl.trainer.job import Leaving
 
-LEAST_GAIN = 0.03  # of a step, below which a layout is not called better
+# Smallest share of a step's time by which a layout counts as better.
+LEAST_GAIN = 0.03
 Factors = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a run has measured of its steps.
+    """Measurements of a run's steps.
 
     Attributes:
-        prompts, responses: tokens of samples.
-        seconds: operator -> what it took in a step.
+        prompts, responses: number of tokens of each sample.
+        seconds: duration of each operator in a step.
     """
 
     prompts: Sequence[float]
@@ -51,12 +52,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Replanned:
-    """A layout beside the one that a run is on.
+    """Layout that replanning found, compared with the layout that the run is on.
 
     Attributes:
-        settings: of the better one; of the same, where there is none.
-        before, after: seconds of a step, as corrected.
-        factors: operator -> measured by predicted, of the layout that the run is on.
+        settings: settings of the better layout, or of the current one if none is better.
+        before, after: corrected predictions of a step's seconds on the current and on this layout.
+        factors: ratio of measured to predicted seconds by operator, on the current layout.
     """
 
     settings: Settings
@@ -66,7 +67,7 @@ class Replanned:
 
     @property
     def gain(self) -> float:
-        """Share of a step that is saved."""
+        """Return the share of a step's time that the layout saves."""
         return 1 - self.after / self.before
 
     @property
@@ -74,12 +75,15 @@ class Replanned:
         return self.gain >= LEAST_GAIN
 
     def pays(self, steps: int, restart: float) -> bool:
-        """Whether so many steps save more than the seconds of a restart."""
+        """Return whether `steps` steps save more seconds than `restart`, the duration of a restart."""
         return self.is_better and steps * (self.before - self.after) > restart
 
 
 def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
-    """Operator -> measured by predicted seconds; of one that has not both, what it is of all together."""
+    """Return the ratio of measured to predicted seconds by operator.
+
+    Operators without a measurement or prediction get the ratio of all other operators together.
+    """
     predicted = {phase.name: phase.seconds for phase in prediction.phases}
     both = [name for name, taken in predicted.items() if taken > 0 and seconds.get(name, 0.0) > 0]
     if not both:
@@ -89,15 +93,16 @@ def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
 
 
 def replan(config: Config, make: Make, world: int, seen: Observation, known: Mapping[Any, Factors]) -> Replanned:
-    """The best layout for what a run has measured; the keys that were `auto` are chosen anew, or, where there are
-    none, all that could be.
+    """Search the best layout for a run's measurements.
+
+    The keys that were `auto` are chosen again. If there were none, all keys that could be `auto` are.
 
     Args:
-        make: the configuration with settings laid over what was written.
-        known: `key_of` the settings of layouts that the run was on before -> their factors.
+        make: returns the configuration with changed settings.
+        known: ratios of layouts that the run has used before, by `key_of` their settings.
 
     Raises:
-        ConfigError: the model or the machine is not known.
+        ConfigError: the model or the machine is unknown.
     """
     hardware, spec = hardware_of(config, world), find_spec(config)
     lengths = LengthDistribution.measured(seen.prompts, seen.responses)
@@ -122,17 +127,17 @@ def replan(config: Config, make: Make, world: int, seen: Observation, known: Map
     return Replanned(best.settings, before, after, factors)
 
 
-WARM_UP = 1  # steps after a start that are not counted
+WARM_UP = 1  # steps after a start that are not measured
 
 
 class StartingAgain(Leaving):
-    """The run has saved, and goes on on another layout: every rank ends with `errors.STARTS_AGAIN`."""
+    """Exception of a run that has saved and continues on another layout. Ranks exit with `errors.STARTS_AGAIN`."""
 
     code = STARTS_AGAIN
 
 
 class Replanning:
-    """What `trainer.replan_every` and `run.replan` ask for. The rank that keeps the records looks; all ranks leave.
+    """Handler of `trainer.replan_every` and `run.replan`. The rank that keeps the records searches; all ranks leave.
 
     Args:
         keeps: whether this rank keeps the records.
@@ -150,7 +155,7 @@ class Replanning:
         self._start = 0.0
 
     def look(self, done: int, metrics: Mapping[str, float], batch: RolloutBatch) -> dict[str, float]:
-        """Note a step; where that is due, say what a better layout would gain, as metrics."""
+        """Record a step. If a search is due, print and return the gain of the best layout, as metrics."""
         if not self.every or not self.keeps:
             return {}
         self._steps += 1
@@ -179,17 +184,21 @@ class Replanning:
         return {"plan/gain": found.gain, "plan/step_ms": found.before * 1e3, "plan/better_step_ms": found.after * 1e3}
 
     def seconds_until(self, metrics: Mapping[str, float]) -> float:
-        """From the start of this process until its first step, which is over: what a restart takes."""
+        """Return the seconds from the start of this process to its first step, which a restart would take.
+
+        Args:
+            metrics: metrics of the first step, which has just ended.
+        """
         return time.time() - psutil.Process().create_time() - metrics.get("time/step_ms", 0.0) / 1e3
 
     def saved(self, done: int, group: dist.ProcessGroup | None, settle: Callable[[], bool]) -> None:
-        """After a checkpoint: where a better layout was found, have the run go on on it. Every rank of `group` comes.
+        """Leave the run after a checkpoint if a better layout was found. Collective over `group`.
 
         Args:
-            settle: waits until the checkpoint is whole; False: it is not.
+            settle: waits until the checkpoint is complete and returns False if it failed.
 
         Raises:
-            StartingAgain: it does.
+            StartingAgain: the run continues on the better layout.
         """
         steps = self.config.trainer.steps
         if done == steps or not (self.config.run.replan and self.config.chosen):
@@ -202,7 +211,7 @@ class Replanning:
         raise StartingAgain(f"replan: saved after {done} of {steps} steps, which go on on the other layout.")
 
     def _measured(self) -> list[dict[str, Any]]:
-        """Layouts that the run was on before; of this one, what it has just measured counts."""
+        """Return the measurements of other layouts that the run has used. The current layout is measured anew."""
         own = key_of(self.config.chosen)
         said = read_choice(self.config, self._world).get("measured", [])
         return [each for each in said if key_of(each["settings"]) != own]

@@ -1,7 +1,7 @@
-"""How a run goes on from a checkpoint that was written with other settings; and how a person makes it go on.
+"""Resuming a run from a checkpoint that was written with other settings.
 
-`megaverl.config.resuming` says what becomes of each changed setting. This module reads the checkpoint's configuration,
-refuses or reports the changes, and finds the place in the learning rate's schedule.
+`megaverl.config.resuming` defines the outcome of each changed setting. This module reads the checkpoint's
+configuration, refuses or reports the changes, and computes the position in the learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ STAGE_OF = {"train": "train", "quickstart": "train", "sft": "sft", "dpo": "dpo",
 
 @dataclass(frozen=True)
 class ChangedSettings:
-    """What differs between a checkpoint's configuration and that of the run which is resumed from it.
+    """Settings in which a resumed run differs from its checkpoint.
 
     Attributes:
-        before: the checkpoint's configuration; None: the checkpoint does not hold it.
+        source: folder of the checkpoint.
+        before: configuration of the checkpoint, or None if the checkpoint does not contain it.
     """
 
     source: Path | None = None
@@ -40,7 +41,7 @@ class ChangedSettings:
         """Compare a run with the checkpoint in `folder`, whose configuration is `before`.
 
         Raises:
-            ConfigError: lists every change that a resumed run cannot follow.
+            InvalidConfig: lists every change that a resumed run cannot follow.
         """
         if before is None:
             return cls(folder)
@@ -51,11 +52,11 @@ class ChangedSettings:
 
     @property
     def generated_otherwise(self) -> list[Change]:
-        """The changes that make responses in the checkpoint differ from those of this run."""
+        """Return the changes after which responses in the checkpoint differ from newly generated ones."""
         return [change for change in self.changes if change.shapes_responses]
 
     def lines(self) -> list[str]:
-        """Return what a person must know of the changes, a line each."""
+        """Return a line of text for each group of changes, for the console."""
         if self.source is None:
             return []
         if self.before is None:
@@ -66,14 +67,14 @@ class ChangedSettings:
         return lines + [f"changed since {self.source.name}, without effect: {change}. {change.why}" for change in kept]
 
     def moved_updates(self, config: Config, steps: int, role: str) -> int:
-        """Return how many updates the schedule's place moves, where a step takes another number of updates now.
+        """Return by how many updates the schedule's position moves if a step now has another number of updates.
 
-        The schedule of the new configuration counts its own updates, so its place after `steps` is not where the old
-        configuration's updates have brought it.
+        The schedule of the new configuration counts its own updates. Its position after `steps` steps therefore differs
+        from the number of updates that the old configuration made.
 
         Args:
-            steps: training steps that are done.
-            role: whose schedule it is. A reward model is updated once a step whatever the settings.
+            steps: number of completed training steps.
+            role: role whose schedule it is. A reward model is updated once in each step, whatever the settings.
         """
         if self.before is None or role.startswith("reward_model"):
             return 0
@@ -81,7 +82,7 @@ class ChangedSettings:
             before = Config.model_validate(dict(self.before))
         except ValidationError:  # written by another version of megaverl
             return 0
-        if role.startswith("actor"):  # it was not updated in the first steps
+        if role.startswith("actor"):  # not updated while only the critic warmed up
             steps = max(0, steps - before.algorithm.critic_warmup_steps)
         return config.updates_after(steps) - before.updates_after(steps)
 
@@ -92,7 +93,7 @@ def stage_of(state: Mapping[str, Any]) -> str:
 
 
 def config_writer(config: Config) -> dict[str, Callable[[Path], None]]:
-    """Return the file of a checkpoint that holds its configuration, and what writes it."""
+    """Return the name of a checkpoint's configuration file, mapped to the function that writes it."""
     text = config.to_yaml()
 
     def write(path: Path) -> None:
@@ -102,12 +103,12 @@ def config_writer(config: Config) -> dict[str, Callable[[Path], None]]:
 
 
 def check_resume(config: Config, command: str) -> None:
-    """Refuse a run that cannot go on from its checkpoint with these settings, before any rank starts.
+    """Refuse a run that cannot resume from its checkpoint with these settings, before any rank starts.
 
-    The ranks look again at the checkpoint that they load. What is wrong with its files is left to them.
+    The ranks repeat the check with the checkpoint that they load. Damaged files are left to them.
 
     Raises:
-        ConfigError: lists every change that a resumed run cannot follow.
+        InvalidConfig: lists every change that a resumed run cannot follow.
     """
     stage = STAGE_OF.get(command)
     if stage is None or config.trainer.rollout_only:
@@ -122,11 +123,11 @@ def check_resume(config: Config, command: str) -> None:
 
 @dataclass(frozen=True)
 class GoingOn:
-    """How a run that saves and leaves is started again.
+    """Exit code and advice of a run that saves and leaves.
 
     Attributes:
-        code: exit code: `errors.SAVED_AND_LEFT` where the same command goes on, else `errors.INTERRUPTED`.
-        advice: what a person must do.
+        code: `errors.SAVED_AND_LEFT` if the same command continues the run, else `errors.INTERRUPTED`.
+        advice: how the user continues the run.
     """
 
     code: int
@@ -134,10 +135,10 @@ class GoingOn:
 
     @classmethod
     def of(cls, config: Config, *, has_saved: bool) -> GoingOn:
-        """Return what `checkpoint.resume` makes of a second start.
+        """Derive exit code and advice from `checkpoint.resume`.
 
         Args:
-            has_saved: there is a checkpoint of this run; else nothing was trained, and a second start loses nothing.
+            has_saved: whether this run has a checkpoint. If not, nothing was trained, and a second start loses nothing.
         """
         resume, own = config.checkpoint.resume, (config.run_dir, config.run_dir / "checkpoints")
         if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [path.resolve() for path in own]:

@@ -1,4 +1,4 @@
-"""What every rank of a command does: turn the output to its log, join the world, do the work."""
+"""Entry point of a rank: redirects output to its log, joins the job and runs the command."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ def main(
     *,
     checks_files: bool = True,
 ) -> int:
-    """Run `command` (train, sft, eval, generate or quickstart) on this rank.
+    """Run `command` (train, sft, dpo, reward, eval, generate or quickstart) on this rank.
+
+    Errors are raised. The calling process shows them and exits.
 
     Args:
-        check: of who is where, before anything is built on it; the same on every rank.
-        checks_files: look at code and data first, where the command that started the ranks has not.
+        options: options of the command line that are not part of the configuration.
+        check: check of the placement before anything is built, with the same result on every rank.
+        checks_files: whether to check code and data first, if the starting command has not.
 
-    Returns: the exit status: 0, or what `Leaving` says where the run has saved and left.
-
-    What goes wrong is raised: the process that called this shows it and ends.
+    Returns:
+        Exit status: 0, or the code of `Leaving` if the run has saved and left.
     """
     rank = int(os.environ.get("RANK", 0))
     config = with_absolute_paths(config)
@@ -61,7 +63,7 @@ def main(
         with exits_fail():
             code = _check_and_do(config, command, console, job, options, checks_files=checks_files)
     except BaseException as error:
-        # of a rank that is gone the others hear in their own way: what they say of it is one thing
+        # If a rank is lost, each other rank fails in its own way. Report the common cause instead.
         if verdict := job.liveness.explain(error):
             raise TrainingStopped(verdict) from error
         raise
@@ -102,11 +104,16 @@ def _do(config: Config, command: str, console: Console, job: Job, options: dict[
 
 
 def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
-    """The run folder, with the configuration and the versions that this command runs with."""
+    """Create the run folder and write the configuration and the versions that this command runs with.
+
+    Raises:
+        ConfigError: the folder is not writable.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f"{command}.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        if config.chosen:  # a resume on as many ranks reads it again
+        # A resumed run on the same number of ranks reads this choice again.
+        if config.chosen:
             world = int(os.environ.get("WORLD_SIZE", "1"))
             write_choice(config, world, config.chosen, read_choice(config, world).get("measured", ()))
         write_versions(run_dir)
