@@ -72,11 +72,6 @@ HIDING_OPENINGS = {
     *("of", "what", "whether", "where", "how", "who", "whom", "whose", "those", "that", "as", "so", "which", "when"),
     *("in", "by", "from", "for"),
 }
-# Packages whose docstrings still open with such words. Only ever remove names from this list.
-DOCSTRINGS_TO_REWRITE = {
-    "dataflow",
-    "trainer",
-}
 LEVEL_OF = {name: number for number, name in enumerate(ORDER)}
 
 # What a package does without, beyond what its place in the order says.
@@ -159,9 +154,6 @@ def test_docstrings_open_with_a_verb_or_their_subject() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     hiding = []
     for path in modules():
-        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if package in DOCSTRINGS_TO_REWRITE:
-            continue
         nodes = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, documented))
         for docstring in map(ast.get_docstring, nodes):
             if docstring and first_word(docstring) in HIDING_OPENINGS:

@@ -1,4 +1,4 @@
-"""Operators with named inputs and outputs, ordered by what they need, on the ranks of roles; and programs on ranks."""
+"""Dataflow: operators with named inputs and outputs, ordered by their dependencies. Programs on a job's ranks."""
 
 from megaverl.dataflow.flow import DataFlow
 from megaverl.dataflow.plan import Operator

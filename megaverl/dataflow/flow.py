@@ -1,4 +1,4 @@
-"""Operators with named inputs and outputs, ordered by what they need, checked before they run."""
+"""Flows of operators with named inputs and outputs. A flow is ordered and checked before it runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from megaverl.errors import ConfigError
 
 
 class DataFlow:
-    """Operators joined by the names of what they take and give.
+    """Set of operators that are connected by the names of their inputs and outputs.
 
-    Add operators in any order, `compile`, then `run` as often as wanted. Ranks of a job that meet in several flows run
-    these in the same order, each from its main thread.
+    Operators can be added in any order. A compiled flow can run any number of times. All ranks of a job run their flows
+    in the same order, from their main threads.
+
+    Example:
+        flow = DataFlow([Operator("double", lambda x: 2 * x), Operator("total", lambda x, double: x + double)])
+        flow.compile(given=("x",))
+        flow.run(x=3)["total"]  # 9
     """
 
     def __init__(self, operators: Iterable[Operator] = ()) -> None:
@@ -30,15 +35,15 @@ class DataFlow:
     def add_operator(
         self, operator: Operator, *, before: str | Iterable[str] = (), after: str | Iterable[str] = ()
     ) -> DataFlow:
-        """Add one; returns the flow. Its name must be new.
+        """Add an operator with a new name. Return the flow.
 
-        One that takes and gives the same value changes it for all operators that come after.
+        An operator whose inputs and outputs share a value replaces that value for all operators after it.
 
         Args:
-            before, after: operators that it is to run before or after, beyond what follows from values.
+            before, after: names of operators before or after which it must run, beyond the order that values imply.
 
         Raises:
-            ConfigError: the name is taken, or one of these is not there.
+            ConfigError: the name is already used, or an operator in `before` or `after` does not exist.
         """
         if not isinstance(operator, Operator):
             raise ConfigError(f"found {operator!r}; expected an Operator(name=..., func=...)")
@@ -57,26 +62,30 @@ class DataFlow:
 
     @property
     def plan(self) -> CompiledFlow:
-        """The compiled flow: order, ranks, stages, moves."""
+        """Return the compiled flow: order, ranks, stages and transfers.
+
+        Raises:
+            ConfigError: the flow has not been compiled.
+        """
         if self._plan is None:
             raise ConfigError("the flow is not compiled: call compile() first")
         return self._plan
 
     @property
     def order(self) -> list[str]:
-        """Names of the operators in the order in which they run."""
+        """Return the names of the operators in execution order."""
         return [operator.name for operator in self.plan.operators]
 
     def compile(self, given: Iterable[str] = (), *, places: Places | None = None) -> DataFlow:
-        """Order the operators, each after those that make its inputs; ties keep the order of adding.
+        """Order the operators so that each runs after its inputs are made. Ties keep the order of adding.
 
         Args:
-            given: names that `run` will be given from outside, on every rank.
-            places: role -> its ranks; None: every operator runs on every rank, and nothing moves.
+            given: names of values that every rank passes to `run`.
+            places: ranks of each role. None: every operator runs on every rank, and nothing is transferred.
 
         Raises:
-            ConfigError: lists every unknown input, every value made twice, shapes that differ, roles without a place,
-                and any cycle.
+            ConfigError: lists every unknown input, value with two makers, shape conflict and role without a place, or
+                names a cycle.
         """
         self._given, self._places = frozenset(given), places
         self._plan = make_plan(self._operators, self._given, after=self._after, places=places)
@@ -88,28 +97,29 @@ class DataFlow:
         done: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> Result:
-        """Run every operator of this rank; return all values that this rank has, by name.
+        """Run every operator of this rank. Return all values on this rank, by name.
 
-        Where the flow was compiled for places, all ranks of the job call it: the coordinator's rank runs the flow as a
-        program (`on_ranks.run_flow`), and values move to the ranks that take them. A process that is alone runs all
-        operators by itself.
+        If the flow was compiled with places, all ranks of the job must call this. The coordinator's rank runs the flow
+        as a program (`on_ranks.run_flow`), and values are transferred to the ranks that need them. A single process
+        runs all operators itself.
 
         Args:
-            span: opened around every operator with its name, for a timeline; and with "wait" around what comes late.
-            done: values that were made before, in a run that was cut off, on all ranks of their makers. An operator
-                whose outputs are all there does not run.
+            span: opens a named context around every operator, for a timeline, and "wait" around waits for values.
+            done: values from an interrupted run, on all ranks of their makers. An operator is skipped if all of its
+                outputs are among them.
             given: the values named in `compile`.
 
         Raises:
-            ConfigError: values are missing, or an operator gives something else than it declares.
-            TrainingStopped: another rank failed, or is gone; the message names it.
+            ConfigError: values are missing, or an operator's outputs differ from its declaration.
+            TrainingStopped: another rank failed or was lost. The message names it.
         """
         plan = self.plan
         if set(given) != self._given:
             raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
         runner = OperatorRunner(plan, given, done or {}, span)
         if self._places is not None:
-            from megaverl.dataflow.on_ranks import run_on_ranks  # torch, which a flow of one process may not need
+            # Imports torch, which a flow in a single process may not need.
+            from megaverl.dataflow.on_ranks import run_on_ranks
 
             if run_on_ranks(plan, self._places, runner, span):
                 return runner.result

@@ -1,4 +1,4 @@
-"""Ranks on which flows run: those of the job that the process has joined, or torchrun's, which meet here."""
+"""Ranks on which flows run: those of the job that this process has joined, or all ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from megaverl.distributed.worlds import Fabric, join
 from megaverl.errors import ConfigError
 from megaverl.platform import platform
 
-TIMEOUT = timedelta(minutes=10)  # for ranks to come, and for every message between them
+TIMEOUT = timedelta(minutes=10)  # for ranks to join, and for every message between them
 
 
 class _Here:
-    """The fabric of this process."""
+    """Fabric of this process, if it has joined a job."""
 
     fabric: Fabric | None = None
 
 
 def use_fabric(fabric: Fabric) -> None:
-    """Flows that are run from here on go over this one, the job's."""
+    """Use the fabric of a job for all flows that run afterwards."""
     _Here.fabric = fabric
 
 
 def fabric_for(places: Places) -> Fabric | None:
-    """Return what connects the ranks of the job, which meet here if they have not yet; None: this process is alone.
+    """Return the fabric of the job's ranks, which join here if they have not yet. None if this process is alone.
 
     Raises:
-        ConfigError: a role has a rank that there is not.
-        TrainingStopped: ranks that do not come.
+        ConfigError: a role is placed on a rank that does not exist.
+        TrainingStopped: ranks do not join in time.
     """
     fabric, size = _Here.fabric, int(os.environ.get("WORLD_SIZE", "1"))
     if fabric is not None:
@@ -57,7 +57,11 @@ def fabric_for(places: Places) -> Fabric | None:
 
 
 def _join(places: Places) -> Fabric:
-    """One world of all ranks, in which every role has those that the flow gives it."""
+    """Join all ranks as one role group, in which every role has the ranks that the flow gives it.
+
+    Raises:
+        ConfigError: the program has already initialized torch.distributed.
+    """
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is initialised already. Leave that to the flow, or call megaverl's init_distributed."
@@ -75,7 +79,10 @@ def _join(places: Places) -> Fabric:
 
 
 def _leave() -> None:
-    """At the program's end: with the others, unless an error ends it, which torchrun tells them."""
+    """Leave the job together with the other ranks at the program's end.
+
+    If an error ends the program, torchrun stops the other ranks.
+    """
     if getattr(sys, "last_value", None) is None and dist.is_initialized():
         barrier()
         dist.destroy_process_group()

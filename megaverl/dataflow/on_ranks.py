@@ -1,4 +1,4 @@
-"""A flow on the ranks of its roles, as a program: a loop over its operators."""
+"""Program that runs a flow on the ranks of its roles, as a loop over the operators."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megaverl.dataflow.value_mover import ValueMover
 
 
 class FlowGroup(WorkerGroup):
-    """Ranks that run operators of a flow."""
+    """Group of ranks that run operators of a flow."""
 
     def given(self, name: str) -> PendingCall[Ref[Any]]:
-        """Return a value that the flow was given, on every rank."""
+        """Return a value that the caller passed to the flow on every rank."""
         return self.keep("given", name)
 
     def run(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
-        """Run an operator; return its outputs as one value."""
+        """Run an operator. Return its outputs as one value."""
         return self.keep("run", operator, inputs)
 
     def finish(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[None]:
-        """Run an operator that has no outputs."""
+        """Run an operator without outputs."""
         return self.report("finish", NoneType, operator, inputs)
 
     def pick(self, outputs: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
@@ -40,10 +40,10 @@ class FlowGroup(WorkerGroup):
 
 
 class FlowWorker:
-    """Runs operators on one rank (`FlowGroup`).
+    """Worker that runs operators on one rank (`FlowGroup`).
 
     Args:
-        runner: keeps the values of this rank.
+        runner: stores the values of this rank.
     """
 
     def __init__(self, runner: OperatorRunner) -> None:
@@ -66,9 +66,9 @@ class FlowWorker:
 
 
 async def run_flow(plan: CompiledFlow, given: Sequence[str], controller: Controller) -> None:
-    """Run the operators of a flow in their order, each on its ranks.
+    """Run the operators of a flow in order, each on its ranks.
 
-    An operator without outputs is not waited for, so what comes after it on other ranks runs beside it.
+    An operator without outputs is not awaited. Later operators on other ranks then run in parallel with it.
 
     Args:
         given: names of values that every rank has from the start.
@@ -93,11 +93,11 @@ def run_on_ranks(
     runner: OperatorRunner,
     span: Callable[[str], AbstractContextManager[Any]],
 ) -> bool:
-    """Run a flow on the ranks of the job; return False where this process is alone.
+    """Run a flow on the ranks of the job. Return False if this process is not part of a job.
 
     Raises:
-        ConfigError: a role has a rank that there is not.
-        TrainingStopped: ranks that do not come, or one that failed.
+        ConfigError: a role is placed on a rank that does not exist.
+        TrainingStopped: ranks do not join in time, or a rank failed.
     """
     fabric = fabric_for(places)
     if fabric is None:

@@ -1,5 +1,7 @@
-"""Operators with named inputs and outputs, and what follows from a set of them alone: their order, what can run side by
-side, what must move. Pure."""
+"""Operators, and the plan of a flow: execution order, parallel stages and transfers.
+
+The plan depends only on the declarations of the operators. This module runs and transfers nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,29 @@ from megaverl.distributed.placement import ranks_text
 from megaverl.errors import ConfigError, MegaverlError
 from megaverl.user_code import describe, user_code, where_raised
 
-# role -> its ranks in the job
+# Maps a role to its ranks in the job.
 Places = Mapping[str, Sequence[int]]
-GIVEN = ""  # the maker of what a run is given
-# Sizes of a tensor's dimensions: a number, or a name that stands for the same number wherever it stands in a flow.
+GIVEN = ""  # stands for the maker of values that the caller passes
+# Sizes of a tensor's dimensions: numbers, or names. A name has the same size wherever a flow uses it.
 Shape = tuple[int | str, ...]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A function in a flow.
+    """Function in a flow, with named inputs and outputs.
 
     Attributes:
-        name: of the operator; its span in the timeline.
-        func: called with its inputs by keyword; returns the output, or a mapping of all outputs if there are several.
-        inputs: names of the values it takes; by default the names of the function's parameters that have no default.
-        outputs: names of the values it gives; by default the operator's own name.
-        role: on whose ranks it runs, or several roles' names; None: on those that make its last input, and on every
-            rank where nothing is made for it.
-        shapes: value -> shape, of tensors that it takes or gives; looked at by `compile` and again in every run.
+        name: name of the operator, and of its span in the timeline.
+        func: function that is called with its inputs as keywords. It returns the output, or a mapping of all outputs if
+            there are several.
+        inputs: names of its input values. Default: the function's parameters without default values.
+        outputs: names of its output values. Default: the operator's name.
+        role: role, or several roles, on whose ranks it runs. None: the ranks that make its last input, or every rank if
+            no operator makes any input.
+        shapes: shapes of input and output tensors by value. `compile` and every run check them.
+
+    Example:
+        Operator("scores", score, inputs=("rollouts",), role="reward", shapes={"scores": ("batch",)})
     """
 
     name: str
@@ -54,7 +60,7 @@ class Operator:
             return tuple(self.inputs)
         try:
             parameters = inspect.signature(self.func).parameters.values()
-        except ValueError as error:  # some functions written in C do not tell
+        except ValueError as error:  # some functions written in C have no signature
             raise ConfigError(f"operator '{self.name}': name what it takes: inputs=(...)") from error
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return tuple(each.name for each in parameters if each.kind in named and each.default is each.empty)
@@ -65,22 +71,22 @@ class Operator:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that it names, none or more."""
+        """Return the roles of the operator, which may be none."""
         if self.role is None:
             return ()
         return (self.role,) if isinstance(self.role, str) else tuple(self.role)
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Values that it takes and gives: made by another operator, and from here on as this one gives them."""
+        """Return the values that are both inputs and outputs. Later operators see the new value."""
         return tuple(name for name in self.gives if name in self.takes)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on `values`; returns the outputs by name.
+        """Run the function on `values`. Return its outputs by name.
 
         Raises:
-            ConfigError: the function did not give what the operator declares.
-            MegaverlError: the function raised SystemExit or another exception that is no `Exception`.
+            ConfigError: the function's result does not match the declared outputs.
+            MegaverlError: the function raised SystemExit, or another exception that is not an `Exception`.
         """
 
         def ended(error: BaseException) -> MegaverlError:
@@ -99,11 +105,12 @@ class Operator:
 
 
 class Edge(NamedTuple):
-    """A value that must move.
+    """Value that must be transferred.
 
     Attributes:
-        maker: the operator that gives it. takers: those that need it on the ranks `dest`.
-        source, dest: ranks; none is in both.
+        maker: operator that outputs the value.
+        takers: operators that need the value on the ranks `dest`.
+        source, dest: ranks that have the value, and ranks that need it. They are disjoint.
     """
 
     value: str
@@ -115,14 +122,14 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledFlow:
-    """A compiled flow.
+    """Compiled flow.
 
     Attributes:
-        operators: in the order in which a rank runs those that are its own.
-        makers: operator -> value that it takes -> the operator that gives it as this one takes it.
-        ranks: operator -> its ranks; None: every rank.
-        edges: in the order of their makers.
-        stages: operators that do not wait for each other, stage by stage.
+        operators: operators in the order in which a rank runs those of its roles.
+        makers: by operator and input value, the operator whose output it takes.
+        ranks: ranks of each operator, or None for every rank.
+        edges: transfers, in the order of their makers.
+        stages: groups of operators that do not depend on each other, in order.
     """
 
     operators: tuple[Operator, ...]
@@ -139,15 +146,16 @@ def make_plan(
     after: Iterable[tuple[str, str]] = (),
     places: Places | None = None,
 ) -> CompiledFlow:
-    """Order the operators, each after those that make what it takes; ties keep the order of adding.
+    """Order the operators so that each runs after its inputs are made. Ties keep the order of adding.
 
     Args:
-        given: values that a run is given.
-        after: (earlier, later) operators, beyond what follows from values.
-        places: where the roles are; None: everything is on every rank.
+        given: names of values that the caller passes.
+        after: pairs of (earlier, later) operators, beyond the order that values imply.
+        places: ranks of each role. None: everything is on every rank.
 
     Raises:
-        ConfigError: every unknown input, value made twice, shapes that differ, role without a place; any cycle.
+        ConfigError: lists every unknown input, value with two makers, shape conflict and role without a place, or names
+            a cycle.
     """
     given = frozenset(given)
     chains, mistakes = _chains(operators, given)
@@ -168,7 +176,7 @@ def make_plan(
 
 
 def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Value -> who makes it and then who changes it, by name; and values that are made twice."""
+    """Return the maker of each value, followed by the operators that change it. Also report values with two makers."""
     chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
     mistakes = []
     for op in operators:
@@ -195,7 +203,7 @@ def _unknown(operators: Sequence[Operator], chains: Mapping[str, list[str]], giv
 
 
 def _shape_mistakes(operators: Sequence[Operator]) -> list[str]:
-    """Values that two operators declare differently."""
+    """Return a message for each value that two operators declare with different shapes."""
     first: dict[str, tuple[str, Shape]] = {}
     mistakes = []
     for op in operators:
@@ -230,7 +238,7 @@ def _without_place(operators: Sequence[Operator], places: Places | None) -> list
 
 
 def _maker_for(taker: Operator, chain: Sequence[str], operators: Sequence[Operator]) -> str:
-    """Of those that make and change a value, the last one whose work does not itself rest on the taker."""
+    """Return the last operator that makes or changes a value and does not itself depend on `taker`."""
     if taker.name in chain:
         return chain[chain.index(taker.name) - 1]
     needs = {op.name: op for op in operators}
@@ -241,7 +249,7 @@ def _maker_for(taker: Operator, chain: Sequence[str], operators: Sequence[Operat
 
 
 def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> bool:
-    """Whether `op` takes, over however many others, something that only `other` makes."""
+    """Return whether `op` depends, directly or indirectly, on an output that only `other` makes."""
     seen, waiting = {op.name}, [op]
     while waiting:
         taken = waiting.pop().takes
@@ -273,7 +281,7 @@ def _sorted(
 def _missing(
     op: Operator, before: Mapping[str, set[str]], done: set[str], makers: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """What it waits for: values where there are such, else operators that are to come first."""
+    """Return the values that an operator waits for, and otherwise the operators that must run before it."""
     values = {value for value, maker in makers[op.name].items() if maker and maker not in done}
     others = {name for name in before[op.name] - done if name not in makers[op.name].values()}
     return sorted(values | others)
@@ -297,14 +305,15 @@ def _ranks(
 def _edges(
     order: Sequence[Operator], makers: Mapping[str, Mapping[str, str]], ranks: Mapping[str, tuple[int, ...] | None]
 ) -> list[Edge]:
-    """Of every value that a rank takes and does not make; each goes to a rank once."""
+    """Return a transfer for every value that a rank needs and does not make. Each rank receives a value once."""
     place = {op.name: number for number, op in enumerate(order)}
     found: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
     for op in order:
         for value, maker in makers[op.name].items():
             source, dest = ranks.get(maker), ranks[op.name]
             if maker == GIVEN or source is None or dest is None:
-                continue  # every rank has it, or makes it for itself
+                # Every rank already has the value, or makes it itself.
+                continue
             sent = found.setdefault((value, maker), {})
             missing = tuple(rank for rank in dest if rank not in source and not any(rank in to for to in sent))
             for to, takers in sent.items():
@@ -322,7 +331,7 @@ def _edges(
 
 
 def as_dict(plan: CompiledFlow) -> dict[str, Any]:
-    """The flow as JSON."""
+    """Return the flow as JSON-compatible values."""
     return {
         "operators": [
             {
@@ -343,7 +352,7 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
 
 
 def as_text(plan: CompiledFlow) -> str:
-    """A line for each operator, stage by stage; what stands in one stage can run side by side."""
+    """Return a table with one line for each operator. Operators in the same stage can run in parallel."""
     rows = []
     by_name = {each.name: each for each in plan.operators}
     for number, stage in enumerate(plan.stages, start=1):
@@ -366,7 +375,7 @@ def as_text(plan: CompiledFlow) -> str:
 
 
 def as_mermaid(plan: CompiledFlow) -> str:
-    """A flow chart that GitHub and MkDocs draw."""
+    """Return the flow as a Mermaid chart, which GitHub and MkDocs render."""
     lines = ["flowchart LR"]
     for each in plan.operators:
         label = f"{each.name}<br/><small>{', '.join(each.roles)}</small>" if each.roles else each.name

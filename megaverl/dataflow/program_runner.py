@@ -1,4 +1,4 @@
-"""Running a program on the ranks of a job: the coordinator's rank makes the calls, and all ranks serve them."""
+"""Execution of a program on the ranks of a job. The coordinator's rank makes the calls, and all ranks serve them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ def run_program(
     explain: Callable[[str], str],
     log: Callable[[str], None],
 ) -> None:
-    """Serve a program until it has ended. Every rank of the job takes part.
+    """Serve a program until it ends. Every rank of the job takes part.
 
     Args:
-        program: runs on the coordinator's rank, in a thread beside the rank's own calls.
-        workers: by role, the worker of this rank.
+        program: runs on the coordinator's rank, in its own thread next to the calls that the rank serves.
+        workers: workers of this rank by role.
         mover: transfers values between ranks.
+        board: shows the stage of this rank to the controller.
+        timeouts: limits on the duration of a call.
         signal: returns the number of the signal that asked this rank to leave the run, or 0.
-        waiting: opened around the wait for each call.
-        explain: returns the reason why the run fails, from what this rank knows of it.
-        log: receives one line for a person, on the coordinator's rank.
+        waiting: opens a context around the wait for each call.
+        explain: returns the reason why the run fails, as far as this rank knows it.
+        log: prints one line for the user, on the coordinator's rank.
 
     Raises:
-        TrainingStopped: another rank failed, or is gone; the message names it.
-        BaseException: what a call raised on this rank.
+        TrainingStopped: another rank failed or was lost. The message names it.
+        BaseException: any exception that a call raised on this rank.
     """
     coordinator = fabric.placement.coordinator
     thread: ControllerThread[None] | None = None
@@ -67,7 +69,7 @@ def run_program(
 
 
 def _finish(served: Served, thread: ControllerThread[None] | None, explain: Callable[[str], str]) -> None:
-    """Raise what is nearest to the cause on this rank, where the program has failed."""
+    """Raise the error that is closest to the cause on this rank, if the program failed."""
     if served.error is not None:
         raise served.error
     if thread is not None:

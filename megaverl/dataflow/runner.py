@@ -1,4 +1,4 @@
-"""Runs the operators of a flow on one rank, and keeps their values."""
+"""Execution of a flow's operators on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megaverl.errors import ConfigError
 
 
 class Span(NamedTuple):
-    """When an operator ran on this rank: seconds of `time.perf_counter`."""
+    """Time span of an operator on this rank, in seconds of `time.perf_counter`."""
 
     operator: str
     start: float
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class Result(dict[str, Any]):
-    """All values of a run that this rank has, by name; and its `timeline`."""
+    """Values of a run on this rank by name, with a `timeline` of its operators."""
 
     def __init__(self, values: Mapping[str, Any], timeline: list[Span]) -> None:
         super().__init__(values)
@@ -28,14 +28,15 @@ class Result(dict[str, Any]):
 
 
 class OperatorRunner:
-    """Runs operators of one run of a flow on this rank, and keeps their values.
+    """Runner of a flow's operators on this rank, for one run. It stores all values.
 
     Args:
-        given: values from outside. done: values that were made before.
-        span: opened around every operator with its name.
+        given: values that the caller passed.
+        done: values that were made before.
+        span: opens a named context around every operator.
 
     Attributes:
-        result: the values so far.
+        result: values so far.
     """
 
     def __init__(
@@ -52,7 +53,10 @@ class OperatorRunner:
         self._shapes = ShapeChecker()
 
     def run(self, operator: Operator) -> dict[str, Any]:
-        """Run one operator on the values so far; return its outputs."""
+        """Run one operator on the stored values and store its outputs. Return the outputs.
+
+        If `done` contains all outputs, they are returned without running the operator.
+        """
         if operator.gives and all(name in self._done for name in operator.gives):
             return {name: self._done[name] for name in operator.gives}
         start = time.perf_counter()
@@ -64,16 +68,16 @@ class OperatorRunner:
 
 
 class ShapeChecker:
-    """Calls operators of one step, and checks the shapes that they declare: a name is one size in the whole step."""
+    """Caller of operators that checks declared shapes. A dimension name must have the same size throughout a step."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, tuple[int, str]] = {}
 
     def call(self, operator: Operator, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Run an operator; return its outputs by name.
+        """Run an operator. Return its outputs by name.
 
         Raises:
-            ConfigError: a tensor has another shape than is declared.
+            ConfigError: a tensor's shape differs from its declaration.
         """
         self._check(operator, values, operator.takes)
         outputs = operator(values)

@@ -1,4 +1,4 @@
-"""Moves of whole values between ranks: batches, tensors, plain values, and lists and mappings of these."""
+"""Transfer of whole values between ranks: batches, tensors, plain values, and lists and mappings of these."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megaverl.distributed.ragged import RaggedBatch, flattened, num_bytes_on_dev
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
 
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
-_IS_BATCH = {"is": "batch"}  # sent ahead of a batch
+_IS_BATCH = {"is": "batch"}  # header of a batch
 
 
 class ValueMover:
-    """Transfers whole values.
+    """Mover that transfers whole values.
 
-    Tensors that lie on devices go from device to device where the fabric reaches both; else everything goes from host
-    to host. A sender waits for nobody. Nothing is pickled.
+    Tensors on devices are transferred from device to device if the fabric connects both. Everything else goes through
+    host memory. Sends do not block, and nothing is pickled.
 
     Args:
-        known: dataclasses that may travel.
+        known: dataclasses that may be transferred.
     """
 
     def __init__(self, fabric: Fabric, known: Sequence[type] = ()) -> None:
@@ -35,10 +35,10 @@ class ValueMover:
         self._sent = PendingSends()
 
     async def send(self, move: RowTransfer, value: object) -> None:
-        """Begin to send a value.
+        """Start to send a value.
 
         Raises:
-            DataError: it is nothing that can travel.
+            DataError: the value has a type that cannot be transferred.
         """
         fabric, name = self._fabric, name_of(move)
         self._sent.forget_done()
@@ -51,7 +51,7 @@ class ValueMover:
         self._sent.add(send_whole(fabric, name, [move.dest], head, tensors))
 
     async def receive(self, move: RowTransfer, present: object | None) -> object:
-        """Return the value that the move brings."""
+        """Receive the value of a move and return it."""
         fabric, name = self._fabric, name_of(move)
         head = receive_json(fabric, name, move.source)
         if head == _IS_BATCH:
@@ -62,7 +62,7 @@ class ValueMover:
         return put_together(head["value"], tensors, self._known)
 
     def settle(self) -> None:
-        """Wait until everything that was sent has been taken.
+        """Wait until the receivers have taken everything that was sent.
 
         Raises:
             TrainingStopped: a rank did not take its part in time.
@@ -81,7 +81,7 @@ class ValueMover:
             self._sent.add(channel.send(fabric.rows, {move.dest: on_device}))
 
     def _receive_rows(self, move: RowTransfer) -> tuple[RaggedBatch, int]:
-        """Return rows, and the number of their bytes."""
+        """Receive rows. Return them and their number of bytes."""
         fabric = self._fabric
         channel = Channel(fabric, name_of(move))
         header_bytes, payload = channel.receive_from(move.source)
@@ -97,5 +97,5 @@ class ValueMover:
 
 
 def name_of(move: RowTransfer) -> str:
-    """Return the name that the messages of a move have on their way."""
+    """Return the name under which the messages of a move are sent."""
     return f"value {move.value}"

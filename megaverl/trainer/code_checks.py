@@ -1,6 +1,6 @@
-"""Checks of a run's own code and of a sample of its rows, before models are built.
+"""Checks of user code and of sampled rows, before models are built.
 
-Code that a configuration names is loaded in a child process (`child_checks`); rows of files are read in this one.
+Code that a configuration names is loaded in a child process (`child_checks`). Rows of files are read in this process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megaverl.outside import read_json_file
 from megaverl.plugins import load_object
 
 TEMPLATE_BYTES = 8 * 2**30
-# Checks that wait for a hub or a server of images, which may be slow without being wrong.
+# Checks that wait for a hub or an image server, which may be slow without being wrong.
 MAY_WAIT = ("far_rows", "image_rows")
-# What happens in a check, for the message about one that does not end. Of others the code is loaded.
+# Description of each kind of check, for the message if it does not end. All other kinds load code.
 _DOING = {
     "chat_template": "its chat template is rendered",
     "far_rows": "its first rows are read",
@@ -46,13 +46,13 @@ _RISKY = re.compile(r"\brange\b|\*|\bmacro\b|\brecursive\b")
 
 @dataclass(frozen=True)
 class CodeCheck:
-    """One check.
+    """Check of one configuration key.
 
     Attributes:
-        kind: a key of `_CHECKS`.
-        key: the configuration's key, for messages.
-        name: what the key holds: `module:object`, a path.
-        arguments: names of the positional arguments that a function is called with.
+        kind: key of `_CHECKS`.
+        key: configuration key, for messages.
+        name: value of the key, such as `module:object` or a path.
+        arguments: names of the positional arguments with which a function is called.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class CodeCheck:
 
     @property
     def runs_own_code(self) -> bool:
-        """Whether the check executes code of the user's own or imports large libraries."""
+        """Return whether the check executes user code or imports large libraries."""
         return self.kind not in ("rows", "tools_file")
 
     @property
     def for_child(self) -> dict[str, Any]:
-        """The check as `run_in_children` takes it."""
+        """Return the check in the form that `run_in_children` takes."""
         doing = _DOING.get(self.kind)
         more = {} if doing is None else {"doing": doing}
         return {**asdict(self), **more, "may_wait": self.kind in MAY_WAIT}
@@ -75,11 +75,12 @@ class CodeCheck:
 
 @dataclass
 class Preflight:
-    """What was found.
+    """Result of all checks.
 
     Attributes:
-        not_checked: what was not looked at, and why, in a few words each.
-        num_rows: training rows; None where they were not counted.
+        issues: mistakes that were found.
+        not_checked: short descriptions of what was not checked and why.
+        num_rows: number of training rows, or None if they were not counted.
     """
 
     issues: list[ConfigIssue]
@@ -114,7 +115,7 @@ def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) 
 
 
 def _tasks(config: Config, command: str) -> Iterator[CodeCheck]:
-    """Yield a check of every key that names code or rows, as far as `command` reads it."""
+    """Yield a check for every key that names code or rows and that `command` reads."""
     if command in (*REINFORCING, "eval"):
         yield from _reward_tasks(config)
         yield from _environment_tasks(config)
@@ -142,7 +143,7 @@ def _tasks(config: Config, command: str) -> Iterator[CodeCheck]:
             yield CodeCheck("image_rows" if takes_images else kind, f"{key}.{index}", entry.path)
 
 
-# Kind of a source -> kind of its check; of others rows are made by code that is not megaverl's.
+# Maps the kind of a source to the kind of its check. User code produces the rows of all other sources.
 _ROWS_OF = {"files": "rows", "folder": "rows", "hub": "far_rows", "verifiers": "far_rows"}
 
 
@@ -153,7 +154,7 @@ def _source_kind(path: str) -> str:
 
 
 def _takes_images(config: Config) -> bool | None:
-    """Return whether the model takes images; None: its config.json is not on this machine."""
+    """Return whether the model takes images, or None if its config.json is not on this machine."""
     file = Path(config.model.path) / "config.json"
     try:
         return "vision_config" in read_json_file(file)
@@ -183,7 +184,7 @@ def _environment_tasks(config: Config) -> Iterator[CodeCheck]:
 
 
 def _template_tasks(config: Config) -> Iterator[CodeCheck]:
-    """Yield the rendering of a chat template that has loops over numbers, powers or products, which may not end."""
+    """Yield a check that renders the chat template, if its numeric loops, powers or products might not end."""
     key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     folder = config.model.tokenizer or config.model.path
     if Path(folder).is_dir() and _RISKY.search(_template_of(Path(folder))):
@@ -191,7 +192,7 @@ def _template_tasks(config: Config) -> Iterator[CodeCheck]:
 
 
 def _template_of(folder: Path) -> str:
-    """Return the chat template in a tokenizer's folder, or "" if there is none; a damaged file is reported later."""
+    """Return the chat template in a tokenizer's folder, or "" if there is none. A damaged file is reported later."""
     try:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -202,7 +203,7 @@ def _template_of(folder: Path) -> str:
 
 
 def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
-    """Yield the functions of a user's own that sections name; `signatures.py` reads some of them as text too."""
+    """Yield checks of user functions that sections name. `signatures.py` also reads some of them as text."""
     algorithm, rollout = config.algorithm, config.rollout
     for index, tracker in enumerate(config.run.log_with):
         if ":" in tracker:
@@ -242,7 +243,7 @@ def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
 
 
 def _passthrough_tasks(config: Config) -> Iterator[CodeCheck]:
-    """Yield the functions among the fields that are handed to other libraries."""
+    """Yield checks of functions among the fields that are passed to other libraries."""
     values = config.to_dict()
     for place, target in PLACES.items():
         mapping: Any = values
@@ -256,7 +257,7 @@ def _passthrough_tasks(config: Config) -> Iterator[CodeCheck]:
 
 
 def make_runner(context: Any) -> CheckRunner:
-    """Return a function that runs one task of a configuration in a child process."""
+    """Return a function that runs one check of a configuration in a child process."""
     config = Config.model_validate(context)
 
     def run(check: Check) -> CheckResult:
@@ -292,7 +293,7 @@ def _check_function(task: CodeCheck, config: Config) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # of a function in C
+        return  # a C function
     try:
         bound = signature.bind_partial if task.key == "rollout.engine" else signature.bind
         bound(*task.arguments)
@@ -315,7 +316,10 @@ def _check_reward(task: CodeCheck, config: Config) -> None:
 
 
 def _first_columns(config: Config) -> frozenset[str] | None:
-    """Return the columns beside prompt and answer in a sample of all training files; None: not all are files."""
+    """Return the columns other than prompt and answer in a sample of all training files.
+
+    None if a source is not a file or folder.
+    """
     from megaverl.data.row_samples import RowSample
 
     columns: set[str] = set()
@@ -349,7 +353,10 @@ def _check_tools(task: CodeCheck, config: Config) -> None:
 
 
 def _check_template(task: CodeCheck, config: Config) -> None:
-    """Render a chat template for one message; what it refuses is an error of a row, in the words of its tokenizer."""
+    """Render a chat template for one message to see that it ends.
+
+    Errors of the template are ignored here. They are reported with the row and in the words of its tokenizer.
+    """
     import resource
 
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -364,7 +371,8 @@ def _check_template(task: CodeCheck, config: Config) -> None:
         template.render(messages=[{"role": "user", "content": "Hello"}], add_generation_prompt=True)
     except MemoryError:
         raise MegaverlError(f"Its chat template needs more than {TEMPLATE_BYTES // 2**30} GiB of memory.") from None
-    except Exception:  # names that transformers adds are not known here
+    # Names that transformers adds to templates are undefined here.
+    except Exception:
         return
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -377,7 +385,7 @@ def _check_tools_file(task: CodeCheck, config: Config) -> None:
 
 
 def _check_rows(task: CodeCheck, config: Config) -> CheckResult:
-    """Read the columns of the first rows of a source, and of some further on."""
+    """Read the columns of the first rows of a source, and of some later rows."""
     from megaverl.data.prompts import Columns
     from megaverl.data.row_samples import RowSample
 
@@ -396,7 +404,7 @@ def _check_rows(task: CodeCheck, config: Config) -> CheckResult:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return whether an error comes from the network, by the types that its clients raise."""
+    """Return whether an error comes from the network, by the exception types of network clients."""
     reasons: list[BaseException] = [error]
     while (cause := reasons[-1].__cause__ or reasons[-1].__context__) is not None and cause not in reasons:
         reasons.append(cause)
@@ -406,7 +414,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _check_image_rows(task: CodeCheck, config: Config) -> CheckResult:
-    """Read rows as `_check_rows`, and the headers of their images."""
+    """Read rows like `_check_rows`, and also the headers of their images."""
     from megaverl.data.images import Images
     from megaverl.data.prompts import Columns
     from megaverl.data.row_samples import RowSample
@@ -429,7 +437,7 @@ def _source_of(task: CodeCheck, config: Config) -> SourceConfig:
 
 
 def _has_images(row: Mapping[str, Any], data: DataConfig) -> bool:
-    """Return whether a row or a message in its prompt names images."""
+    """Return whether a row, or a message in its prompt, contains images."""
     text = json.dumps(row.get(data.prompt_key), default=str)
     return row.get(data.images.key) is not None or "<image>" in text or '"image' in text
 

@@ -1,11 +1,13 @@
 """Trials of megatron-core's and vLLM's fields in child processes, before ranks start.
 
-Fields that are handed to megatron-core can ask for kernels, packages and combinations that only its own code judges,
-some of them in the first step. A model of the same kind with tiny matrices is built with these fields, and takes a step
-if its grid has one rank. What fails on a CPU is refused. On a GPU the model is built only if the fields are in no table
-of needs (`field_needs`), and what fails is a warning: kernels may refuse matrices only because they are tiny.
+Fields that are passed to megatron-core can require kernels, packages and combinations that only its own code checks,
+some of them in the first step. A trial builds a model of the same kind with tiny matrices and these fields, and takes a
+step if the grid has one rank.
 
-vLLM's configuration is made as its engine makes it, without weights. What vLLM refuses there is refused on any machine.
+A failure on a CPU is refused. On a GPU, the model is built only if no table of needs (`field_needs`) covers the fields,
+and a failure is a warning, because kernels may refuse matrices only because they are tiny.
+
+vLLM's configuration is created as its engine creates it, without weights. A refusal there holds on any machine.
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ if TYPE_CHECKING:
     from megaverl.distributed.grid import GridShape
     from megaverl.sharding.model_spec import ModelSpec
 
-# Imports of torch and megatron-core take most of the time, far more on a machine that is busy.
+# Imports of torch and megatron-core take most of the time, and much longer on a busy machine.
 DEADLINE_SECONDS = 300.0
 SMALL_HEAD = 16
 SMALL_WIDTH = 64
 SMALL_VOCABULARY = 128
 NUM_TRIED_TOKENS = 8
 RANDOM = 11
-ENGINES = "rollout"  # the role of vLLM's engines
+ENGINES = "rollout"  # role of vLLM's engines
 
 
 @dataclass
 class TrialResult:
-    """What the trials found.
+    """Result of the trials.
 
     Attributes:
-        issues: what megatron-core or vLLM refuses.
-        not_tried: roles whose trial did not finish, or failed where that is no proof.
+        issues: fields that megatron-core or vLLM refuses.
+        not_tried: roles whose trial did not finish, or whose failure is not conclusive.
     """
 
     issues: list[ConfigIssue]
@@ -56,11 +58,11 @@ class TrialResult:
 def try_roles(
     config: Config, command: str, deadline: float = DEADLINE_SECONDS, *, generates: bool = False
 ) -> TrialResult:
-    """Try every role with unusual fields in a child process: build Megatron models small, and vLLM's configuration.
+    """Try every role with unusual fields in a child process: small Megatron models, and vLLM's configuration.
 
     Args:
-        deadline: seconds that each may take.
-        generates: the command has vLLM engines in its own processes.
+        deadline: seconds that each trial may take.
+        generates: whether the command runs vLLM engines in its own processes.
     """
     result = TrialResult([], [])
     roles = unusual_fields(config, command)
@@ -69,10 +71,10 @@ def try_roles(
     for role, parts in roles.items():
         context = {"config": config.to_dict(), "command": command}
         key = f"{role}.{next(iter(parts))}"
-        # Without `may_wait` a busy machine's late answer would be a refusal.
+        # Without `may_wait`, a trial that is late on a busy machine would count as a refusal.
         doing = "vLLM's configuration is made" if role == ENGINES else "its model is built"
         check = {"key": key, "role": role, "doing": doing, "may_wait": True}
-        # Each in a process of its own: megatron-core keeps some fields in the environment.
+        # Each trial has its own process, because megatron-core stores some fields in the environment.
         for outcome in run_in_children("megaverl.trainer.trial_build:make_runner", context, [check], deadline):
             if outcome.problem:
                 fields = ", ".join(f"{role}.{part}.{name}" for part, names in parts.items() for name in names)
@@ -85,16 +87,16 @@ def try_roles(
 
 
 def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str]]]:
-    """Return, by role and mapping, the fields that choose code; a number with a fraction chooses none."""
+    """Return, by role and mapping, the fields that select code. Fractional numbers select none."""
     sections = {role: getattr(config, role) for role in used_roles(config, command)}
     on_megatron = {role: section for role, section in sections.items() if section.engine == "megatron"}
     roles: dict[str, dict[str, list[str]]] = {}
     for role, parts in without_repeats(on_megatron).items():
         for part, mapping in parts.items():
             if part == "optimizer" and command not in REINFORCING:
-                continue  # other commands have optimizers of their own sections
+                continue  # other commands take optimizers from other sections
             fields = TARGETS[part].fields() or {}
-            # A list, since values such as those of recompute_modules cannot be hashed.
+            # A list, because values such as those of recompute_modules are not hashable.
             usual = [("optimizer", "adam")] if part == "optimizer" else []
             names = [
                 name
@@ -107,7 +109,7 @@ def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str
 
 
 def unusual_engine_fields(config: Config) -> list[str]:
-    """Return vLLM's fields that choose code or have to fit each other."""
+    """Return vLLM's fields that select code or must be consistent with each other."""
     fields = TARGETS["vllm"].fields() or {}
     return [
         name
@@ -120,7 +122,7 @@ _PLAIN = ("float", "Optional[float]", "float | None")
 
 
 def make_runner(context: Any) -> CheckRunner:
-    """Return a function that tries one role in this child process."""
+    """Return a function that runs one trial in this child process."""
     config = Config.model_validate(context["config"])
     command = context["command"]
 
@@ -130,15 +132,15 @@ def make_runner(context: Any) -> CheckRunner:
             if check["role"] == ENGINES:
                 return CheckResult(_try_engine(config))
             return _try_role(config, command, check["role"])
-        except Exception as error:  # of the trial itself
+        except Exception as error:  # an error of the trial itself
             return CheckResult(left_out=f"{type(error).__name__}: {error}")
 
     return run
 
 
 def _try_engine(config: Config) -> str:
-    """Return why vLLM refuses the fields, or ""."""
-    # What vLLM's `external_launcher` reads.
+    """Return the reason why vLLM refuses the fields, or an empty string."""
+    # Variables that vLLM's `external_launcher` reads.
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.rollout.tp)})
     from megaverl.rollout import vllm_engine
     from megaverl.rollout.vllm_tracing import inspect_here
@@ -165,7 +167,7 @@ def _try_engine(config: Config) -> str:
 
 
 def _dtype_of(config: Config) -> Any:
-    """Return the dtype that models compute with, as torch has it."""
+    """Return the torch dtype of the models."""
     import torch
 
     from megaverl.platform import platform
@@ -175,7 +177,7 @@ def _dtype_of(config: Config) -> Any:
 
 
 def _try_role(config: Config, command: str, role: str) -> CheckResult:
-    """Return what megatron-core refuses of a role's fields."""
+    """Try one role. Return the reason why megatron-core refuses its fields, if it does."""
 
     from megaverl.distributed.grid import GridShape
     from megaverl.models.options import recompute_options, transformer_config
@@ -189,7 +191,8 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
     dtype = _dtype_of(config)
     sizes = grid_sizes(section)
     stage, experts = sizes["tp"] * sizes["cp"], (sizes["etp"] or sizes["tp"]) * sizes["ep"]
-    world = math.lcm(stage, experts) * sizes["pp"]  # the fewest data-parallel ranks that experts are cut over
+    # Fewest data-parallel ranks over which experts can be divided.
+    world = math.lcm(stage, experts) * sizes["pp"]
     shape = GridShape.fit(world, **sizes, role=role)
     checkpointing = getattr(section, "activation_checkpointing", "none")
 
@@ -208,7 +211,7 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
     try:
         transformer_config(small, shape, dtype, options(small))
     except MegaverlError:
-        return CheckResult()  # it is the small model that these fields do not go with
+        return CheckResult()  # the fields do not fit the small model
     try:
         with _pretended_world(world):
             build_and_step(small, shape, dtype, options(small), role, section, command)
@@ -221,7 +224,7 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
 
 
 def has_table_fields(section: Any) -> bool:
-    """Return whether a role asks for a kernel or package that a table of needs names."""
+    """Return whether a role's fields require a kernel or package that a table of needs lists."""
     parts = fields_of(section)
     return any(
         name in NEEDS[part] and NEEDS[part][name].is_asked_for(value)
@@ -231,7 +234,7 @@ def has_table_fields(section: Any) -> bool:
 
 
 def _make_configs(role: str, section: Any, command: str, dtype: Any) -> None:
-    """Make the configuration classes of optimizer and gradient buffers as ranks do."""
+    """Create the configurations of optimizer and gradient buffers as ranks do."""
     from megaverl.workers.optimizers import optimizer_configs
 
     optimizer = section.optimizer if command in REINFORCING else {}
@@ -239,7 +242,7 @@ def _make_configs(role: str, section: Any, command: str, dtype: Any) -> None:
 
 
 def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
-    """Return a model of the same kind with tiny matrices: layers, heads and experts stay as many as they are."""
+    """Return a model of the same kind with tiny matrices. The numbers of layers, heads and experts are kept."""
     changes: dict[str, Any] = {
         "hidden_size": SMALL_WIDTH,
         "ffn_hidden_size": SMALL_HEAD * math.lcm(shape.tp, shape.expert_tp),
@@ -265,7 +268,7 @@ def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
 
 @contextlib.contextmanager
 def _pretended_world(size: int) -> Iterator[None]:
-    """Make this process rank 0 of a world of so many, whose collectives move nothing."""
+    """Make this process rank 0 of `size` ranks whose collectives transfer nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -292,7 +295,7 @@ def build_and_step(
     section: Any,
     command: str,
 ) -> None:
-    """Build a role's model, and its optimizer if it has one; alone in its grid it takes a step."""
+    """Build a role's model and its optimizer if it has one. Take a step if the grid has one rank."""
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.workers.megatron_model import MegatronModel
@@ -319,7 +322,7 @@ def build_and_step(
         optimizer=section.optimizer if command in REINFORCING else {"lr": 1e-6},
         scheduler=section.scheduler,
         ddp=section.ddp,
-        total_updates=1_000_000_000,  # a schedule's numbers are judged elsewhere
+        total_updates=1_000_000_000,  # a schedule's numbers are checked elsewhere
     )
     if shape.world_size == 1:
         algorithm = AlgorithmConfig()
@@ -349,7 +352,7 @@ def _tried_batch(vocab_size: int) -> Any:
 
 
 def _sentence(text: str) -> str:
-    """Return one line that ends as a sentence."""
+    """Return the text as one line that ends with a period."""
     line = " ".join(text.split())[:600]
     return line if line.endswith(".") else f"{line}."
 

@@ -1,9 +1,8 @@
-"""The public API for Python programs: the names that users of such systems write, each to the one implementation.
+"""Public API for Python programs. It provides the names that users of such systems expect, for one implementation.
 
-`from megaverl import ...`, `from megaverl.trainer import ...`, `from megaverl.utils import ...` lead here, and import
-nothing before they are used.
+`megaverl`, `megaverl.trainer` and `megaverl.utils` re-export these names and import nothing until they are used.
 
-Which devices a role has, as people write it: "cuda:0-3", [0, 1], {"model": "cuda:0-3"}.
+This module contains the device maps of roles, in forms such as "cuda:0-3", [0, 1] or {"model": "cuda:0-3"}.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ FORMS = "[0, 1], 2, '0-3', 'cuda:0-3', 'cuda:0,2', 'cpu:0-1', or {'model': one o
 
 
 def parse_devices(value: Devices, where: str) -> list[int] | None:
-    """The ranks of a role; None where none are given (or "auto").
+    """Return the ranks of a role, or None if `value` is None or "auto".
 
-    A device is a rank: a process has one. The word before the colon is for the reader; every rank computes on what
-    its machine has.
+    A device is a rank, because each process has one device. The word before the colon is only informative: every rank
+    computes on the device of its machine.
+
+    Args:
+        where: name of the setting, for messages.
 
     Raises:
-        ConfigError: names `where`, what was found and which forms there are.
+        ConfigError: the value has another form. The message names `where`, the value and the valid forms.
     """
     if isinstance(value, Mapping):
         if set(value) != {"model"}:
@@ -60,9 +62,10 @@ def _checked(ranks: list[Any], where: str) -> list[int]:
 
 @dataclass(frozen=True)
 class DataParallelConfig:
-    """Which devices (ranks) each role has. None: the configuration's own rule (see docs/placement.md).
+    """Devices (ranks) of each role. None leaves the decision to the configuration (see docs/placement.md).
 
-    DataParallelConfig(actor_devices=[0, 1], critic_devices=[2], reward_model_devices=[3]).set_device_map()
+    Example:
+        DataParallelConfig(actor_devices=[0, 1], critic_devices=[2], reward_model_devices=[3]).set_device_map()
     """
 
     actor_devices: Devices = None
@@ -72,10 +75,10 @@ class DataParallelConfig:
     rollout_devices: Devices = None
 
     def placement(self) -> dict[str, list[int]]:
-        """The section `placement` that says the same.
+        """Return the equivalent section `placement` of a configuration.
 
         Raises:
-            ConfigError: lists every entry that cannot be read.
+            ConfigError: lists every entry that has no valid form.
         """
         found, mistakes = {}, []
         for field in fields(self):
@@ -85,40 +88,45 @@ class DataParallelConfig:
                 mistakes.append(str(error))
                 continue
             if ranks is not None:
-                found[field.name.replace("reward_model", "reward")] = ranks  # the section's word
+                found[field.name.replace("reward_model", "reward")] = ranks  # key of the section `placement`
         if mistakes:
             raise ConfigError("\n".join(mistakes))
         return found
 
     def set_device_map(self) -> dict[str, list[int]]:
-        """`megaverl.utils.set_device_map(self)`."""
+        """Set these devices for all trainers created afterwards (`megaverl.utils.set_device_map`)."""
         return set_device_map(self)
 
 
 class _DeviceMap:
-    """What `set_device_map` was last given: for trainers made afterwards, in this process."""
+    """Last value of `set_device_map` in this process, for trainers created afterwards."""
 
     placement: dict[str, list[int]] = {}
 
 
 def set_device_map(devices: DataParallelConfig | Mapping[str, Devices] | None) -> dict[str, list[int]]:
-    """Give roles their devices, for every trainer that is made afterwards and does not say otherwise.
+    """Set the devices of roles for every trainer that is created afterwards without its own placement.
 
     Args:
-        devices: a DataParallelConfig, or a mapping of role (actor, critic, reference, reward, reward_model, rollout)
-            to devices. None: forget what was set.
+        devices: a DataParallelConfig, or a mapping of role (actor, critic, reference, reward, reward_model, rollout) to
+            devices. None removes the map.
 
-    Returns: the section `placement` that says the same: role_devices -> ranks.
+    Returns:
+        The equivalent section `placement`: role_devices -> ranks.
 
     Raises:
-        ConfigError: lists every role that there is not, and every entry that cannot be read.
+        ConfigError: lists every unknown role and every entry that has no valid form.
     """
     _DeviceMap.placement = placement_of(devices)
     return dict(_DeviceMap.placement)
 
 
 def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> dict[str, list[int]]:
-    """The section `placement` that says the same as `devices`; see `set_device_map`."""
+    """Return the section `placement` that is equivalent to `devices`, see `set_device_map`.
+
+    Raises:
+        ConfigError: lists every unknown role and every entry that has no valid form.
+    """
     if devices is None:
         return {}
     if not isinstance(devices, DataParallelConfig | Mapping):
@@ -127,7 +135,7 @@ def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> 
 
 
 def device_map() -> dict[str, list[int]]:
-    """What `set_device_map` was last given."""
+    """Return the section `placement` from the last call of `set_device_map`."""
     return dict(_DeviceMap.placement)
 
 

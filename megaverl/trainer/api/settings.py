@@ -1,4 +1,4 @@
-"""A run described in Python: `TrainerConfig`, and what else may stand where a configuration is wanted."""
+"""Description of a run in Python: `TrainerConfig`, and conversion of other descriptions to a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from megaverl.trainer.api import Devices, device_map, parse_devices
 from megaverl.trainer.preflight import check_builds, check_packages
 from megaverl.trainer.resuming import check_resume
 
-# What `get_ppo_config()` alone lays over the recipe of the quickstart: one process, without vLLM, about half a minute.
+# Settings of `get_ppo_config()` without arguments, applied to the quickstart's recipe: one process without vLLM, about
+# half a minute.
 SMALL_RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "quickstart_ppo", "nproc": None},
     "actor": {"tp": 1, "optimizer": {"lr": 1e-3}},
@@ -29,32 +30,37 @@ SMALL_RUN: dict[str, dict[str, Any]] = {
     "trainer": {"steps": 25},
 }
 
-JOB_OF_ONE: dict[str, str] = {}  # variables that torchrun did not set, but a job of this one process did
+# Environment variables that a job of this single process has set, because torchrun did not.
+JOB_OF_ONE: dict[str, str] = {}
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
 
 
 @dataclass
 class TrainerConfig:
-    """The usual settings under their usual names; None leaves the default of the key it stands for.
+    """Common settings under their usual names. None keeps the default of the corresponding key.
 
-    Everything else is set in `options`, under the keys of the YAML file (`megaverl keys`): nested, or dotted like
+    All other settings go into `options` under the keys of the YAML file (`megaverl keys`), either nested or dotted like
     {"actor.optimizer.clip_grad": 0.5}.
 
     Attributes:
-        max_steps: steps of the whole run; `total_steps` is another word for it.
-        actor_model: Hugging Face folder, or org/name on a hub (model.path). Likewise critic_model, reference_model.
-        reward_function: a built-in reward, "module:function", "file.py:function", a function of an importable
-            module, or what one of `reward_modules` registers (`register_reward`).
+        max_steps: number of steps of the whole run. `total_steps` is an alias.
+        actor_model: Hugging Face folder, or org/name on a hub (model.path). critic_model and reference_model alike.
+        reward_function: a built-in reward, "module:function", "file.py:function", a function of an importable module,
+            or a name that one of `reward_modules` registers (`register_reward`).
         train_data, validation_data: files, patterns, folders or names of data sets.
-        use_vllm: True: rollout.engine vllm; False: hf, plain transformers.
-        actor_device_mapping: {"model": "cuda:0-3"}, "0-3" or [0, 1, 2, 3]: the role's ranks; likewise the others'.
+        use_vllm: True for rollout.engine=vllm, False for hf (plain transformers).
+        actor_device_mapping: ranks of the role, as {"model": "cuda:0-3"}, "0-3" or [0, 1, 2, 3]. Other roles alike.
         checkpoint_config: keys of the section `checkpoint`, such as {"save_interval": 10, "keep_last_k": 3,
             "async_save": True}.
-        fsdp_config: train under FSDP2 (actor.engine), so configured: {"sharding_strategy": "FULL_SHARD", "cpu_offload":
-            False, "mixed_precision": True}, and keys of actor.fsdp.
-        log_with: one tracker or several: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
-        may_be_small: without a model and data it is the small run of `get_ppo_config`.
+        fsdp_config: train with FSDP2 (actor.engine) under these settings: {"sharding_strategy": "FULL_SHARD",
+            "cpu_offload": False, "mixed_precision": True}, and keys of actor.fsdp.
+        log_with: one or several trackers: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
+        may_be_small: without a model and data, describe the small run of `get_ppo_config`.
+
+    Example:
+        config = TrainerConfig(actor_model="models/small", train_data="train.jsonl", reward_function="exact_match")
+        RLTrainer(config, max_steps=100).train()
     """
 
     algorithm: Annotated[str, "algorithm.name"] = "ppo"
@@ -108,10 +114,10 @@ class TrainerConfig:
         self.max_steps = total_steps
 
     def values(self) -> dict[str, Any]:
-        """What a YAML file would hold, as nested mappings.
+        """Return the settings as the nested mappings of a YAML file.
 
         Raises:
-            ConfigError: lists every setting that cannot be read.
+            ConfigError: lists every setting that cannot be converted.
         """
         found: dict[str, Any] = {}
         mistakes = []
@@ -133,10 +139,10 @@ class TrainerConfig:
         return found
 
     def to_config(self, *, check_paths: bool = True) -> Config:
-        """The checked configuration.
+        """Return the checked configuration.
 
         Raises:
-            ConfigError: lists every mistake under the key of the YAML file.
+            ConfigError: lists every mistake under its key in the YAML file.
         """
         return resolve(self, check_paths=check_paths)
 
@@ -152,10 +158,13 @@ KEYS = {
 
 
 def reward_entry(value: Reward, where: str = "reward_function") -> dict[str, Any]:
-    """One entry of the section `reward`.
+    """Return one entry of the section `reward`.
+
+    Args:
+        where: name of the setting, for messages.
 
     Raises:
-        ConfigError: a function that other processes could not import.
+        ConfigError: the value is a function that other processes cannot import.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -165,10 +174,10 @@ def reward_entry(value: Reward, where: str = "reward_function") -> dict[str, Any
 
 
 def importable_name(function: Callable[..., Any], where: str) -> str:
-    """`module:name` or `file.py:name`, by which every rank finds a function.
+    """Return `module:name` or `file.py:name`, by which every rank can import a function.
 
     Raises:
-        ConfigError: a lambda, a function inside another, or one typed at a prompt.
+        ConfigError: the function is a lambda, is nested in another, or was typed at a prompt.
     """
     module, name = inspect.getmodule(function), getattr(function, "__qualname__", "")
     if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
@@ -210,10 +219,10 @@ def _section(value: Any, where: str) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """A value as a YAML file has it; paths become text.
+    """Return a value in the form of a YAML file. Paths become text.
 
     Raises:
-        ConfigError: one that no file could hold, such as a model instead of its folder.
+        ConfigError: a file cannot contain the value, such as a model object instead of its folder.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
@@ -243,7 +252,7 @@ CONVERT: dict[str, Callable[[Any, str], Any]] = {
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Lay `value` under a dotted key; mappings are merged, anything else is replaced."""
+    """Set `value` under a dotted key in place. Mappings are merged, other values are replaced."""
     *parents, last = key.split(".")
     for part in parents:
         inner = values.get(part)
@@ -260,9 +269,9 @@ Description = Config | TrainerConfig | Mapping[str, Any] | str | Path
 
 
 def resolve(description: Description, overrides: Sequence[Override] = (), *, check_paths: bool = True) -> Config:
-    """A checked configuration from whatever describes one: a file, a mapping, a TrainerConfig, or a Config.
+    """Return the checked configuration of a YAML file, a mapping, a TrainerConfig or a Config.
 
-    Without a `placement` of its own it has that of `set_device_map`.
+    A configuration without its own `placement` gets that of `set_device_map`.
 
     Raises:
         ConfigError: lists every mistake.
@@ -299,15 +308,16 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
 
 
 def _make_inputs(config: Config) -> None:
-    """Make what the small run of `get_ppo_config` reads, if this environment can run it.
+    """Create the inputs of `get_ppo_config`'s small run, if this environment can run it.
 
     Raises:
-        ConfigError: packages are missing, or the run cannot go on from its checkpoint with these settings.
+        ConfigError: packages are missing, or the run cannot resume from its checkpoint with these settings.
     """
     with as_started():
         check_builds()
         check_packages(config, "train")
-        if "RANK" not in os.environ:  # ranks compare their settings with the checkpoint's together
+        # Ranks compare their settings with the checkpoint's collectively, later.
+        if "RANK" not in os.environ:
             check_resume(config, "train")
     from megaverl.trainer.quickstart import make_inputs
 
@@ -315,7 +325,7 @@ def _make_inputs(config: Config) -> None:
 
 
 def of_a_program(mistake: ConfigIssue) -> ConfigIssue:
-    """The same, where no command line was typed: with the setting of `TrainerConfig` that the key is."""
+    """Return a mistake that names the setting of `TrainerConfig` instead of a command-line option."""
     if mistake.where not in ("", COMMAND_LINE):
         return mistake
     names = [name for name, key in KEYS.items() if f"{mistake.key}.".startswith(f"{key}.")]
@@ -323,14 +333,14 @@ def of_a_program(mistake: ConfigIssue) -> ConfigIssue:
 
 
 def _names_inputs(values: Mapping[str, Any]) -> bool:
-    """Whether a model or training data is named, in either form of the YAML file."""
+    """Return whether a model or training data is named, under either key of the YAML file."""
     named = {"model": ("path", "pretrain_model_path"), "data": ("train", "train_path")}
     sections = [(values.get(section), keys) for section, keys in named.items()]
     return any(isinstance(given, str) or any(key in given for key in keys) for given, keys in sections if given)
 
 
 def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
-    """Return the dotted keys and values of nested mappings, so that each key counts as given and no other does."""
+    """Return nested mappings as dotted keys and values, so that only these keys count as set by the user."""
     found: list[Override] = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
@@ -341,7 +351,14 @@ def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
 
 
 def refuse_unknown(names: Iterable[str], who: str = "") -> None:
-    """Raise a ConfigError where one of `names` is no field of `TrainerConfig`."""
+    """Check that all names are fields of `TrainerConfig`.
+
+    Args:
+        who: start of the message.
+
+    Raises:
+        ConfigError: lists the unknown names, with similar ones.
+    """
     if unknown := [name for name in names if name not in SETTINGS]:
         hints = "".join(did_you_mean(name, SETTINGS) for name in unknown)
         raise ConfigError(
@@ -350,13 +367,13 @@ def refuse_unknown(names: Iterable[str], who: str = "") -> None:
 
 
 def get_ppo_config(**settings: Any) -> TrainerConfig:
-    """A TrainerConfig for PPO, to be changed and handed to a trainer: `get_ppo_config(actor_model="models/small")`.
+    """Return a TrainerConfig for PPO, such as `get_ppo_config(actor_model="models/small")`.
 
-    With neither a model nor data it is a small run of the quickstart's task, in one process and without vLLM:
-    tokenizer, model and data are made in the run's folder. `max_steps` is a number in any case.
+    Without a model and data it describes a small run of the quickstart's task, in one process and without vLLM.
+    Tokenizer, model and data are then created in the run's folder. `max_steps` is always set to a number.
 
     Raises:
-        ConfigError: a setting that there is not.
+        ConfigError: a setting does not exist.
     """
     refuse_unknown(settings, "get_ppo_config: ")
     config = TrainerConfig(**{"algorithm": "ppo", **settings})
@@ -370,7 +387,10 @@ def get_ppo_config(**settings: Any) -> TrainerConfig:
 
 @contextmanager
 def as_started() -> Iterator[None]:
-    """The environment as this program was started: a job of one, which it is, says nothing of the next trainer's."""
+    """Hide the environment variables that a job of this single process has set.
+
+    They describe only this job and must not influence the configuration of the next trainer.
+    """
     hidden = {name: os.environ.pop(name) for name in JOB_OF_ONE if name in os.environ}
     try:
         yield

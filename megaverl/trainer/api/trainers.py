@@ -1,5 +1,7 @@
-"""`RLTrainer` and `PPOTrainer` for Python programs: settings in, the trainer of `megaverl train` behind them. A program
-joins the job under torchrun as one of its ranks, else as a job of one."""
+"""`RLTrainer` and `PPOTrainer` for Python programs, on top of the trainer of `megaverl train`.
+
+Under torchrun, a program joins the job as one of its ranks. Otherwise it is a job of one process.
+"""
 
 from __future__ import annotations
 
@@ -49,32 +51,33 @@ if TYPE_CHECKING:
 
 
 class _Joined:
-    """The job that this process has joined; there is one at most."""
+    """Job that this process has joined. There is at most one."""
 
     job: Job | None = None
     config: Config | None = None
-    checked: ClassVar[list[Config]] = []  # whose code and data were looked at
+    checked: ClassVar[list[Config]] = []  # configurations whose code and data were checked
 
 
 def under_torchrun() -> bool:
-    """Whether this process was started as a rank."""
+    """Return whether this process was started as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not JOB_OF_ONE
 
 
 def init_distributed(config: Description) -> Job:
-    """Make this process a rank of its job: the default process group, the roles' ranks, the watch over lost ranks.
+    """Join the job of this process: create the default process group, place the roles and monitor for lost ranks.
 
-    Under torchrun every rank calls it; otherwise the job is this one process. A second call gives the same job, which
+    Under torchrun every rank must call it. Otherwise the job is this process. A second call returns the same job, which
     has one placement.
 
     Args:
-        config: of the run, in any form that a trainer takes.
+        config: configuration of the run, in any form that a trainer takes.
 
-    Returns: the job: `fabric` (who is where), `liveness` (who is still there).
+    Returns:
+        The job, with `fabric` (placement and communication) and `liveness` (state of the other ranks).
 
     Raises:
-        ConfigError: a configuration that cannot be, or one that needs more ranks than there are.
-        TrainingStopped: ranks that do not come, or another job at the same address.
+        ConfigError: the configuration is invalid, or needs more ranks than the job has.
+        TrainingStopped: ranks do not join in time, or another job uses the same address.
     """
     refuse_in_a_check()
     resolved = resolve(config)
@@ -97,7 +100,8 @@ def init_distributed(config: Description) -> Job:
         JOB_OF_ONE.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
         JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         os.environ |= JOB_OF_ONE
-    prepare_environment(resolved, "train")  # of what is not imported yet; CUDA and NCCL may not have started
+    # For modules that are not imported yet. CUDA and NCCL must not have started.
+    prepare_environment(resolved, "train")
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.dataflow.job import use_fabric
     from megaverl.monitoring.console import Console
@@ -116,7 +120,7 @@ def init_distributed(config: Description) -> Job:
 
 
 def _check_code(config: Config, job: Job) -> None:
-    """Check the code and the data of a configuration, once. Every rank takes part.
+    """Check code and data of a configuration once. Collective over all ranks.
 
     Raises:
         InvalidConfig: lists what is wrong.
@@ -131,12 +135,12 @@ def _check_code(config: Config, job: Job) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around work with the other ranks: where one of them is gone, an error here says so, and not what gloo or NCCL do.
+    """Convert errors of work with other ranks. If a rank is lost, the error says so instead of quoting gloo or NCCL.
 
     Raises:
-        TrainingStopped: a rank is lost, with its verdict.
-        SystemExit: the run was asked to leave, and has saved. The code is `errors.SAVED_AND_LEFT` where the program
-            goes on when it is started again, else `errors.INTERRUPTED`.
+        TrainingStopped: a rank was lost. The message says why.
+        SystemExit: the run was asked to leave and has saved. The code is `errors.SAVED_AND_LEFT` if the program
+            continues when it is started again, else `errors.INTERRUPTED`.
     """
     try:
         with exits_fail():
@@ -146,9 +150,10 @@ def explained() -> Iterator[None]:
 
         job = _Joined.job
         if isinstance(error, SystemExit):
-            if isinstance(error.__cause__, Leaving):  # raised below, in a call inside this one
+            if isinstance(error.__cause__, Leaving):  # raised by a nested call
                 raise
-            # Code of a model or a library. A program that has not come to its end must not end with its exit code.
+            # Code of a model or library called sys.exit. The program has not finished, so it must not use that exit
+            # code.
             heard = None if job is None else job.liveness.explain(error)
             raise TrainingStopped(heard or f"code inside the run raised {describe(error)}.") from error
         if isinstance(error, Leaving):
@@ -161,7 +166,7 @@ def explained() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """At the program's end: with the others, unless an error ends it, which is reported to them."""
+    """Leave the job together with the other ranks at the program's end, or report the error that ended the program."""
     import torch.distributed as dist
 
     from megaverl.distributed.collectives import barrier
@@ -184,7 +189,7 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-# What `update` returns also has these, each the first that was measured.
+# Short names of metrics that `update` returns as well. Each is the first of these metrics that was measured.
 SHORT_NAMES = {
     "reward": ("reward/mean",),
     "loss": ("actor/loss",),
@@ -193,21 +198,23 @@ SHORT_NAMES = {
 
 
 class RLTrainer:
-    """Reinforcement learning from Python: the same run as `megaverl train` of the same configuration.
-
-        trainer = RLTrainer(
-            actor_model="models/small", reward_function="exact_match", train_data="train.jsonl", use_vllm=True
-        ) trainer.train()
+    """Reinforcement learning from Python, equal to `megaverl train` with the same configuration.
 
     Args:
-        config: a YAML file, a mapping, a TrainerConfig or a Config; None: what the keywords say alone.
-        reward_model: what scores responses: as `reward_function`, or the folder of a model.
-        strategy: which role has which ranks; or `set_device_map` before.
-        overrides: "key=value" as on the command line, over all else.
-        settings: fields of `TrainerConfig`, laid over `config`.
+        config: a YAML file, a mapping, a TrainerConfig or a Config. None: only the keywords.
+        reward_model: reward as in `reward_function`, or the folder of a model that scores responses.
+        strategy: ranks of each role. `set_device_map` is an alternative.
+        overrides: "key=value" as on the command line, with precedence over everything else.
+        settings: fields of `TrainerConfig`, applied on top of `config`.
 
     Raises:
         ConfigError: lists every mistake, before anything is built.
+
+    Example:
+        trainer = RLTrainer(
+            actor_model="models/small", reward_function="exact_match", train_data="train.jsonl", use_vllm=True
+        )
+        metrics = trainer.train()
     """
 
     def __init__(
@@ -229,15 +236,16 @@ class RLTrainer:
         self._loop: Trainer | None = None
 
     def train(self) -> dict[str, float]:
-        """Train to the last step, or go on where an earlier run of this folder stopped.
+        """Run all steps, or the remaining steps of an earlier run in the same folder.
 
-        Under torchrun as one of its ranks; otherwise in this process, or, where the configuration needs several
-        ranks, in as many processes as it needs, started here.
+        Under torchrun this process is one of the ranks. Otherwise the run takes place in this process, or in child
+        processes if the configuration needs several ranks.
 
-        Returns: the metrics of the last validation, or of the last step.
+        Returns:
+            Metrics of the last validation, or else of the last step.
 
         Raises:
-            TrainingStopped: a rank failed; its message stands on the terminal.
+            TrainingStopped: a rank failed. Its message is on the terminal.
             SystemExit: the run was asked to leave and has saved; see `explained` for the code.
         """
         if not under_torchrun() and _num_ranks(self.config) > 1:
@@ -247,13 +255,13 @@ class RLTrainer:
 
     @property
     def loop(self) -> Trainer:
-        """The trainer itself, on this rank; made when it is first asked for."""
+        """Return the underlying trainer of this rank. It is created on first access."""
         if self._loop is None:
             self._loop = self._make_loop()
         return self._loop
 
     def _make_loop(self) -> Trainer:
-        """Make the trainer of this run's folder."""
+        """Create the trainer of this run's folder."""
         self.config = with_absolute_paths(self.config)
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
@@ -275,17 +283,18 @@ class RLTrainer:
 
 
 class PPOTrainer(RLTrainer):
-    """A loop of one's own: `rollout` gives responses, `update` trains on them.
+    """Trainer for a loop of the Python program: `rollout` returns responses, `update` trains on them.
 
+    Every method is collective over all ranks. A step writes the same output as a step of `train`: trackers, samples,
+    validation and checkpoints, and the model after the last of `total_steps`. After SIGTERM or SIGUSR1, the current or
+    next call saves and exits with `errors.SAVED_AND_LEFT`. The configuration may name any algorithm; the default is
+    PPO.
+
+    Example:
         trainer = PPOTrainer(get_ppo_config(actor_model="models/small", total_steps=100, ...))
         while trainer.num_steps < 100:
             rollouts = trainer.rollout()
             print(trainer.update(rollouts)["reward/mean"])
-
-    Every rank takes part in every call. What a step leaves is what `train` leaves: trackers, samples, validation,
-    checkpoints, and after the last one of `total_steps` the model. After SIGTERM or SIGUSR1 the call that is under way,
-    or the next one, saves and leaves with the exit code `errors.SAVED_AND_LEFT`. The configuration may name any
-    algorithm; its own default is PPO.
     """
 
     _measured: Mapping[str, float] = {}
@@ -305,13 +314,13 @@ class PPOTrainer(RLTrainer):
 
     @property
     def num_steps(self) -> int:
-        """Steps that are done; at first those of the checkpoint that the run goes on from."""
+        """Return the number of completed steps, including those before a resume."""
         with explained():
             self._begin()
         return self.loop.next_step
 
     def rollout(self) -> RolloutBatch:
-        """Responses to the next `data.prompts_per_step` prompts; nothing is scored or trained yet."""
+        """Generate responses to the next `data.prompts_per_step` prompts. Nothing is scored or trained yet."""
         with explained():
             self._begin()
             drawn = self.loop.rollouts()
@@ -319,15 +328,16 @@ class PPOTrainer(RLTrainer):
         return drawn.batch
 
     def update(self, rollouts: RolloutBatch) -> dict[str, float]:
-        """Score `rollouts`, train on them, and give the engine the new weights.
+        """Score `rollouts`, train on them, and send the new weights to the engine.
 
         Args:
-            rollouts: of `rollout`, as they are or changed: fewer of them, or with `rewards` [B] of one's own, which
-                are then not scored.
+            rollouts: batch from `rollout`, possibly changed: with fewer samples, or with a field `rewards` [B], whose
+                values then replace scoring.
 
-        Returns: the step's metrics; with those of a validation where one is due. Three have a short name as well:
-            `reward` (reward/mean), `loss` (actor/loss) and `kl`: to the reference, or, where there is none, to the
-            policy that generated (actor/approx_kl).
+        Returns:
+            Metrics of the step, and of a validation if one was due. Three metrics also have short names: `reward`
+                (reward/mean), `loss` (actor/loss) and `kl`. `kl` is the divergence from the reference, or without a
+                reference from the policy that generated (actor/approx_kl).
         """
         with explained():
             self._begin()
@@ -336,13 +346,14 @@ class PPOTrainer(RLTrainer):
         return {**metrics, **short}
 
     def close(self) -> None:
-        """Finish trackers, and what is still being saved; at the program's end this is done by itself."""
+        """Close trackers and wait for pending checkpoints. Called automatically at the program's end."""
         records, self._records = self._records, None
         if records is None:
             return
         atexit.unregister(self.close)
         with records:
-            if getattr(sys, "last_value", None) is None:  # with all other ranks
+            # Collective, so it is skipped if an error ends this program.
+            if getattr(sys, "last_value", None) is None:
                 self.loop.settle()
 
     def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
@@ -358,7 +369,9 @@ class PPOTrainer(RLTrainer):
         return StoredRollouts(self.loop.next_step, 0, rollouts, scores, metrics)
 
     def _begin(self) -> None:
-        """Take up a checkpoint, if there is one, and give the engine its first weights."""
+        """Restore a checkpoint if there is one, and send the first weights to the engine. Does nothing after the first
+        call.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -368,10 +381,11 @@ class PPOTrainer(RLTrainer):
 
 
 def _given(settings: Mapping[str, Any]) -> list[Override]:
-    """Return the key and the value of every setting that is given."""
+    """Return key and value of every setting that was passed."""
     algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
     values = TrainerConfig(**settings).values()
-    if not algorithm:  # its default is no word about a configuration that has its own
+    # The default "ppo" was not passed, so it must not override the configuration's algorithm.
+    if not algorithm:
         values.pop("algorithm", None) if values.get("algorithm") == {"name": "ppo"} else values["algorithm"].pop("name")
     return as_overrides(values)
 
@@ -388,10 +402,10 @@ def _reward_of(value: Reward | Path) -> dict[str, Any]:
 
 
 def _check(config: Config, *, is_rank: bool) -> None:
-    """Check what the command line checks before ranks start.
+    """Run the checks that the command line runs before ranks start.
 
     Raises:
-        ConfigError: what is wrong, and what to do.
+        ConfigError: says what is wrong and what to do.
     """
     if warning := check_before_ranks(config, "train", is_rank=is_rank):
         print(f"warning: {warning}", file=sys.stderr)
@@ -401,7 +415,7 @@ def _check(config: Config, *, is_rank: bool) -> None:
 
 @contextmanager
 def _as_a_program() -> Iterator[None]:
-    """Name settings as a Python program gives them in the mistakes that are raised inside."""
+    """Name settings by their names in Python, in configuration errors that are raised inside."""
     try:
         yield
     except InvalidConfig as error:
@@ -415,7 +429,12 @@ def _num_ranks(config: Config) -> int:
 
 
 def _train_in_ranks(config: Config) -> dict[str, float]:
-    """The command itself, on a file that holds this configuration."""
+    """Run `megaverl train` in child processes with this configuration. Return the metrics of the last record.
+
+    Raises:
+        SystemExit: the run was asked to leave and has saved.
+        TrainingStopped: the run failed.
+    """
     import tempfile
 
     from megaverl.monitoring.backends import read_metrics
@@ -427,7 +446,7 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
         check_code_and_data(config, "train")
     count = _num_ranks(config)
     check_world(config, "train", count)
-    for choice in config.choices:  # to the ranks they are given
+    for choice in config.choices:  # ranks receive it as a given value and do not print it
         print(choice)
     with tempfile.TemporaryDirectory(prefix="megaverl_") as folder:
         file = Path(folder, "config.yaml")
@@ -444,34 +463,35 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
 
 
 class RoleBasedDistributedStrategy:
-    """Each role on devices of its own: another form of the section `placement`.
-
-    strategy = RoleBasedDistributedStrategy(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2, 3]))
-    strategy.resolve_for(config, world_size=4)["critic"]        # (2, 3)
-    RLTrainer(config, strategy=strategy).train()
+    """Placement of roles on separate devices, as an alternative to the section `placement`.
 
     Args:
         devices: a DataParallelConfig, or a mapping of role to devices.
         roles: the same as keywords: actor=[0, 1], critic="cuda:2-3".
 
     Raises:
-        ConfigError: roles that there are not, devices that cannot be read.
+        ConfigError: a role does not exist, or devices have no valid form.
+
+    Example:
+        strategy = RoleBasedDistributedStrategy(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2, 3]))
+        strategy.resolve_for(config, world_size=4)["critic"]        # (2, 3)
+        RLTrainer(config, strategy=strategy).train()
     """
 
     def __init__(self, devices: DataParallelConfig | Mapping[str, Devices] | None = None, **roles: Devices) -> None:
         self.placement = placement_of(devices) | placement_of(roles)
 
     def resolve_for(self, config: Description, world_size: int) -> dict[str, tuple[int, ...]]:
-        """Every role's ranks in a job of so many.
+        """Return the ranks of every role in a job of `world_size` ranks.
 
         Raises:
-            ConfigError: lists all that does not fit.
+            ConfigError: lists every conflict between placement, grids and number of ranks.
         """
         checked = self.apply(config, check_paths=False)
         grids = role_grids(checked, used_roles(checked, "train"))
         return dict(resolve_placement(checked.placement, grids, world_size).ranks)
 
     def apply(self, config: Description, *, check_paths: bool = True) -> Config:
-        """The configuration with this placement."""
+        """Return the configuration with this placement."""
         values = resolve(config, check_paths=check_paths).to_dict()
         return resolve({**values, "placement": self.placement}, check_paths=check_paths)

@@ -1,5 +1,8 @@
-"""What a part of the user's own must keep to, as tests that they can run on it: `megaverl check-plugin`. Every kind of
-plug-in, the key that names it, and its contract: promises that are tried one by one."""
+"""Contracts of plug-ins: tests that users run on their own code with `megaverl check-plugin`.
+
+Each kind of plug-in has a configuration key that names it, and a contract. A contract is a list of promises, each
+tested separately.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,18 @@ Promise = tuple[str, Callable[[], None]]
 
 
 class Kind(NamedTuple):
-    """key: where a configuration names it. what: what it is, in a few words."""
+    """Kind of a plug-in.
+
+    Attributes:
+        key: configuration key that names a plug-in of this kind.
+        what: short description of its signature or class.
+    """
 
     key: str
     what: str
 
 
-# The promises of each are a function of `kinds`, imported when they are wanted, as some need torch.
+# The promises of each kind are a function in `kinds`, which is imported on demand because it needs torch.
 KINDS = {
     "reward": Kind("reward.N.function", "a function: prompt, response, reference, extra -> number"),
     "environment": Kind("environment.name", "a class derived from megaverl.rollout.environments.Environment or Game"),
@@ -38,25 +46,30 @@ KINDS = {
 
 @dataclass(frozen=True)
 class PromiseResult:
-    """promise: what must hold. problem: why it does not; empty where it does."""
+    """Result of testing one promise.
+
+    Attributes:
+        promise: condition that was tested.
+        problem: description of the violation, or empty if the promise holds.
+    """
 
     promise: str
     problem: str = ""
 
 
 class Broken(Exception):
-    """A promise that does not hold; the message says what was found and what to change."""
+    """Exception of a violated promise. The message says what was found and what to change."""
 
 
 def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> Iterator[PromiseResult]:
-    """Try the contract of `kind` on what `name` leads to.
+    """Test the contract of `kind` on the object that `name` refers to. Yield a result for each promise.
 
     Args:
-        options: keyword arguments, as `options` in the configuration gives them; for a reward also `batched`, and
-            `row`, the columns of a row.
+        options: keyword arguments, like `options` in the configuration. For a reward also `batched`, and `row`, the
+            columns of a row.
 
     Raises:
-        ConfigError: there is no such kind, or nothing under this name.
+        ConfigError: the kind does not exist, or `name` refers to nothing.
     """
     if kind not in KINDS:
         raise ConfigError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}.")
@@ -68,7 +81,7 @@ def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> 
 
 
 class _Raised(Exception):
-    """What the user's part raised, as text."""
+    """Exception with the text of an error that the user's code raised."""
 
 
 def _raised(error: BaseException) -> _Raised:
@@ -76,7 +89,7 @@ def _raised(error: BaseException) -> _Raised:
 
 
 def keep(promises: Iterable[Promise]) -> Iterator[PromiseResult]:
-    """Try every promise; one that is broken does not stop the others."""
+    """Test every promise and yield its result. A violated promise does not stop the others."""
     for words, attempt in promises:
         try:
             with user_code(_raised, keep=Broken):

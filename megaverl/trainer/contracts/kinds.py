@@ -1,5 +1,8 @@
-"""Contracts of what feeds and watches a run (rewards, environments, functions that generate, data, trackers) and of
-what stands between rewards and gradients (losses, advantages, filters of rollouts)."""
+"""Contracts of each kind of plug-in.
+
+They cover rewards, environments, generating functions, data sources, trackers, losses, advantage estimators and rollout
+filters.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,9 @@ RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 500
 def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     """Yield the promises of a reward (`reward: [{function: ...}]`).
 
-    Options: batched; row: the columns of a row beside prompt and answer; prompt_key, answer_key: names of these two;
-    and the function's own.
+    Args:
+        options: `batched`, `row` (columns of a row other than prompt and answer), `prompt_key` and `answer_key` (names
+            of these two columns), and the function's own options.
     """
     own = {key: value for key, value in options.items() if key not in ("batched", "row", *ROW_KEYS)}
     batched = bool(options.get("batched", False))
@@ -72,7 +76,7 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         return [float(value) for value in reward.score(list(some)).total]
 
     def bound() -> dict[str, str]:
-        """Return what each parameter gets, in words."""
+        """Return a description of the value that each parameter receives."""
         function = RewardFunction(name, load_function(name, "reward.function"), batched)
         if function.takes_samples:
             return {FIRST[batched]: "whole samples (RewardSample)"}
@@ -123,7 +127,7 @@ def _fail(problem: str) -> None:
 
 
 def tiny_tokenizer(folder: Path) -> Tokenizer:
-    """A tokenizer made on the spot."""
+    """Return a tokenizer that is trained on generated text in `folder`."""
     from megaverl.data.tasks import make_task
 
     return load_tokenizer(
@@ -132,12 +136,12 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
 
 
 def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of an environment or a game (`environment.name`)."""
+    """Yield the promises of an environment or a game (`environment.name`)."""
     scratch = tempfile.TemporaryDirectory()
     tokenizer = tiny_tokenizer(Path(scratch.name))
 
     def play(seed: int = 0) -> tuple[list[tuple[str, Outcome]], bool]:
-        """Random turns until it is over; what they led to, and whether it came to an end."""
+        """Play an episode with random turns. Return agents and outcomes, and whether the episode ended."""
         game = make_game(name, Codec(tokenizer, chat=False), options)
         draw = random.Random(seed)
         prompt = tokenizer.encode("reverse 123 =")
@@ -190,12 +194,12 @@ def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, what: str) -> Non
 
 
 def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a function that generates (`rollout.function`)."""
+    """Yield the promises of a generating function (`rollout.function`)."""
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
     seeds = [11, 12, 13, 14]
 
     def engine(given: Sequence[Sequence[int]], sampling: SamplingOptions, own: Sequence[int]) -> list[Generation]:
-        """An engine that draws from the seed alone."""
+        """Generate random responses that depend only on prompt and seed."""
         if len(given) != len(own):
             raise Broken(f"it asked the engine for {len(given)} responses with {len(own)} seeds; give one each.")
         found = []
@@ -229,7 +233,11 @@ LOOKED_AT = 1000
 
 
 def data_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a source of data (`data.train`). Options: prompt_key, answer_key."""
+    """Yield the promises of a data source (`data.train`).
+
+    Args:
+        options: `prompt_key` and `answer_key`, the names of the columns.
+    """
     columns = Columns(str(options.get("prompt_key", "prompt")), str(options.get("answer_key", "answer")) or None)
 
     def readable() -> None:
@@ -270,7 +278,7 @@ def data_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
 
 
 def tracker_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a tracker (`run.log_with`)."""
+    """Yield the promises of a tracker (`run.log_with`)."""
 
     def make(folder: str, resume_step: int | None = None) -> Backend:
         return make_backend(name, RunInfo(Path(folder), "a-run", "megaverl", {"seed": 1}, resume_step))
@@ -301,7 +309,7 @@ SAMPLES = GROUPS * PER_GROUP
 
 
 def make_batch(seed: int = 0) -> RolloutBatch:
-    """12 responses to 3 prompts, of unequal lengths, with everything that a batch may hold."""
+    """Return 12 responses to 3 prompts, of different lengths, with all fields that a batch may have."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=draw)
     lengths[0] = LENGTH
@@ -330,7 +338,7 @@ def make_batch(seed: int = 0) -> RolloutBatch:
 
 
 def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a policy loss (`algorithm.policy_loss`)."""
+    """Yield the promises of a policy loss (`algorithm.policy_loss`)."""
     batch, draw = make_batch(), torch.Generator().manual_seed(1)
     start = batch.old_log_probs + 0.2 * torch.randn(SAMPLES, LENGTH, generator=draw)
     given = {"old_log_probs": batch.old_log_probs, "advantages": torch.randn(SAMPLES, LENGTH, generator=draw)}
@@ -343,7 +351,7 @@ def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
 
 
 def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a preference loss (`preference.loss`): of pairs, or of single responses."""
+    """Yield the promises of a preference loss (`preference.loss`) of pairs or of single responses."""
     entry, draw = preference_losses.get(name), torch.Generator().manual_seed(1)
     frozen, policy = (-4.0 - 5.0 * torch.rand(SAMPLES, 2, generator=draw) for _ in range(2))
     lengths, desirable = torch.randint(1, LENGTH, (SAMPLES, 2), generator=draw), torch.arange(SAMPLES) % 3 == 0
@@ -427,7 +435,7 @@ def _promises_of_a_loss(
 
 
 def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of an advantage estimator (`algorithm.advantage`)."""
+    """Yield the promises of an advantage estimator (`algorithm.advantage`)."""
     batch = make_batch()
     draw = torch.Generator().manual_seed(2)
     extra = {
@@ -477,7 +485,7 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
 
 
 def filter_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
-    """Of a filter of rollouts (`algorithm.rollout_filter`)."""
+    """Yield the promises of a rollout filter (`algorithm.rollout_filter`)."""
     batch = make_batch()
     scores = Scores(batch.rewards, {"reward": batch.rewards}, batch.rewards > 0)
     before = {key: value.clone() for key, value in batch.tensors.items()}
