@@ -169,6 +169,7 @@ def make_plan(
     order = _sorted(operators, before, makers)
     ranks = _ranks(order, makers, places)
     level: dict[str, int] = {}
+    # An operator's stage follows the latest stage of its predecessors.
     for op in order:
         level[op.name] = 1 + max((level[name] for name in before[op.name]), default=-1)
     stages = [tuple(op.name for op in order if level[op.name] == n) for n in range(max(level.values(), default=-1) + 1)]
@@ -180,11 +181,13 @@ def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[
     chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
     mistakes = []
     for op in operators:
+        # An operator that changes a value is not its maker.
         for value in [value for value in op.gives if value not in op.changes]:
             if value in chains:
                 first = f"operator '{chains[value][0]}'" if chains[value][0] else "what the flow is given"
                 mistakes.append(f"'{value}' is made by operator '{op.name}' and by {first}")
             chains.setdefault(value, [op.name])
+    # Operators that change a value follow its maker, in the order of adding.
     for op in operators:
         for value in chains.keys() & set(op.changes):
             chains[value].append(op.name)
@@ -315,7 +318,9 @@ def _edges(
                 # Every rank already has the value, or makes it itself.
                 continue
             sent = found.setdefault((value, maker), {})
+            # Leave out ranks that have the value or already receive it for an earlier operator.
             missing = tuple(rank for rank in dest if rank not in source and not any(rank in to for to in sent))
+            # The operator shares a transfer that already brings the value to its ranks.
             for to, takers in sent.items():
                 if not set(to).isdisjoint(dest):
                     takers.append(op.name)

@@ -59,6 +59,7 @@ def run_program(
             node_of=fabric.placement.node_of,
             log=log,
         )
+    # The other ranks need the controller's address to connect to it.
     encoded = broadcast_json(thread.address.encode().hex() if thread is not None else None, coordinator, fabric.control)
     with ZmqRank(Address.decode(bytes.fromhex(encoded)), fabric.rank, board) as transport:
         try:

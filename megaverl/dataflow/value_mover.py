@@ -41,6 +41,7 @@ class ValueMover:
             DataError: the value has a type that cannot be transferred.
         """
         fabric, name = self._fabric, name_of(move)
+        # Release the tensors of sends that have completed.
         self._sent.forget_done()
         if isinstance(value, RolloutBatch):
             self._sent.add(send_json(fabric, name, move.dest, _IS_BATCH))

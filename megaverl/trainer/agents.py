@@ -46,6 +46,7 @@ def agents_roles(builder: Builder, *, generates: bool) -> Roles:
     for agent in player.agents:
         actor = builder.actor()
         builder.teach(actor, reference)
+        # All agents use the engine of the first one. It holds one agent's weights at a time.
         rollout = rollouts[agent] = builder.rollout(actor.model, engine)
         engine = rollout.engine
         agents[agent] = Roles(
@@ -87,12 +88,14 @@ class AgentsStep(RLStep):
             number: position of the agent in the game, as in `agent_ids`.
         """
         if agent not in self.agents:
+            # Created on first use, because the flow is compiled before the roles exist.
             self.agents[agent] = RLStep(self.config, self.roles.agents[agent], warn=self.warn)
         engines = self.roles.rollout
         assert isinstance(engines, AgentRollouts)
         if step != self._last_step:
             self._last_step = step
             self._trained.clear()
+            # The updates of all agents in a step count as one new version of the weights.
             engines.weight_version += 1
         own = self.agents[agent]
         rows = (rollouts.agent_ids == number).nonzero()[:, 0].tolist()

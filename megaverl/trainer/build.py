@@ -155,6 +155,7 @@ class Builder:
             value_head=value_head,
             beside_logits=beside_logits,
         )
+        # The checkpoint fills all weights but the vocabulary's padding, which may have been smaller in it.
         if trained and self.resumes:
             model.clear_padding()
         elif from_files:
@@ -280,6 +281,7 @@ class Builder:
         assert fabric is not None
         placement = fabric.placement
         source, dest = placement.islands[0], placement.ranks["rollout"]
+        # Collectives of the transfer run in a group of exactly the ranks of actor and engines.
         members = tuple(sorted({*source, *dest}))
         group = join_some(fabric, "weights", members)
         if config.rollout.engine == "server":
@@ -302,6 +304,8 @@ class Builder:
             config=config.reshard,
             timeout=self._reshard_timeout,
             group=group,
+            # A transfer that overlaps with training needs its own group, because other collectives use the first one
+            # meanwhile.
             background=join_some(fabric, "weights in the background", members) if config.reshard.overlap else None,
         )
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
@@ -337,6 +341,7 @@ class Builder:
         plays = config.algorithm.opponent_beta is not None
         return make_engine(
             config.rollout,
+            # vLLM reads no weight files if the actor sends the weights, so it does not wait for their download.
             self.folder if weights_come and config.rollout.engine == "vllm" else self.files().wait(),
             seed=config.run.seed,
             dtype=self.dtype,
@@ -344,6 +349,7 @@ class Builder:
             stop_token_ids=self.tokenizer.stop_token_ids,
             load_weights=not weights_come,
             trust_remote_code=config.model.trust_remote_code,
+            # Number of sequences that one engine serves at the same time, rounded up.
             num_sequences=-(-config.samples_at_once * config.rollout.tp // dist.get_world_size()),
             on_load=on_load,
             images=config.data.images if self.images is not None else None,

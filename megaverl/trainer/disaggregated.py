@@ -59,6 +59,7 @@ class Disaggregated(Executor):
         self.routing = SampleRouting(self.step, self.fabric, self.reporter)
         self.lag = Schedule.of(config, self.placement).lag(self.fabric.rank)
         self.waiting = WaitingSamples(config, self.fabric)
+        # Ranks outside of all islands use the number of the first island.
         self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.fabric.rank in ranks), 0)
         self._decides_alone = config.coordinator.islands_every > 1  # islands take local steps
         if self.island and self._decides_alone:
@@ -76,6 +77,7 @@ class Disaggregated(Executor):
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
+        # Islands with local steps have different weights, so each is saved under its own name.
         own = self.island if self._decides_alone else 0
         return {
             island_name(role, own if self._on_islands(role) else 0): trainable
@@ -109,9 +111,12 @@ class Disaggregated(Executor):
             client = CoordinatorClient(self.coordinator, name, progress, trainable.scheduler.num_steps)
             trainable.coordinator = self.clients[role] = client
             if islands > 1 and self._on_islands(role):
+                # An island that joins every update trains on a fraction of the update's tokens. With local steps, its
+                # updates have only its own tokens.
                 self.clients[role].share = 1.0 if self._decides_alone else 1.0 / islands
                 trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))
         self._island_updates = IslandUpdates(config, self.fabric, progress)
+        # A missing or wrong file on one rank is raised on all ranks.
         if resumed_from is not None:
             with together(self.control):
                 for role, island in self._islands.items():
@@ -141,6 +146,7 @@ class Disaggregated(Executor):
         self._done = step + 1
         self.waiting.forget(self._done)
         if step >= self.config.algorithm.critic_warmup_steps:
+            # Each training step after the critic's warm-up gives the engines one new weight version.
             self.step.newest_version += 1
         metrics = self.step.metrics | self.stages.timeline.step_metrics()
         # Resharding is measured on the engines' ranks, which receive the weights.
@@ -158,9 +164,12 @@ class Disaggregated(Executor):
     def begin_samples(self, step: int, prompts: Prompts) -> None:
         groups = self.step.in_progress
         if isinstance(groups, InFlightUpdates) and self.roles.sync is not None:
+            # The engines run ahead of training. This is the number of updates that will be made before the step trains.
             num_updates = max(0, step - max(self._done, self.config.algorithm.critic_warmup_steps))
             groups.trains_from = self.roles.sync.weight_version + num_updates
         if self.waiting.is_here:
+            # Saved before the prompts are taken, because a resumed run takes the prompts of untrained steps again, even
+            # if their responses are restored.
             self.waiting.begin(step, prompts.state_dict())
 
     def end_samples(self, step: int, rollouts: RolloutBatch) -> None:
@@ -170,6 +179,7 @@ class Disaggregated(Executor):
         self._idle_since = time.perf_counter()
 
     def end_scores(self, step: int, scores: Scores) -> None:
+        # Bytes that arrived for scoring belong to the step that was scored, not to the step that trains.
         self.reports.book(step)
         if self._keeps_waiting:
             self.waiting.add_scores(step, scores, self.step.metrics)
@@ -187,6 +197,7 @@ class Disaggregated(Executor):
         """Tell the coordinator's clients which roles update at the same time, so that one decision covers them."""
         split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
         for role, client in self.clients.items():
+            # In the critic's warm-up the actor is not updated, so the critic's update is decided on alone.
             both = split and step >= self.config.algorithm.critic_warmup_steps
             client.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
 
@@ -219,6 +230,8 @@ class Disaggregated(Executor):
             mine |= {name: state[name] for name in ("weight_version", "generation_budget")}
             mine["ahead"] = self.waiting.facts
             mine["partial_groups"] = state["partial_groups"]
+            # The engines may be ahead. The resumed run continues with the prompts of the first step that has not been
+            # trained on.
             mine["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
         if self.fabric.rank == self.placement.coordinator:
             mine["coordinator"] = self.coordinator.progress.to_dict()

@@ -91,6 +91,7 @@ class SamplingRounds:
             self.num_prompts = self._settings.prompts_per_round or kept.missing
             return
         self.num_prompts = 0
+        # Every rank keeps the same groups, so the rows need no communication.
         rows = kept.rows.tolist()
         self.rollouts, self.scores = batch.select(rows).trim(), all_scores.select(rows)
         self._metrics = _measure(batch, all_scores, self._rounds, num_silent=kept.silent)

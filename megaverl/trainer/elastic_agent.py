@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
     nproc = determine_local_world_size(arguments.nproc_per_node)
+    # Variables for the agent itself. Ranks inherit its environment.
     prepare_agent(os.environ, nproc)
     _silence_torchs_agent()
     _restart_only_what_failed()
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
             with tempfile.TemporaryDirectory(prefix="megaverl_finished_") as finished:
                 os.environ[FINISHED] = finished
                 elastic_launch(launch_config, program)(*given)
+                # A rank leaves a file when its command finishes, so an early `os._exit(0)` is noticed.
                 absent = [rank for rank in range(nproc) if is_command and not Path(finished, str(rank)).exists()]
             del met
         except (TrainingStopped, RendezvousError) as error:

@@ -89,8 +89,10 @@ class SampleRouting:
         config, operators = self.config, [each.name for each in flow.plan.operators]
         here = [each.name for each in flow.plan.operators if not {*each.roles}.isdisjoint(self.fabric.world.roles)]
         algorithm, reads = config.algorithm, self.rows_read()
+        # Episodes and responses of a rollout function are produced as one batch, which every rank gets whole.
         made_together = config.environment.name is not None or config.rollout.function is not None
         looks_at_all = made_together or algorithm.dynamic_sampling.metric is not None or self._reads_all
+        # These losses depend on tokens or samples of the whole batch.
         selects = "selected" in policy_losses.get(algorithm.policy_loss_name).inputs
         selects = selects or algorithm.top_entropy is not None or algorithm.positive_coef > 0
         estimator = advantage_estimators.get(algorithm.advantage_name)
@@ -120,6 +122,7 @@ class SampleRouting:
         return self._on("reference", self.roles.reference.rows(outline))
 
     def _old_log_probs(self, outline: SequenceLengths) -> Rows:
+        # The first step after a start always computes log-probs, to compare them with the engine's.
         wanted = self.config.shares_backbone or self._steps.needs_log_probs(self.step) or self.step == self.first_step
         return self._scored(outline) if wanted else {}
 
@@ -143,6 +146,7 @@ class SampleRouting:
 
     def _trained(self, outline: SequenceLengths) -> Rows:
         """Return the rows that each actor rank trains on, and the rows that the reporter writes to the records."""
+        # A filter or an estimator that reads tokens needs all samples on every rank of the actor.
         if self._reads_all:
             return dict.fromkeys(self.fabric.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
@@ -159,6 +163,7 @@ class SampleRouting:
         return frozenset(estimator.inputs) | frozenset(estimator.optional_inputs)
 
     def _updates(self, role: str, trained: Updated, outline: SequenceLengths) -> Rows:
+        # Every island plans the same updates and trains on its own part of each mini-batch.
         return join_rows(
             dict(zip(ranks, rows_of_updates(trained, outline, self.step, part), strict=True))
             for part, ranks in enumerate(self._worlds(role))
@@ -318,6 +323,7 @@ class Colocated(Executor):
     def end_step(self, step: int) -> None:
         self.stages.timeline.end(step)
         self.step.end_measuring(step)
+        # Validation samples, which are generated between steps, have another row selection.
         self.step.readers = None
 
     def measured(self, done: int) -> Measured:
@@ -345,6 +351,7 @@ class Colocated(Executor):
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
         self._coordinator = LocalCoordinator(list(self.trained), rules_of(self.config), progress)
         for role, trainable in self.trained.items():
+            # The client's count of updates starts at the schedule's position, which a checkpoint restores.
             place = trainable.scheduler.num_steps
             trainable.coordinator = CoordinatorClient(self._coordinator, role, progress, place)
 

@@ -86,6 +86,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         claims=claimed_roles(), agreed=digests(sections, _versions()), sections=sections, memory=_gpu_memory()
     )
     nodes = introduce(store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes))
+    # Every rank computes the placement from the same facts, so all get the same result or the same error.
     placement = place(config, command, size, nodes)
     if check is not None:
         check(config, placement)
@@ -104,10 +105,12 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         timeouts=Timeouts(
             stalled_after=seconds,
             interval=min(1.0, seconds / 10),
+            # No longer than the run lets ranks be silent.
             lost_after=min(LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds),
             grace=min(4.0, seconds / 2),
         ),
         world=world,
+        # With all roles on all ranks, the name of a role group adds nothing to a rank's number.
         name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
         say=console.error,
         show=RanksFile(config.run_dir),
@@ -180,6 +183,7 @@ class RanksFile:
             return
         self._written = now
         ranks = {str(rank): asdict(beat) for rank, beat in sorted(beats.items())}
+        # Readers must never see a partly written file.
         part = self._path.with_suffix(".part")
         with suppress(OSError):  # the run does not depend on this file
             part.write_text(json.dumps({"time": time.time(), "ranks": ranks}), encoding="utf-8")
@@ -283,6 +287,7 @@ class PreemptionHandler:
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
         """Return the name of a signal that any rank of `group` has received, or None. Collective over the group."""
+        # All ranks must leave at the same step, although only some of them may have received the signal.
         number = reduce_json(self._signal, max, group)
         return signal.Signals(number).name if number else None
 

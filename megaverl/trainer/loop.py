@@ -85,11 +85,14 @@ class Trainer:
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.status("resume")
         placed = job is not None and not job.fabric.placement.is_colocated
+        # With separate role groups, the coordinator's rank decides on commits for all ranks of the job.
         committer = Committer()
         if job is not None and placed:
             committer = Committer(job.fabric.control, job.fabric.placement.coordinator)
         self.saving = Saving(config, self.run_dir, self.stages.status, console, committer)
         self.stages.status("build")
+        # The weights of trained roles come from the checkpoint, so the builder does not read them from the model's
+        # folder.
         builder.resumes = self.saving.resumed_from is not None
         self.executor: Executor
         if job is not None and placed:
@@ -103,6 +106,7 @@ class Trainer:
         for each in self.executor.flow.plan.operators:
             mine = job.fabric.placement.roles_of(rank) if job else each.roles
             if here := [role for role in each.roles if role in mine]:
+                # The timeline shows an operator of several roles under the last of its roles on this rank.
                 self.timeline.roles[each.name] = here[-1]
         self.stragglers = self._stragglers(job)
         self.rate = self._rate(job.fabric.placement.size if job else dist.get_world_size())
@@ -123,6 +127,7 @@ class Trainer:
         """
         found: dict[tuple[int, ...], list[str]] = {}
         for role, trainable in self.roles.trained.items():
+            # The same group may belong to several grids, and is shown with all of its names.
             grid = trainable.model.grid
             for dim, ranks in grid.shape.groups_of(grid.rank).items():
                 found.setdefault(() if len(ranks) == grid.shape.world_size else ranks, []).append(f"{role} {dim}")
@@ -171,6 +176,7 @@ class Trainer:
         """
         with self.leave.listening(), kept_objects():
             self.resume()
+            # The stored rollouts must cover all steps before the first of them is trained on.
             if self.step.replayed is not None:
                 with together(self.executor.control):
                     self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
@@ -213,8 +219,7 @@ class Trainer:
     def rollouts(self) -> StoredRollouts:
         """Generate responses to the next prompts. Nothing is scored or trained.
 
-        Raises:
-            Leaving: the run was asked to leave, and has saved these responses.
+        A run that is asked to leave here does so at the end of `update`, when the responses have been trained on.
         """
         step = self.next_step
         self.profiler.begin(step + 1)
@@ -228,12 +233,16 @@ class Trainer:
 
         Returns:
             Metrics of the step, and of a validation after it, on every rank.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved after this step.
         """
         step = self.next_step
         self.served.give(given)
         self.served.serve(lambda run: take_given_step(run, step))
         done = self.next_step
         metrics: dict[str, float] = {}
+        # The history contains the step's metrics and those of a validation after it, as separate entries.
         for number, measured in self.records.history:
             metrics |= measured if number == done else {}
         if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
@@ -257,6 +266,7 @@ class Trainer:
         is_best = self.validation.best.step == done
         if self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
+            # A run is left for another layout only right after a checkpoint.
             self.replanning.saved(done, self.executor.control, self.saving.settle)
 
     def report(self, done: int) -> dict[str, float]:
@@ -268,6 +278,7 @@ class Trainer:
         trainer, found = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if found is not None:
+            # The reward functions define no correct response, so an accuracy would be meaningless.
             if not self.roles.reward.reward.has_accuracy:
                 found.metrics.pop("reward/accuracy", None)
             found.metrics.update(slow | self.replanning.look(done, found.metrics, found.rollouts))
@@ -300,12 +311,14 @@ class Trainer:
         cut_off = None
         if values:
             batch: RolloutBatch = values["rollouts"]
+            # A checkpoint holds all samples, while this rank may hold only its own rows.
             whole = batch if batch.held is None else batch.held.whole_on(0, batch)
             measured = self.step.measured(self.next_step)
             cut_off = self._rollouts(self.next_step, {**values, "rollouts": whole}, measured)
         self._leave(signal, cut_off)
 
     def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
+        # A run that has trained nothing has no checkpoint to write. A second start loses nothing.
         nothing_yet = self.next_step == 0 and cut_off is None
         if nothing_yet:
             what = "nothing was trained yet"
@@ -319,6 +332,7 @@ class Trainer:
 
     def _rollouts(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> StoredRollouts:
         """Return the samples of a step so far, with the metrics that describe them."""
+        # Other metrics belong to training and are measured when the step is repeated.
         measured = {k: v for k, v in metrics.items() if k.startswith(("rollout/", "reward/"))}
         version = self.roles.sync.weight_version if self.roles.sync else 0
         return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
@@ -328,6 +342,7 @@ class Trainer:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Open the records for the remaining steps, and write the timeline at the end."""
+        # A resumed run repeats steps after its checkpoint and stores their rollouts again.
         if self.keeps_records and self.stored is not None:
             self.stored.forget(self.next_step)
         try:
@@ -397,6 +412,8 @@ class Trainer:
         state: dict[str, Any] | None = None
         notes: list[str] = []
         if path is not None:
+            # The engine may share tensors with the actor, so loading a checkpoint makes the engine's weights
+            # inconsistent.
             if sync is not None:
                 sync.source_changes()
             path, state = self.saving.resume(self.executor.trained, "train", self.builder.tokenizer)
@@ -404,6 +421,7 @@ class Trainer:
         if sync is not None:
             sync.reshard()
         if sync is not None and state is not None:
+            # Weight versions count over the whole run, because tokens of restored samples refer to them.
             sync.weight_version = int(state["weight_version"]) or sync.weight_version
             if (in_flight := self.roles.in_flight) is not None and in_flight.measures:
                 in_flight.budget = state.get("generation_budget")
@@ -436,6 +454,7 @@ class Trainer:
                     self.step.waiting = read_waiting(path, state.get("ahead", ()))
             notes += self._settle_samples()
         written = self.run_dir / "metrics.jsonl"
+        # Only a checkpoint of this run folder refers to this file. A resume from another run starts a new file.
         if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
             self.console.warn(
                 f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "

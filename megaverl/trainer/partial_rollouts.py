@@ -129,6 +129,7 @@ class GroupsInProgress:
 
     def _begin(self, prompts: Sequence[PromptRecord], step: int) -> None:
         for number, prompt in enumerate(prompts):
+            # A response continues as a longer prompt, in which placeholders of images would be counted anew.
             if prompt.images:
                 raise RolloutError(
                     "rollout.partial and rollout.in_flight_updates go on with a response as with a longer prompt, and "
@@ -147,9 +148,11 @@ class GroupsInProgress:
         going = [
             (place, number)
             for place, group in enumerate(self.groups)
+            # Finished responses of unfinished groups wait for the rest of their group.
             for number, response in enumerate(group.responses)
             if not response.finish_reason
         ]
+        # Share equal options among requests, so that the engine handles these together.
         limited: dict[tuple[SamplingOptions, int], SamplingOptions] = {}
         prompts, sampling, seeds = [], [], []
         for place, number in going:
@@ -158,6 +161,7 @@ class GroupsInProgress:
             prompts.append([*group.prompt.token_ids, *response.token_ids])
             chunk = min(most, way.max_tokens - len(response.token_ids))
             sampling.append(limited.setdefault((way, chunk), way.with_max_tokens(chunk)))
+            # The seed depends only on the sample and its number of rounds, not on other requests in progress.
             seeds.append(self._draws(group.step, group.number).seed(number, response.rounds))
         # All responses of a group go to the same engine in every round, which has their keys and values in its cache.
         parts = rollout.generate(prompts, sampling, seeds, conversations=[place for place, _ in going])
@@ -173,6 +177,7 @@ class GroupsInProgress:
     def _finished(self, groups: Sequence[PartialGroup]) -> RolloutBatch:
         ways = [way for group in groups for way in group.sampling]
         batch = _batch(groups)
+        # Without adaptive sampling all responses have the same options, of which one is enough.
         return batch.with_(**drawing(ways if self.config.rollout.adaptive_sampling else ways[0], len(batch)))
 
     def restart(self) -> None:
@@ -190,6 +195,7 @@ class GroupsInProgress:
             {
                 "began": [group.step, group.number],
                 "rounds": response.rounds,
+                # The prompt is stored once for each group, with its first response.
                 "prompt": {} if number else _record(group.prompt),
             }
             for group in self.groups
@@ -216,6 +222,7 @@ class GroupsInProgress:
                     int(facts["rounds"]),
                     batch.columns["finish_reason"][row],
                 )
+                # A response with a prompt is the first of its group.
                 if facts["prompt"]:
                     token_ids = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()
                     prompt, (step, number) = PromptRecord(token_ids=token_ids, **facts["prompt"]), facts["began"]
@@ -282,6 +289,7 @@ class PartialRollouts(GroupsInProgress):
             longer.
         """
         finished = [group for group in self.groups if group.is_finished]
+        # Oldest tokens first, so that no group waits longer than necessary. Step and number make the order unique.
         finished.sort(key=lambda group: (group.oldest(version), group.step, group.number))
         if len(finished) < self.wanted:
             return None
@@ -333,6 +341,7 @@ class InFlightUpdates(GroupsInProgress):
         start, settings = time.perf_counter(), self.config.rollout
         self._num_tokens = 0
         if not self.groups:
+            # Half of `max_tokens`, rounded up.
             half = -(-int(settings.sampling["max_tokens"]) // 2)
             self._begin(prompts, step)
             self._num_tokens = self._round(rollout, rollout.weight_version, settings.in_flight_tokens or half)
@@ -351,6 +360,7 @@ class InFlightUpdates(GroupsInProgress):
 
 
 def _without(groups: Sequence[PartialGroup], others: Sequence[PartialGroup]) -> list[PartialGroup]:
+    # Compare by identity, because two groups of the same prompt may be equal.
     gone = set(map(id, others))
     return [group for group in groups if id(group) not in gone]
 

@@ -51,6 +51,7 @@ async def train(run: Run, first_step: int) -> None:
         return
     finally:
         if run.ahead is not None:
+            # The task would otherwise start samples of further steps while the ranks leave.
             run.ahead.stop()
 
 
@@ -169,13 +170,16 @@ async def send_weights(run: Run, step: int, updates: list[PendingCall[bool]]) ->
     With `reshard.overlap`, the transfer starts while the updates are still running.
     """
     if not run.config.reshard.overlap:
+        # Without overlap, the transfer starts only after all updates have ended.
         for update in updates:
             await update
     if run.ahead is not None:
         await run.ahead.until_begun(step)
     if run.has_engines:
+        # The engines already have the actor's weights while only the critic warms up.
         only_critic_trains = step < run.config.algorithm.critic_warmup_steps
         await run.actor.sync_weights(run.rollout, is_updated=not only_critic_trains)
+    # With overlap, the updates may still be running when the transfer has ended.
     for update in updates:
         await update
 
@@ -221,6 +225,7 @@ async def sample(run: Run, step: int) -> Samples:
         await leave_if_asked(run, *samples)
         return samples
     if run.scores_arriving:
+        # Sent before the generation, so that the reward ranks receive samples while the engines still generate.
         run.reward.score_arriving(step)
     rollouts = await generate(run, step)
     await run.assign(rollouts)
@@ -261,6 +266,8 @@ async def leave_if_asked(
         RunLeft: the run has saved a checkpoint.
     """
     signal = run.controller.signal
+    # A program that provides the responses is left between its own calls. Roles on separate ranks are left between
+    # steps, because their ranks may be working on different steps.
     is_inside = rollouts is not None
     if not signal or (is_inside and (run.is_given or not run.may_leave_inside)):
         return
@@ -318,6 +325,7 @@ async def flow_step(run: Run, step: int) -> Samples:
     flow = start.describe(StepFlow)
     for name in flow.given:
         values.setdefault(name, await operators.pick(start, name))
+    # The islands' exchange must be sent before the first update, whose gradients it sums.
     first_update = next((each.name for each in flow.operators if each.name in UPDATES), None)
     for operator in flow.operators:
         if operator.name == "reshard" and run.ahead is not None:

@@ -59,6 +59,7 @@ def prepare(config: Config) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
+    # Restored afterwards, so that the run's own random numbers do not depend on whether the model was created here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         Qwen3ForCausalLM(model_config).save_pretrained(str(folder / "model"))
@@ -70,6 +71,7 @@ def make_inputs(config: Config) -> None:
     folder = Path(config.run.dir) / config.run.name / "inputs"
     made, wanted = folder / "made_of.json", json.dumps([__version__, config.run.seed, TASK, MODEL])
     folder.mkdir(parents=True, exist_ok=True)
+    # A lock works between processes of one machine, before any process group exists.
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if made.is_file() and made.read_text(encoding="utf-8") == wanted:

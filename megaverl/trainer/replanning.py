@@ -88,6 +88,7 @@ def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
     both = [name for name, taken in predicted.items() if taken > 0 and seconds.get(name, 0.0) > 0]
     if not both:
         return {}
+    # Ratio over all operators with both values, for those that lack one.
     overall = sum(seconds[name] for name in both) / sum(predicted[name] for name in both)
     return {name: seconds[name] / predicted[name] if name in both else overall for name in predicted}
 
@@ -106,6 +107,7 @@ def replan(config: Config, make: Make, world: int, seen: Observation, known: Map
     """
     hardware, spec = hardware_of(config, world), find_spec(config)
     lengths = LengthDistribution.measured(seen.prompts, seen.responses)
+    # Keys with explicit values stay fixed, unless no key was `auto`.
     keys = tuple(key for key in AUTO_KEYS if key in config.chosen) or AUTO_KEYS
     now = make_job(config, spec, world, hardware.machine())
     factors = factors_of(seen.seconds, simulate(now, hardware, lengths=lengths))
@@ -161,6 +163,7 @@ class Replanning:
         self._steps += 1
         if self._steps == 1:
             self._start = self.seconds_until(metrics)
+        # The first step after a start is slower, because caches are empty and kernels are compiled.
         if self._steps > WARM_UP:
             lengths = sequence_lengths(batch)
             self._prompts += lengths.prompt_lengths
@@ -176,6 +179,7 @@ class Replanning:
         try:
             found = replan(self.config, self.config.layered, self._world, seen, self._known())
         except ConfigError as error:
+            # The model and the machine do not change during the run, so a later search would fail as well.
             self.console.warn(f"trainer.replan_every: {error}")
             self.every = 0
             return {}
@@ -203,6 +207,7 @@ class Replanning:
         steps = self.config.trainer.steps
         if done == steps or not (self.config.run.replan and self.config.chosen):
             return
+        # Only the rank with the records has searched, so the result is shared first.
         if not reduce_json(self.found is not None, any, group) or not settle():
             return
         if (found := self.found) is not None:

@@ -84,9 +84,11 @@ class Assignments:
         known = self._rows.get(samples)
         if known is None:
             return None
+        # Ranks that were assigned no rows, such as those of the engines, use the rows that they hold.
         held = {rank: rows for rank, rows in samples.rows.items() if rank not in known}
         wanted: Wanted = {rank: known.get(rank, held.get(rank)) for rank in ranks}
         references = list_references([samples, *arguments])
+        # Values that are whole on their ranks (rows None) are transferred whole, so they need no entry.
         return {ref.id: wanted for ref in references if None not in ref.rows.values()}
 
 
@@ -478,6 +480,7 @@ class Run:
         """
         if not self.worlds or self.is_given:
             return
+        # Send all calls before awaiting any, so that the role groups decide at the same time.
         facts = rollouts.describe(SampleFacts)
         decisions = [world.assign(rollouts.id, facts) for world in self.worlds]
         for decision in decisions:
@@ -494,6 +497,7 @@ class Run:
         for world in self.worlds:
             if scores is None:
                 world.deliver(rollouts, [])
+            # Scores go only to the actor's role group, which computes the advantages.
             elif not set(world.ranks).isdisjoint(self.actor.ranks):
                 world.deliver(rollouts, [scores])
 
@@ -517,6 +521,7 @@ def make_run(
     worlds = [
         WorldGroup("world", world.ranks, controller, assignments)
         for world in placement.worlds
+        # A role group inside the engines' ranks already has all samples that the engines generated.
         if consumers.intersection(world.roles) and not set(world.ranks) <= set(engines)
     ]
 
@@ -529,6 +534,7 @@ def make_run(
     has_models = any(entry.path is not None for entry in config.reward)
     models_are_apart = has_models and not placement.colocated("reward", "rollout")
     scores_held_out = ranks_of("reward") if models_are_apart else ranks_of("rollout")
+    # With separate ranks, only the reporter (the actor's first rank) keeps samples for the records.
     recorders = everyone if is_shared else ranks_of("actor")[:1]
     return Run(
         config=config,

@@ -75,6 +75,7 @@ class RolloutWorker:
         """Return the step's responses: from an interrupted run, from a replayed run, or newly generated."""
         operators = self._operators
         operators.epochs[step] = self._prompts.epoch
+        # The samples of the interrupted step belong to the first step after the resume, so they are used once.
         restored, self.cut_off = self.cut_off, None
         if restored is None and self._config.algorithm.dynamic_sampling.metric is not None:
             restored = self._take_waiting(step)
@@ -107,6 +108,7 @@ class RolloutWorker:
     def _take_prompts(self, step: int) -> Sequence[PromptRecord]:
         self._executor.begin_samples(step, self._prompts)
         prompts = self._prompts.take(self._operators.num_prompts)
+        # The flow passes the prompts to its operators as a value (`OperatorWorker.begin`).
         if self._config.trainer.operators:
             self.taken[step] = prompts
         return prompts
@@ -115,6 +117,7 @@ class RolloutWorker:
         with self._stages("rollout"):
             if self._operators.replayed is not None:
                 return self._operators.replay(prompts, step)
+            # Restored samples are not sent, and the reward ranks do not wait for them (`score_arriving`).
             generates = step not in self._operators.waiting
             batch = self._operators.generate(prompts, step)
             if generates and self._sender is not None:
@@ -223,6 +226,7 @@ class RewardWorker(RoleWorker):
         restored = self.restored.pop(step, None)
         if restored is not None:
             return restored
+        # A replay has not run `generate` on this rank, so its stored rewards are read here.
         self._operators.begin(step, self._operators.epochs.get(step))
         self._operators.read_replayed(step)
         with self._operators.measuring(step), self._stages.in_step(step):
@@ -247,6 +251,7 @@ class RewardWorker(RoleWorker):
         reward = self._executor.roles.reward
         with self._stages("validation"):
             scores = reward.score(self._store.batch(responses))
+        # Values logged by reward functions belong to the metrics of training steps, not to a validation.
         reward.forget_logged()
         return scores
 
@@ -312,6 +317,7 @@ class ActorWorker(RoleWorker):
         old_log_probs = fields.pop("old_log_probs", None)
         with self._stages("advantages"):
             experience = self._operators.advantages(batch, scores, old_log_probs, **fields)
+        # Only new tensors are values of the program. The other ranks already have the rest of the batch.
         new: Fields = {
             name: tensor for name, tensor in experience.tensors.items() if batch.tensors.get(name) is not tensor
         }
@@ -415,6 +421,7 @@ class OperatorWorker:
         epoch = operators.epochs.get(step, self._prompts.epoch)
         prompts = self._rollout.taken.pop(step, [])
         has_rounds = operators.config.algorithm.dynamic_sampling.metric is not None
+        # Ranks with an engine have already taken the prompts of existing responses from the stream.
         has_taken = "rollouts" in made and (self._generates or has_rounds)
         if not has_taken:
             prompts = self._prompts.take(operators.num_prompts)
@@ -430,6 +437,7 @@ class OperatorWorker:
         values = StepValues(given)
         values.flow = StepFlow(
             tuple(
+                # Operators whose outputs exist, from a checkpoint or from dynamic sampling, do not run again.
                 OperatorFacts(operator.name, operator.takes, operator.gives, plan.ranks[operator.name])
                 for operator in plan.operators
                 if not operator.gives or any(name not in there for name in operator.gives)

@@ -138,6 +138,7 @@ def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: boo
     rollout: Rollout | RemoteWorker | None = RemoteWorker("rollout") if generates else None
     sync = None
     shares = fabric is None or fabric.placement.colocated("actor", "rollout")
+    # Only the first island's weights are sent to the engines.
     fills = fabric is None or fabric.rank in fabric.placement.islands[0]
     # Created first, so that the engines start while the other models are built.
     if generates and not shares and (fills or has("rollout")):
@@ -158,6 +159,7 @@ def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: boo
     if generates and shares and not isinstance(actor, RemoteWorker):
         rollout = builder.rollout(actor.model)
         sync = rollout.sync
+    # With `reshard.overlap` the optimizer hands over weights as soon as they are updated.
     if config.reshard.overlap and isinstance(sync, WeightSync) and not isinstance(actor, RemoteWorker):
         actor.trainable.sender = sync
     return Roles(
@@ -219,6 +221,7 @@ class Mix:
 
     def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
         """Train with cross-entropy on the best response of every group whose scores differ (RAFT, arXiv 2304.06767)."""
+        # A group with equal scores has no best response.
         differing = set(best_and_worst(judged, rollouts.group_ids))
         best = [row for row in best_of_each(judged, rollouts.group_ids) if row in differing]
         metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}

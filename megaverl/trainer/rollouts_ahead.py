@@ -60,6 +60,7 @@ class RolloutsAhead:
         """Wait for the samples of a step and return them. All earlier steps must be complete on all ranks."""
         if self._task is None:
             self._task = asyncio.create_task(self._generate())
+            # Wake up waiting tasks if the generation fails, so that they raise its error.
             self._task.add_done_callback(lambda task: asyncio.ensure_future(self._notify()))
         self._num_done = step
         await self._notify()
@@ -112,6 +113,7 @@ class RolloutsAhead:
     async def _wait(self, holds: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: holds() or self._has_failed())
+        # The condition does not hold, so the generation must have failed.
         if not holds():
             assert self._task is not None
             self._task.result()  # raises the error that ended the task

@@ -54,6 +54,7 @@ def main(
     rank = int(os.environ.get("RANK", 0))
     config = with_absolute_paths(config)
     options = {name: _absolute_option(name, value) for name, value in (options or {}).items()}
+    # From here on everything that libraries print goes to the rank's log.
     console = redirect_output(config.run_dir / "logs", rank)
     platform.start()
     job = join_job(config, command, console, check)
@@ -67,6 +68,7 @@ def main(
         if verdict := job.liveness.explain(error):
             raise TrainingStopped(verdict) from error
         raise
+    # All ranks have finished before any leaves. Otherwise the others would report it as lost.
     barrier(job.fabric.control)
     job.liveness.leave()
     if code == 0:

@@ -89,6 +89,7 @@ class SampleRows:
         """Return all rows in the order of their numbers."""
         rows, first = self._parts[0]
         if len(self._parts) > 1 or rows != self.rows:
+            # Rows of several senders are merged once and then kept in their order.
             place = {row: number for number, row in enumerate(self.rows)}
             parts = [([place[row] for row in rows], part, range(len(rows))) for rows, part in self._parts]
             self._parts = [(self.rows, merge(len(self.rows), parts))]
@@ -139,6 +140,7 @@ class SampleStore:
         # Each island of the actor is a role group of its own, which assigns rows only to its own ranks.
         rows: Rows = {rank: sorted(held.by_rank.get(rank, ())) or [0] for rank in fabric.world.ranks}
         self._held[value] = HeldRows(fabric, lengths, facts.group_ids, rows, held.groups_by_rank)
+        # Dictionaries keep the order of insertion, so the first entry is the oldest.
         while len(self._held) > KEPT_ASSIGNMENTS:
             del self._held[next(iter(self._held))]
         return {rank: list(mine) for rank, mine in rows.items()}
@@ -176,6 +178,7 @@ class SampleStore:
     def give_fields(self, fields: Fields, batch: RolloutBatch) -> Fields | SampleRows:
         """Convert fields computed from a batch to a value of the program."""
         known = {name: tensor for name, tensor in fields.items() if tensor is not None}
+        # Fields without one row for each sample, such as a value per group, stay as they are.
         are_rows = all(name in FIELDS and len(tensor) == len(batch) for name, tensor in known.items())
         if not self._moves or not known or not are_rows:
             return fields
@@ -194,6 +197,7 @@ class SampleStore:
 
 
 def _widen(name: str, tensor: Tensor, batch: RolloutBatch) -> Tensor:
+    # Only fields over response tokens are padded to the widest sample of a batch.
     if FIELDS[name].axes != "R":
         return tensor
     width = batch.generated_ids.shape[1]

@@ -125,6 +125,7 @@ class WorldMetrics:
     def __init__(self, fabric: Fabric, reporter: int) -> None:
         self.fabric, self.reporter = fabric, reporter
         self._sent, self._last, self._received = PendingSends(), time.perf_counter(), 0
+        # Bytes received by step, until the step is reported.
         self._booked: dict[int, int] = {}
 
     def book(self, step: int) -> None:
@@ -146,6 +147,7 @@ class WorldMetrics:
             found |= memory_metrics(*self.fabric.world.roles)
             self.book(step)
             came = self._booked.pop(step)
+            # The bytes cannot be divided by role, so each role of the group reports all of them.
             found |= {f"dataflow/{role}_bytes_received": float(came) for role in self.fabric.world.roles}
         return found
 
@@ -164,11 +166,13 @@ class WorldMetrics:
         for rank in firsts:
             if rank != self.reporter:
                 theirs = receive_json(self.fabric, "metrics", rank)
+                # Metrics such as time/wait_ms have the same name on every rank, and only the reporter's are recorded.
                 metrics |= {name: value for name, value in theirs.items() if name not in OF_A_RANK}
         seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
         metrics |= mine
         metrics["train/step_time_ms"] = seconds * 1e3
         for name in [name for name in metrics if name.startswith("busy/")]:
+            # Clocks of two ranks may differ slightly, which must not give more than 100 %.
             metrics[name] = min(1.0, metrics[name] / seconds)
         return metrics
 
@@ -225,6 +229,7 @@ def forget_samples(path: Path, after_step: int) -> None:
     """
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines() if after_step else []
+        # A complete record ends with the brace of its JSON object.
         kept = [
             line for line in lines if line.endswith("}") and read_json_text(line, not_finite=True)["step"] <= after_step
         ]
@@ -266,6 +271,7 @@ class Saving:
         )
         folder, committer = run_dir / "checkpoints", committer or Committer()
         self.store = CheckpointStore(folder, retention=retention, committer=committer, phase=phase, warn=console.warn)
+        # torchrun sets this variable. A restarted job prefers its own checkpoints (see `CheckpointStore.resolve`).
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = self.store.resolve(config.resume, restarted=restarted)
         self.num_failed = 0
@@ -354,6 +360,7 @@ class Saving:
             CheckpointError: the save failed, and `on_write_error` is stop.
         """
         in_background = self.config.async_save and not wait
+        # This state is being saved or is saved already, as after a signal at the end of a step.
         if self._last == (done, bool(options.get("inside"))):
             return self.settle()
         # A failure of the previous checkpoint does not prevent this one.
@@ -385,6 +392,7 @@ class Saving:
             action()
         except CheckpointError as error:
             self.num_failed += 1
+            # The state is not saved, so the next call must not skip it.
             self._last = None
             if self.config.on_write_error == "stop":
                 raise

@@ -66,6 +66,7 @@ class StoredRollouts:
         """
         if "temperatures" in self.batch:
             return self
+        # Every response of this run was drawn with the same options.
         ways = [sampling_options(sampling)] * len(self.batch)
         return replace(self, batch=self.batch.with_(**drawing(ways, len(self.batch))))
 
@@ -134,6 +135,7 @@ class RolloutFolder:
         path = self.folder / INDEX_FILE
         if not path.exists():
             return
+        # `not_finite`: metrics in the index may be NaN.
         kept = [line for line in _whole_lines(path) if read_json(line, not_finite=True)["step"] < from_step]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(kept), encoding="utf-8")
@@ -195,6 +197,7 @@ def _count(batch: RolloutBatch) -> int:
 
 
 def _whole_lines(path: Path) -> list[str]:
+    # A killed run may leave an incomplete last line.
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -239,6 +242,7 @@ class Schedule:
     def of(cls, config: Config, placement: ResolvedPlacement) -> Schedule:
         rollout = config.rollout
         limit = rollout.max_staleness if rollout.async_rollout else 0
+        # A replay does not generate in rounds, so its rewards need not wait for them.
         in_rounds = config.algorithm.dynamic_sampling.metric is not None and config.trainer.replay_rollouts is None
         saves, validates = config.checkpoint.save_interval or 0, config.trainer.validate_every
         return cls(placement, limit, saves, validates, in_rounds, rollout.in_flight_updates)
@@ -259,6 +263,7 @@ class Schedule:
 
     def _last_barrier(self, step: int, lag: int) -> int:
         """Return the last number of completed steps, up to `step`, that no role group may run ahead of."""
+        # Only barriers within the lag can hold this step back.
         return max((done for done in range(max(0, step - lag), step + 1) if self._is_barrier(done)), default=0)
 
     def _is_barrier(self, done: int) -> bool:
@@ -324,6 +329,7 @@ class WaitingSamples:
         found = {"rollout/staleness": float(ahead)}
         if self._is_async:
             found["queue/depth"] = float((ahead + 1) * self._samples_per_step)
+        # Metrics of restored samples describe their generation in the interrupted run.
         found |= {name: measured[name] for name in found if name in measured}
         return found | ({"queue/wait_ms": paused * 1e3} if self._is_async else {})
 

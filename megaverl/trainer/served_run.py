@@ -71,6 +71,7 @@ class ServedRun:
         store = SampleStore()
         if not self._placement.is_colocated:
             store = SampleStore(self._fabric, executor.routing.readers(executor.flow))
+        # Rounds of dynamic sampling must not run again for steps whose samples the checkpoint holds.
         restored = dict(operators.waiting) if self._config.algorithm.dynamic_sampling.metric is not None else {}
         if trainer.cut_off is not None:
             restored[trainer.cut_off.step] = trainer.cut_off
@@ -99,6 +100,7 @@ class ServedRun:
         for number, agent in enumerate(self._agents):
             self._workers[f"agent.{agent}"] = AgentWorker(executor, store, agent, number)
         self._step = self._choose_step()
+        # The first operator of a flow without added operators is the rollout.
         self._changes_prompts = executor.flow.plan.operators[0].name != "rollout"
         if self._is_ahead and self._changes_prompts:
             raise ConfigError(
@@ -146,6 +148,7 @@ class ServedRun:
             log=trainer.console.print,
         )
         stages.board = None
+        # Sent tensors must stay alive until their receivers have taken them.
         mover.settle()
         if self.session.leaving is not None:
             raise self.session.leaving

@@ -109,6 +109,7 @@ class RLStep:
     @property
     def mix(self) -> Mix:
         """Return the additional updates of the step (`mix`)."""
+        # The roles are passed as a function, because a flow is compiled before or without them.
         return Mix(self.config, lambda: self.roles, self._record)
 
     @property
@@ -160,6 +161,7 @@ class RLStep:
         # If both update on the same ranks with `reshard.overlap`, the actor goes first. Its weights can then be
         # transferred while the critic trains.
         if self.config.uses_critic:
+            # A flow that is only inspected has no places, and its roles share all ranks.
             is_apart = places is not None and tuple(places["critic"]) != tuple(places["actor"])
             place = len(updates) if self.config.reshard.overlap and not is_apart else 0
             updates.insert(place, Operator("critic_update", self.update_critic, updated, (), role="critic"))
@@ -193,8 +195,10 @@ class RLStep:
             stored = self.waiting.pop(step)
             self.metrics |= stored.metrics
             return stored.batch
+        # The counters of saved work, such as cached prompt tokens, start from zero in each generation.
         self.roles.engines.engine.saved_work = SavedWork()
         if isinstance(self.in_progress, PartialRollouts):
+            # The staleness of partial rollouts is measured from the weights that generate now.
             self.newest_version = self.roles.engines.weight_version
             batch, metrics = self.in_progress.run(self.roles.engines, prompts, step)
             self.metrics |= metrics
@@ -243,6 +247,7 @@ class RLStep:
         sampling = sampling_of(self.config.rollout, [len(prompt.token_ids) for prompt in prompts])
         if isinstance(sampling, SamplingOptions):
             return sampling
+        # Samples are numbered by group, so each prompt's options are repeated for all samples of its group.
         return [each for each in sampling for _ in range(draws.group_size)]
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
@@ -250,6 +255,7 @@ class RLStep:
         if not self.config.rollout.async_rollout or self.roles.sync is None:
             return batch
         versions = torch.full_like(batch.generated_ids, self.roles.sync.weight_version)
+        # -1 marks padding, which no weights generated.
         return batch.with_(weight_versions=versions.where(batch.response_mask, -1))
 
     def replay(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:
@@ -278,6 +284,7 @@ class RLStep:
             return self.stored.scores
         start = time.perf_counter()
         scores = self.roles.reward.score(rollouts)
+        # An episode with several conversations counts once, and an opponent's responses do not count.
         shown = once(rollouts, scores, has_opponents=self.config.algorithm.opponent_beta is not None)
         self.metrics |= score_metrics(shown, time.perf_counter() - start + self._early_seconds)
         self.metrics |= self.roles.reward.service_costs() | self.roles.reward.logged_metrics()
@@ -332,10 +339,12 @@ class RLStep:
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
             # After an interruption, samples may be drawn with older weights. They say nothing about this reshard.
             self.trust_engine()
+        # The engine's log-probs are in host memory.
         difference, for_metrics = LogProbDifference(), log_probs.cpu()
         if (held := rollouts.held) is None:
             difference.add(for_metrics - rollouts.rollout_log_probs, rollouts.response_mask)
         else:
+            # Several ranks may hold a sample. It counts only on the rank that reports for it.
             own = rollouts.select(held.own)
             difference.add(for_metrics[held.own] - own.rollout_log_probs, own.response_mask)
             difference = difference.over_ranks(default_group())
@@ -383,6 +392,7 @@ class RLStep:
         """Train PRIME's reward model on the outcomes, then return its reward for each token, [B, R]."""
         assert self.roles.implicit is not None
         if not bool(scores.scored.all()):
+            # Responses without a reward have no outcome to learn from.
             known = of_held(rollouts, scores.scored).unsqueeze(1)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & known)
         self._record("reward_model", self.roles.implicit.update(rollouts, ref_log_probs, scores.correct))
@@ -407,6 +417,7 @@ class RLStep:
             keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
             self.metrics["rollout/filtered_fraction"] = 1.0 - float(keep.float().mean())
+        # Unscored responses have NaN rewards by design, so only scored ones are checked.
         check_finite("rewards", scores.total[scores.scored])
         rewards = of_held(rollouts, scores.total)
         greedy = None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts)
@@ -447,6 +458,7 @@ class RLStep:
         if step < self.config.algorithm.critic_warmup_steps:
             return False
         if self.roles.sync is not None:
+            # The engine may share tensors with the actor, so an update makes the engine's weights inconsistent.
             self.roles.sync.source_changes()
         self._date(self.roles.actor.trainable, experience)
         metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)

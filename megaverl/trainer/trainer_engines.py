@@ -121,6 +121,8 @@ def server_rollout(
             f"rollout.engine=server: servers are sent tokens alone, and {config.model.path} takes images. Use vllm."
         )
     engine: ServerEngine | None = None
+    # The engines' ranks are clients of the servers: all ranks if actor and rollout share them, else those without an
+    # actor.
     if group is None or actor is None:
         with together(world):
             engine = ServerEngine(

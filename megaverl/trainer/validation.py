@@ -91,6 +91,7 @@ class Validation:
         reward = metrics["validation/reward"]
         value = metrics.get(f"validation/{self.config.trainer.best_metric}", reward)
         tie = reward if value == 0.0 else 0.0
+        # Tuples compare by value first. On a tie, the earlier validation stays the best.
         if (value, tie) > (self.best.value, self.best.tie):
             self.best = Best(done, value, tie)
         self.records.log(done, metrics)
@@ -161,8 +162,10 @@ def held_out_responses(
 def measure_held_out(config: Config, reward: RewardRole, batch: RolloutBatch, given: Scores) -> Evaluation:
     """Return metrics and sample records from scored responses to held-out prompts."""
     group_ids = of_all(batch, batch.group_ids)
+    # Discard values that reward functions have logged for this validation. They are not part of a step.
     reward.forget_logged()
     scores = once(batch, given)
+    # Conversations of the same episode count once, like in training metrics.
     if scores is not given:
         group_ids = group_ids[answer_rows(batch).unique()]
     known = scores.known
@@ -194,6 +197,7 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
     stages = Stages(Timeline(), job)
     stream, rollout = builder.prompts(), builder.rollout(None)
     roles = Roles(
+        # No model is trained, so a stand-in takes the actor's place.
         actor=RemoteWorker("actor"),
         rollout=rollout,
         reward=builder.reward(),
@@ -247,6 +251,7 @@ def _start(folder: RolloutFolder, config: Config) -> tuple[int, int]:
     resume = config.checkpoint.resume
     if resume in ("auto", "unfinished") and (folder.folder / "index.jsonl").exists():
         entries = folder.entries()
+        # `unfinished` does not continue a run that has stored all steps, but starts it again.
         if resume == "unfinished" and all(step in entries for step in range(config.trainer.steps)):
             entries = {}
         while first in entries:
