@@ -51,17 +51,21 @@ class FlowWorker:
         self._by_name = {operator.name: operator for operator in runner.plan.operators}
 
     def given(self, name: str) -> Any:
+        """Return a value that the caller passed to the flow."""
         return self._runner.given[name]
 
     def run(self, operator: str, inputs: list[Any]) -> dict[str, Any]:
+        """Run an operator. Return its outputs by name."""
         chosen = self._by_name[operator]
         self._runner.result.update(zip(chosen.takes, inputs, strict=True))
         return self._runner.run(chosen)
 
     def finish(self, operator: str, inputs: list[Any]) -> None:
+        """Run an operator without outputs."""
         self.run(operator, inputs)
 
     def pick(self, outputs: dict[str, Any], name: str) -> Any:
+        """Return one of the outputs."""
         return outputs[name]
 
 

@@ -56,6 +56,11 @@ class Operator:
 
     @property
     def takes(self) -> tuple[str, ...]:
+        """Return the names of the input values.
+
+        Raises:
+            ConfigError: the function has no signature, and `inputs` is not given.
+        """
         if self.inputs is not None:
             return tuple(self.inputs)
         try:
@@ -67,6 +72,7 @@ class Operator:
 
     @property
     def gives(self) -> tuple[str, ...]:
+        """Return the names of the output values."""
         return (self.name,) if self.outputs is None else tuple(self.outputs)
 
     @property

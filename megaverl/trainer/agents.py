@@ -72,6 +72,7 @@ class AgentsStep(RLStep):
     _last_step: int = -1
 
     def flow(self, places: Places | None = None) -> DataFlow:
+        """Compile the flow: rollout, reward, then one operator for each agent."""
         flow = DataFlow()
         flow.add_operator(Operator("rollout", self.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
         flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))

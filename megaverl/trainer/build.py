@@ -115,11 +115,13 @@ class Builder:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype that models compute with."""
         name = self.config.model.dtype
         return platform.default_dtype if name == "auto" else getattr(torch, name)
 
     @property
     def temperature(self) -> float:
+        """Return the sampling temperature, at which log-probs are computed as well."""
         return float(self.config.rollout.sampling.get("temperature", 1.0))
 
     def grid(self, config: GridConfig, role: str) -> Grid:
@@ -441,10 +443,12 @@ class Builder:
         )
 
     def kl_controller(self) -> KLController:
+        """Create the controller of the KL coefficient."""
         kl = self.config.algorithm.kl
         return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.gain)
 
     def encoder(self) -> PromptEncoder:
+        """Create the encoder of prompts."""
         token = None if self.images is None else self.images.processor.token_id
         return PromptEncoder(self.tokenizer, PromptFormat.of(self.config.data), token)
 

@@ -99,6 +99,11 @@ class Disaggregated(Executor):
         return self.placement.colocated(place_of(role), "actor")
 
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
+        """Create the update coordinator, this rank's clients of it, and its part of islands.
+
+        Raises:
+            CheckpointError: the state of an island is missing from the checkpoint, or of another grid.
+        """
         config, islands = self.config, len(self.placement.islands)
         roles, reporters = participants(config, self.placement)
         self.coordinator = Coordinator(
@@ -141,6 +146,7 @@ class Disaggregated(Executor):
         self.stages.timeline.begin(step)
 
     def end_step(self, step: int) -> None:
+        """Collect the metrics of the step, and drop stored samples that have now been trained on."""
         self.stages.timeline.end(step)
         self.step.end_measuring(step)
         self._done = step + 1
@@ -162,6 +168,7 @@ class Disaggregated(Executor):
         self._island_updates.serve(step)
 
     def begin_samples(self, step: int, prompts: Prompts) -> None:
+        """Record the prompts' position, and the weights that the samples will be trained from."""
         groups = self.step.in_progress
         if isinstance(groups, InFlightUpdates) and self.roles.sync is not None:
             # The engines run ahead of training. This is the number of updates that will be made before the step trains.
@@ -173,6 +180,7 @@ class Disaggregated(Executor):
             self.waiting.begin(step, prompts.state_dict())
 
     def end_samples(self, step: int, rollouts: RolloutBatch) -> None:
+        """Measure staleness and waiting time of the samples, and keep samples that are ahead of training."""
         self.step.metrics |= self.waiting.metrics(step - self._done, self.step.metrics)
         if self._keeps_waiting:
             self.waiting.keep(step, self.roles.engines.weight_version, {"rollouts": rollouts}, self.step.metrics)
@@ -185,6 +193,7 @@ class Disaggregated(Executor):
             self.waiting.add_scores(step, scores, self.step.metrics)
 
     def begin_sync(self) -> None:
+        """Count the time for which the engines waited for these weights."""
         if self.fabric.has("rollout"):
             self.waiting.add_pause(time.perf_counter() - self._idle_since)
 

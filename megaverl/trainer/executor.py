@@ -327,6 +327,7 @@ class Colocated(Executor):
         self.step.readers = None
 
     def measured(self, done: int) -> Measured:
+        """Return metrics and samples of the step that has just ended."""
         self.stages.status("log")
         batch, times = self._values["rollouts"], self.stages.timeline.step_metrics()
         seconds = times["time/step_ms"] / 1e3
@@ -349,6 +350,7 @@ class Colocated(Executor):
         return metrics
 
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
+        """Create a coordinator that decides on this rank, because all roles share all ranks."""
         self._coordinator = LocalCoordinator(list(self.trained), rules_of(self.config), progress)
         for role, trainable in self.trained.items():
             # The client's count of updates starts at the schedule's position, which a checkpoint restores.

@@ -103,9 +103,11 @@ class OuterOptimizer:
             masters[name].copy_(start)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return the starting point and the momentum buffer, by weight."""
         return {"start": self._start, "buffer": self._buffer}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore the state from `state_dict` in place."""
         for name in self._start:
             self._start[name].copy_(state["start"][name])
             self._buffer[name].copy_(state["buffer"][name])

@@ -90,6 +90,7 @@ class PartialGroup:
 
     @property
     def is_finished(self) -> bool:
+        """Return whether all responses are finished."""
         return all(response.finish_reason for response in self.responses)
 
     def oldest(self, version: int) -> int:

@@ -72,6 +72,7 @@ class Replanned:
 
     @property
     def is_better(self) -> bool:
+        """Return whether the gain is large enough to matter."""
         return self.gain >= LEAST_GAIN
 
     def pays(self, steps: int, restart: float) -> bool:

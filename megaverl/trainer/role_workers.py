@@ -34,6 +34,7 @@ class WorldWorker:
         self._store = store
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
+        """Decide which rows of a value each rank of this role group works on."""
         return self._store.assign(value, facts)
 
     def deliver(self, rollouts: SampleValue, values: list[object]) -> None:
@@ -90,6 +91,7 @@ class RolloutWorker:
         return self._store.give(batch)
 
     def begin_responses(self, step: int) -> None:
+        """Take the step's prompts and generate the first part of each response."""
         self._operators.epochs[step] = self._prompts.epoch
         with self._operators.measuring(step), self._stages.in_step(step):
             prompts = self._take_prompts(step)
@@ -97,6 +99,7 @@ class RolloutWorker:
                 self._operators.begin_responses(prompts, step)
 
     def finish_responses(self, step: int) -> SampleValue:
+        """Generate the second part of each response. Return all responses."""
         operators = self._operators
         with operators.measuring(step), self._stages.in_step(step):
             with self._stages("rollout"):
@@ -125,17 +128,24 @@ class RolloutWorker:
             return batch
 
     def begin_rounds(self, step: int) -> int:
+        """Start the rounds of dynamic sampling. Return the number of prompts of the first round."""
         self._operators.epochs[step] = self._prompts.epoch
         self._executor.begin_samples(step, self._prompts)
         self._rounds = SamplingRounds(self._config, step)
         return self._rounds.num_prompts
 
     def generate_round(self, step: int, num_prompts: int) -> SampleValue:
+        """Generate responses to the next `num_prompts` prompts."""
         prompts = self._prompts.take(num_prompts)
         with self._operators.measuring(step), self._stages.in_step(step), self._stages("rollout"):
             return self._store.give(self._operators.generate(prompts, step, self._running_rounds.num_generated))
 
     def add_round(self, rollouts: SampleValue, scores: Scores, step: int) -> int:
+        """Add a scored round. Return the number of prompts of the next round, or 0 if there are enough groups.
+
+        Raises:
+            TrainingStopped: there are too few groups after `dynamic_sampling.max_rounds`.
+        """
         rounds = self._running_rounds
         with self._operators.measuring(step):
             rounds.add(self._store.batch(rollouts), scores, dict(self._operators.metrics))
@@ -147,16 +157,20 @@ class RolloutWorker:
         return rounds.num_prompts
 
     def informative_rollouts(self, step: int) -> SampleValue:
+        """Return this rank's samples of the groups that were kept from all rounds."""
         return self._store.give(self._select_own(self._running_rounds.rollouts))
 
     def informative_scores(self) -> Scores:
+        """Return the rewards of all groups that were kept."""
         return self._running_rounds.scores
 
     def generate_greedy(self, rollouts: SampleValue, step: int) -> SampleValue:
+        """Generate a greedy response to the prompt of each group, [groups]."""
         with self._stages("greedy"):
             return self._store.give(self._operators.greedy(self._store.batch(rollouts), step))
 
     def generate_held_out(self) -> SampleValue:
+        """Generate responses to the held-out prompts."""
         roles = self._executor.roles
         with self._stages("validation"):
             batch = held_out_responses(
@@ -169,6 +183,7 @@ class RolloutWorker:
         return self._store.give(batch)
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
+        """Compute validation metrics and sample records from scored responses."""
         found = measure_held_out(self._config, self._executor.roles.reward, self._store.batch(responses), scores)
         return HeldOutResult(found.metrics, json.dumps(found.samples))
 
@@ -236,6 +251,7 @@ class RewardWorker(RoleWorker):
         return scores
 
     def score_arriving(self, step: int) -> None:
+        """Score samples of this rank as they arrive, until every engine has ended the step."""
         operators, fabric = self._operators, self._executor.fabric
         # These responses were generated before an interruption, so no engine will send them.
         if step in operators.waiting:
@@ -248,6 +264,7 @@ class RewardWorker(RoleWorker):
                     operators.score_some([row], sample)
 
     def score_held_out(self, responses: SampleValue) -> Scores:
+        """Compute the rewards of responses to held-out prompts, outside of any step's metrics."""
         reward = self._executor.roles.reward
         with self._stages("validation"):
             scores = reward.score(self._store.batch(responses))
@@ -256,6 +273,7 @@ class RewardWorker(RoleWorker):
         return scores
 
     def score_greedy(self, greedy: SampleValue) -> Fields:
+        """Compute `greedy_rewards` [groups]."""
         with self._stages("greedy_rewards"):
             return {"greedy_rewards": self._operators.greedy_rewards(self._store.batch(greedy))}
 
@@ -264,6 +282,7 @@ class ReferenceWorker(RoleWorker):
     """Worker that computes log-probs of the frozen reference policy."""
 
     def log_probs(self, rollouts: SampleValue) -> Fields | SampleRows:
+        """Compute `ref_log_probs` [B, R]."""
         batch = self._store.batch(rollouts)
         with self._stages("ref_log_probs"):
             return self._store.give_fields({"ref_log_probs": self._operators.ref_log_probs(batch)}, batch)
@@ -273,11 +292,13 @@ class CriticWorker(RoleWorker):
     """Worker that computes values and trains the critic."""
 
     def values(self, rollouts: SampleValue) -> Fields | SampleRows:
+        """Compute `values` [B, R] and `last_values` [B]."""
         batch = self._store.batch(rollouts)
         with self._stages("values"):
             return self._store.give_fields(dict(self._operators.values(batch)), batch)
 
     def update(self, rollouts: SampleValue, experience: Fields | SampleRows, step: int) -> bool:
+        """Run the critic's optimizer steps."""
         batch = self._experience(rollouts, experience)
         with self._stages("critic_update"):
             self._operators.update_critic(batch, step)
@@ -288,6 +309,7 @@ class ActorWorker(RoleWorker):
     """Worker that trains the policy."""
 
     def old_log_probs(self, rollouts: SampleValue, step: int) -> Fields | SampleRows:
+        """Compute `old_log_probs` [B, R]. With `critic.share_backbone`, also compute values in the same pass."""
         batch = self._store.batch(rollouts)
         with self._stages("old_log_probs"):
             if self._operators.config.shares_backbone:
@@ -297,10 +319,12 @@ class ActorWorker(RoleWorker):
         return self._store.give_fields(fields, batch)
 
     def score_norms(self, rollouts: SampleValue) -> Fields:
+        """Compute `score_norms` [B, R], the squared gradient of each log-prob with respect to the logits."""
         with self._stages("score_norms"):
             return {"score_norms": self._operators.score_norms(self._store.batch(rollouts))}
 
     def implicit_rewards(self, rollouts: SampleValue, scores: Scores, reference: Fields | SampleRows) -> Fields:
+        """Update PRIME's reward model, then compute `implicit_rewards` [B, R]."""
         batch = self._store.batch(rollouts)
         ref_log_probs = self._store.fields(reference, batch)["ref_log_probs"]
         assert ref_log_probs is not None
@@ -310,6 +334,7 @@ class ActorWorker(RoleWorker):
     def advantages(
         self, rollouts: SampleValue, scores: Scores, signals: list[Fields | SampleRows]
     ) -> Fields | SampleRows:
+        """Compute advantages. Return only the fields that the batch does not have yet."""
         batch = self._store.batch(rollouts)
         fields: Fields = {}
         for signal in signals:
@@ -324,11 +349,13 @@ class ActorWorker(RoleWorker):
         return self._store.give_fields(new, batch)
 
     def update(self, rollouts: SampleValue, experience: Fields | SampleRows, step: int) -> bool:
+        """Run the actor's optimizer steps. Return False while only the critic warms up."""
         batch = self._experience(rollouts, experience)
         with self._stages("actor_update"):
             return self._operators.update_actor(batch, step)
 
     def update_mix(self, rollouts: SampleValue, scores: Scores, index: int, step: int) -> None:
+        """Run the additional update that entry `index` of `mix` describes."""
         batch = self._store.batch(rollouts)
         mix = self._operators.mix
         with self._stages(mix.name_of(index)):
@@ -339,6 +366,7 @@ class WeightsWorker(RoleWorker):
     """Worker that transfers the actor's weights to the engines."""
 
     def sync(self, is_updated: bool) -> None:
+        """Transfer the actor's weights to the engines, if they were updated."""
         self._executor.begin_sync()
         with self._stages("reshard"):
             self._operators.reshard(is_updated)
@@ -356,6 +384,7 @@ class AgentWorker(RoleWorker):
         self._agent, self._number = agent, number
 
     def train(self, rollouts: SampleValue, scores: Scores, step: int) -> None:
+        """Run the agent's own training step on its samples."""
         assert isinstance(self._operators, AgentsStep), "environment.agents is not own"
         batch = self._store.batch(rollouts)
         with self._stages(f"agent_{self._agent}"):
@@ -372,6 +401,7 @@ class StepValues(dict[str, Any]):
     flow: StepFlow | None = None
 
     def describe(self) -> StepFlow | None:
+        """Return the operators to run, for the program."""
         return self.flow
 
 
@@ -382,6 +412,7 @@ class IslandWorker:
         self._executor = executor
 
     def join_updates(self, step: int) -> bool:
+        """Sum the updates of all islands in a step. Return True."""
         with self._executor.stages("islands"):
             self._executor.join_islands(step)
         return True

@@ -192,6 +192,7 @@ class Mix:
 
     @property
     def actor(self) -> Actor:
+        """Return the actor on this rank."""
         return local(self._roles().actor)
 
     def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:

@@ -50,6 +50,7 @@ class SampleFacts(msgspec.Struct, frozen=True):
 
     @property
     def lengths(self) -> SequenceLengths:
+        """Return the lengths in the form that the roles take."""
         return SequenceLengths(self.prompt_lengths, self.response_lengths, self.prompts)
 
 
@@ -82,6 +83,7 @@ class SampleRows:
         return self.rows
 
     def describe(self) -> SampleFacts | None:
+        """Return the facts for the program, or None for computed values."""
         return self.facts
 
     @property

@@ -240,6 +240,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Config, placement: ResolvedPlacement) -> Schedule:
+        """Create the schedule that the configuration implies."""
         rollout = config.rollout
         limit = rollout.max_staleness if rollout.async_rollout else 0
         # A replay does not generate in rounds, so its rewards need not wait for them.

@@ -234,10 +234,12 @@ class SessionWorker:
         self.next_given: StoredRollouts | None = None
 
     def begin_step(self, step: int) -> None:
+        """Start the meters and records of a step."""
         self._trainer.begin_step(step)
         self._trainer.executor.begin_step(step)
 
     def report_step(self, done: int) -> None:
+        """End the step on this rank, then write and display its metrics."""
         trainer = self._trainer
         trainer.executor.end_step(done - 1)
         trainer.next_step = done
@@ -245,11 +247,13 @@ class SessionWorker:
         trainer.measured = trainer.report(done)
 
     def record_validation(self, done: int, result: HeldOutResult) -> None:
+        """Store, write and display a validation."""
         evaluation = Evaluation(result.metrics, json.loads(result.samples))
         self._trainer.validation.note(done, evaluation)
         self._trainer.measured = dict(result.metrics)
 
     def save_if_due(self, done: int) -> bool:
+        """Save if a checkpoint is due. Return whether the run leaves for another layout."""
         trainer = self._trainer
         try:
             trainer.save_if_due(done)
@@ -259,6 +263,7 @@ class SessionWorker:
         return self.leaving is not None
 
     def leave(self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None) -> None:
+        """Save a checkpoint with the samples of the running step, and note that the run leaves."""
         values = {"rollouts": rollouts, "scores": scores}
         try:
             self._trainer.leave_run(
@@ -268,9 +273,11 @@ class SessionWorker:
             self.leaving = leaving
 
     def share(self, rollouts: SampleValue) -> None:
+        """Keep the responses for the Python program of this rank."""
         self.shared = self._store.batch(rollouts)
 
     def given(self, step: int) -> SampleValue:
+        """Return the responses that the Python program of this rank provided."""
         given, self.next_given = self.next_given, None
         assert given is not None, "every rank gives the responses before the program runs"
         operators = self._trainer.step
@@ -289,4 +296,5 @@ class RecorderWorker:
         self._executor, self._store = executor, store
 
     def take(self, rollouts: SampleValue, scores: Scores) -> None:
+        """Keep the samples of a step until it is reported."""
         self._executor.keep_samples(self._store.batch(rollouts), scores)
