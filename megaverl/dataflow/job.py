@@ -33,7 +33,7 @@ def use_fabric(fabric: Fabric) -> None:
 
 
 def fabric_for(places: Places) -> Fabric | None:
-    """Return the fabric of the job's ranks, which join here if they have not yet. None if this process is alone.
+    """Return the fabric of the job's ranks, which join here if they have not yet. None if it is the only process.
 
     Raises:
         ConfigError: a role is placed on a rank that does not exist.

@@ -7,7 +7,7 @@ It differs from torchrun in five points:
 
 - SIGTERM and SIGUSR1 are forwarded to the ranks. A scheduler signals only the process that it started, and torchrun
   gives ranks only 30 s, which is too short for a large checkpoint.
-- The exit code is that of the ranks. torchrun exits with 1 whatever the ranks return.
+- The exit code is that of the ranks. torchrun always exits with 1 after a failure.
 - The ranks end with the agent, for whatever reason the agent ends.
 - `--max-restarts` does not apply to failures that a restart cannot cure.
 - The job's store listens only on the address that the other nodes use.

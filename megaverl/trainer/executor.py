@@ -365,7 +365,7 @@ class Colocated(Executor):
             records.aside(lambda: self.stages.timeline.export(run_dir / "timeline.json"))
 
     def settle(self, records: Records, run_dir: Path) -> None:
-        """Do nothing. No communication is pending, and one rank's timeline stands for all."""
+        """Do nothing. No communication is pending, and one timeline represents all ranks."""
 
 
 def rules_of(config: Config) -> Rules:

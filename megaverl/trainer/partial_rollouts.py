@@ -130,7 +130,7 @@ class GroupsInProgress:
 
     def _begin(self, prompts: Sequence[PromptRecord], step: int) -> None:
         for number, prompt in enumerate(prompts):
-            # A response continues as a longer prompt, in which placeholders of images would be counted anew.
+            # The response so far becomes part of the prompt, in which image placeholders are counted.
             if prompt.images:
                 raise RolloutError(
                     "rollout.partial and rollout.in_flight_updates go on with a response as with a longer prompt, and "

@@ -217,7 +217,7 @@ class Replanning:
         raise StartingAgain(f"replan: saved after {done} of {steps} steps, which go on on the other layout.")
 
     def _measured(self) -> list[dict[str, Any]]:
-        """Return the measurements of other layouts that the run has used. The current layout is measured anew."""
+        """Return the measurements of other layouts that the run has used. The current layout has a newer one."""
         own = key_of(self.config.chosen)
         said = read_choice(self.config, self._world).get("measured", [])
         return [each for each in said if key_of(each["settings"]) != own]

@@ -337,7 +337,7 @@ class RLStep:
         The first comparison after a start checks the first reshard and warns if the difference is too large.
         """
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
-            # After an interruption, samples may be drawn with older weights. They say nothing about this reshard.
+            # After an interruption, samples may be drawn with older weights. They cannot reveal errors of this reshard.
             self.trust_engine()
         # The engine's log-probs are in host memory.
         difference, for_metrics = LogProbDifference(), log_probs.cpu()

@@ -4,10 +4,11 @@ Fields that are passed to megatron-core can require kernels, packages and combin
 some of them in the first step. A trial builds a model of the same kind with tiny matrices and these fields, and takes a
 step if the grid has one rank.
 
-A failure on a CPU is refused. On a GPU, the model is built only if no table of needs (`field_needs`) covers the fields,
-and a failure is a warning, because kernels may refuse matrices only because they are tiny.
+A field that fails on a CPU is refused. On a GPU, the model is built only if no table of needs (`field_needs`) covers
+the fields. A failure there is only a warning, because kernels may refuse tiny matrices.
 
-vLLM's configuration is created as its engine creates it, without weights. A refusal there holds on any machine.
+vLLM's configuration is created as its engine creates it, without weights. What vLLM refuses there, it refuses on any
+machine.
 """
 
 from __future__ import annotations
