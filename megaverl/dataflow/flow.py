@@ -57,6 +57,7 @@ class DataFlow:
             )
         self._operators.append(operator)
         self._after += [(operator.name, name) for name in later] + [(name, operator.name) for name in earlier]
+        # The flow must be compiled again.
         self._plan = None
         return self
 

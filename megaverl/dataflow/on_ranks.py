@@ -57,6 +57,7 @@ class FlowWorker:
     def run(self, operator: str, inputs: list[Any]) -> dict[str, Any]:
         """Run an operator. Return its outputs by name."""
         chosen = self._by_name[operator]
+        # Values from other ranks are stored like values that were made on this rank.
         self._runner.result.update(zip(chosen.takes, inputs, strict=True))
         return self._runner.run(chosen)
 

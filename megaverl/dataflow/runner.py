@@ -91,6 +91,7 @@ class ShapeChecker:
                 continue
             wrong = len(shape) != len(declared)
             for size, expected in zip(shape, declared, strict=False):
+                # The first tensor with a dimension name defines its size for the rest of the step.
                 known = (expected, "") if isinstance(expected, int) else self._sizes.setdefault(expected, (size, name))
                 wrong = wrong or size != known[0]
             if wrong:

@@ -152,9 +152,11 @@ class IslandMember:
         """
         fabric, channel, coordinator = self._fabric, Channel(self._fabric, _NAME), self._fabric.placement.coordinator
         count = sum(tensor.numel() for tensor in gradients.values())
+        # float64 represents all of these numbers exactly.
         numbers = torch.tensor([count, tokens, self._bucket, self._compressor is not None], dtype=torch.float64)
         channel.send_to([coordinator], numbers).wait()
         numbers = channel.receive_from(coordinator)[0].view(torch.float64)
+        # The coordinator returns -1 if the islands do not match.
         if numbers[0] != count:
             raise TrainingStopped(
                 f"the actor's islands differ: {fabric.describe(fabric.rank)} has {count} elements of gradient, and the "
@@ -164,6 +166,7 @@ class IslandMember:
         if total <= 0:
             raise TrainingStopped("no island has a token to train on.")
         for number, views in enumerate(_buckets(gradients, self._bucket)):
+            # Undo the division of this island's loss, and divide by the tokens of all islands instead.
             flat = torch.cat([view.float() for view in views]) * (divided_by / total)
             wire = self._compressor.compress(str(number), flat) if self._compressor else flat
             if fabric.has_device(coordinator):
@@ -204,6 +207,7 @@ def serve_join(fabric: Fabric) -> None:
     if tokens <= 0:
         raise TrainingStopped("no island has a token to train on.")
     sizes = {ranks: [int(number) for number in shapes[ranks[0]]] for ranks in places}
+    # Number of buckets of the longest part, rounded up.
     longest = max((-(-count // bucket) for count, bucket, _ in sizes.values()), default=0)
     # The first buckets of all positions are joined before the second bucket of any, so that all ranks progress
     # together.
@@ -280,9 +284,12 @@ class Island:
             The sums of all islands if they join every update, otherwise `sums`.
         """
         if self._outer is None:
+            # With these arguments `join` computes a plain sum, because the loss was divided by the tokens of the whole
+            # mini-batch.
             count = float(self.part[1])
             self._member.join(self._trainable.gradients, tokens=1.0, divided_by=count)
             return self._join_sums(sums)
+        # The loss was divided by the tokens of the whole mini-batch. Divide by the tokens of this island instead.
         own = self._own_tokens(micro_batches)
         for gradient in self._trainable.gradients.values():
             gradient.mul_(tokens / max(own, 1.0))
@@ -294,6 +301,7 @@ class Island:
         if self._outer is not None and self._done % self._every == 0:
             masters = self._trainable.masters
             change = self._outer.change(masters)
+            # With these arguments `join` computes the mean over the islands.
             self._member.join(change, tokens=1.0, divided_by=1.0)
             self._outer.step(masters, change)
             self._trainable.follow_masters()

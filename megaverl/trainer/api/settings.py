@@ -147,6 +147,7 @@ class TrainerConfig:
         return resolve(self, check_paths=check_paths)
 
 
+# `total_steps` is only an argument of the constructor (InitVar). The property makes it readable and writable as well.
 _TOTAL_STEPS = property(lambda self: self.max_steps, lambda self, value: setattr(self, "max_steps", value))
 setattr(TrainerConfig, "total_steps", _TOTAL_STEPS)  # noqa: B010 - not a field to mypy
 SETTINGS = tuple(inspect.signature(TrainerConfig).parameters)
@@ -180,6 +181,7 @@ def importable_name(function: Callable[..., Any], where: str) -> str:
         ConfigError: the function is a lambda, is nested in another, or was typed at a prompt.
     """
     module, name = inspect.getmodule(function), getattr(function, "__qualname__", "")
+    # A lambda or nested function has a qualified name that is no attribute of its module.
     if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
         raise ConfigError(
             f"{where}: {function!r} cannot be imported by other processes. Define it at the top level of a file and "
@@ -256,6 +258,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for part in parents:
         inner = values.get(part)
+        # Copy the mapping, so that the caller's is not changed.
         values[part] = dict(inner) if isinstance(inner, Mapping) else {}
         values = values[part]
     if isinstance(value, Mapping) and isinstance(values.get(last), Mapping):
@@ -283,6 +286,7 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
     if isinstance(description, TrainerConfig):
         values = description.values()
         if description.may_be_small and not _names_inputs(values):
+            # Settings of the user override those of the small run.
             description, overrides = recipe("quickstart"), [*as_overrides(SMALL_RUN), *as_overrides(values), *overrides]
             if check_paths:
                 _make_inputs(load_config(description, overrides, check_paths=False))
@@ -298,6 +302,7 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
     try:
         with as_started():
             config = load_config(description, list(overrides), check_paths=check_paths)
+            # A `placement` in a file has precedence over `set_device_map`, and is known only after loading.
             if config.placement.is_given or not device_map():
                 return config
             more = [f"placement.{key}={ranks}" for key, ranks in device_map().items()]
@@ -343,6 +348,7 @@ def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
     """Return nested mappings as dotted keys and values, so that only these keys count as set by the user."""
     found: list[Override] = []
     for key, value in values.items():
+        # A mapping whose keys are no identifiers is a value, not a nested section.
         if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
             found += as_overrides(value, f"{inside}{key}.")
         else:

@@ -79,6 +79,7 @@ def init_distributed(config: Description) -> Job:
         ConfigError: the configuration is invalid, or needs more ranks than the job has.
         TrainingStopped: ranks do not join in time, or another job uses the same address.
     """
+    # Importing a program in a check must not start a job.
     refuse_in_a_check()
     resolved = resolve(config)
     _check(resolved, is_rank=under_torchrun())
@@ -97,6 +98,7 @@ def init_distributed(config: Description) -> Job:
         _check_code(resolved, _Joined.job)
         return _Joined.job
     if not under_torchrun():
+        # Stored, so that `as_started` can hide these variables from later trainers.
         JOB_OF_ONE.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
         JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         os.environ |= JOB_OF_ONE
@@ -171,6 +173,7 @@ def _leave() -> None:
 
     from megaverl.distributed.collectives import barrier
 
+    # Python sets `sys.last_value` when an uncaught exception ends the program.
     job, error = _Joined.job, getattr(sys, "last_value", None)
     if job is None:
         return
@@ -262,6 +265,7 @@ class RLTrainer:
 
     def _make_loop(self) -> Trainer:
         """Create the trainer of this run's folder."""
+        # Relative paths must keep their meaning if the program changes its working directory.
         self.config = with_absolute_paths(self.config)
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
@@ -342,6 +346,7 @@ class PPOTrainer(RLTrainer):
         with explained():
             self._begin()
             metrics = self.loop.update(self._given(rollouts))
+        # The first measured metric wins, because it is written last.
         short = {name: metrics[key] for name, keys in SHORT_NAMES.items() for key in reversed(keys) if key in metrics}
         return {**metrics, **short}
 
@@ -364,6 +369,7 @@ class PPOTrainer(RLTrainer):
         metrics, scores = dict(self._measured), None
         if "rewards" in rollouts:
             rewards = rollouts.rewards.float()
+            # Rewards above 0 count as correct.
             scores = Scores(rewards, {"given": rewards}, rewards > 0)
             metrics |= score_metrics(once(rollouts, scores), 0.0)
         return StoredRollouts(self.loop.next_step, 0, rollouts, scores, metrics)
@@ -395,6 +401,7 @@ def _reward_of(value: Reward | Path) -> dict[str, Any]:
 
     if isinstance(value, Path):
         value = str(value)
+    # A name with a slash, or a folder with a config.json, is a model. A name with a colon is a function.
     is_model = isinstance(value, str) and ":" not in value and ("/" in value or (Path(value) / "config.json").exists())
     if not is_model:
         return reward_entry(value, "reward_model")

@@ -42,8 +42,10 @@ from megaverl.workers.advantage_computer import kept_by
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import generate_by
 
+# Episodes of random turns may never end, so they are cut off after this many turns.
 MOST_TURNS = 64
 ROW_KEYS = ("prompt_key", "answer_key")
+# Include empty, long, non-Latin and unparsable responses, on which reward functions fail most often.
 RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 5000, "no idea", "\\boxed{42}", "42\n\n42")
 
 
@@ -99,6 +101,7 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
             raise Broken(f"not a finite number for the response {wrong[0]!r}: give every response one.")
 
     def independent() -> None:
+        # A reward that depends on the rest of the batch would change with the batch size and the number of ranks.
         together, alone = score(), [score([sample])[0] for sample in samples]
         if together != alone:
             first = next(i for i, (a, b) in enumerate(zip(together, alone, strict=True)) if a != b)
@@ -113,6 +116,7 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     try:
         parameters = bound()
     except (Broken, RewardError) as problem:
+        # A function with missing parameters cannot be called, so no further promise is tested.
         yield "every parameter has a value", partial(_fail, str(problem))
         return
     for parameter, what in parameters.items():
@@ -178,9 +182,11 @@ def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Prom
             raise Broken("two episodes of one seed and the same turns differ: draw from Start.seed only.")
 
     def kept_open() -> None:
+        # This is the last promise, so it removes the temporary folder.
         with scratch:
             play(2)
 
+    # Promises return None. The tuple discards the value of the call.
     yield "a class derived from Environment or Game", lambda: (find_environment(name), None)[1]
     yield "prompts, acting agents and outcomes are what they must be", lambda: (play(), None)[1]
     yield "the same seed and turns, the same episode", same
@@ -312,6 +318,7 @@ def make_batch(seed: int = 0) -> RolloutBatch:
     """Return 12 responses to 3 prompts, of different lengths, with all fields that a batch may have."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=draw)
+    # One response fills the whole width, so that the batch has no unused columns.
     lengths[0] = LENGTH
     mask = torch.arange(LENGTH) < lengths.unsqueeze(1)
 
@@ -355,6 +362,7 @@ def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
     entry, draw = preference_losses.get(name), torch.Generator().manual_seed(1)
     frozen, policy = (-4.0 - 5.0 * torch.rand(SAMPLES, 2, generator=draw) for _ in range(2))
     lengths, desirable = torch.randint(1, LENGTH, (SAMPLES, 2), generator=draw), torch.arange(SAMPLES) % 3 == 0
+    # One response in each group has weight 0, to test that it has no effect.
     weights = (torch.arange(SAMPLES) % PER_GROUP != 1) / (SAMPLES - GROUPS)
 
     def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
@@ -373,6 +381,7 @@ def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
         return found
 
     def prefers() -> None:
+        # Move log-probs toward better responses, and then away from them.
         step = torch.tensor([3.0, -3.0]) if "desirable" not in entry.inputs else 6.0 * desirable.unsqueeze(1) - 3.0
         good, bad = (float(entry(inputs_of(frozen + sign * step), **options).loss) for sign in (1, -1))
         if not good < bad:
@@ -394,6 +403,7 @@ def _promises_of_a_loss(
         log_probs = start.clone().requires_grad_()
         inputs = {k: v[rows] if v.dim() else v for k, v in inputs_of(log_probs).items()}
         if poison:
+            # NaN at weight 0 reveals arithmetic before masking, because 0 * NaN is NaN.
             floats = [k for k, v in inputs.items() if v.is_floating_point() and v.dim() and k != "weights"]
             inputs |= {k: inputs[k].masked_fill(weights == 0, torch.nan) for k in floats}
         found = loss(inputs).loss
@@ -420,6 +430,7 @@ def _promises_of_a_loss(
 
     def additive() -> None:
         whole = call()[0]
+        # Each group serves as a micro-batch.
         parts = sum(call(slice(i, i + PER_GROUP))[0] for i in range(0, SAMPLES, PER_GROUP))
         if not torch.allclose(whole, torch.as_tensor(parts), rtol=1e-4, atol=1e-6):
             raise Broken(
