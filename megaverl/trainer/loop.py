@@ -219,7 +219,9 @@ class Trainer:
     def rollouts(self) -> StoredRollouts:
         """Generate responses to the next prompts. Nothing is scored or trained.
 
-        A run that is asked to leave here does so at the end of `update`, when the responses have been trained on.
+        Raises:
+            Leaving: the run was asked to leave, and has saved with these responses. Where roles have ranks of their
+                own, it leaves at the end of `update` instead.
         """
         step = self.next_step
         self.profiler.begin(step + 1)

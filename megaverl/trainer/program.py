@@ -266,10 +266,9 @@ async def leave_if_asked(
         RunLeft: the run has saved a checkpoint.
     """
     signal = run.controller.signal
-    # A program that provides the responses is left between its own calls. Roles on separate ranks are left between
-    # steps, because their ranks may be working on different steps.
+    # Roles on separate ranks are left between steps, because their ranks may be working on different steps.
     is_inside = rollouts is not None
-    if not signal or (is_inside and (run.is_given or not run.may_leave_inside)):
+    if not signal or (is_inside and not run.may_leave_inside):
         return
     await run.session.leave(signal, rollouts, scores)
     raise RunLeft
@@ -295,6 +294,8 @@ async def give_rollouts(run: Run, step: int) -> None:
 
 async def take_given_step(run: Run, step: int) -> None:
     """Run one step on responses that a Python program provides on every rank."""
+    # The program would change the responses of a checkpoint once more when it goes on.
+    run.may_leave_inside = False
     try:
         await take_step(run, step)
         if step + 1 < run.config.trainer.steps:

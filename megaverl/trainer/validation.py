@@ -65,16 +65,6 @@ class Validation:
         self.best = Best()
 
     @property
-    def happens(self) -> bool:
-        """Return whether the run validates at all."""
-        return self.data is not None and bool(self.config.trainer.validate_every)
-
-    def is_due(self, done: int) -> bool:
-        """Return whether a validation is due after `done` steps."""
-        trainer = self.config.trainer
-        return self.happens and (done % trainer.validate_every == 0 or done == trainer.steps)
-
-    @property
     def prompts(self) -> list[PromptRecord]:
         """Return the held-out prompts, at most `trainer.validation_prompts`."""
         assert self.data is not None

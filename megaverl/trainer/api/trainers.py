@@ -290,9 +290,9 @@ class PPOTrainer(RLTrainer):
     """Trainer for a loop of the Python program: `rollout` returns responses, `update` trains on them.
 
     Every method is collective over all ranks. A step writes the same output as a step of `train`: trackers, samples,
-    validation and checkpoints, and the model after the last of `total_steps`. After SIGTERM or SIGUSR1, the run saves
-    and exits with `errors.SAVED_AND_LEFT` at the end of the current or next `update`. The configuration may name any
-    algorithm; the default is PPO.
+    validation and checkpoints, and the model after the last of `total_steps`. After SIGTERM or SIGUSR1, the
+    current or next call saves and exits with `errors.SAVED_AND_LEFT`. The configuration may name any algorithm; the
+    default is PPO.
 
     Example:
         trainer = PPOTrainer(get_ppo_config(actor_model="models/small", total_steps=100, ...))
