@@ -224,8 +224,10 @@ class Trainer:
                 own, it leaves at the end of `update` instead.
         """
         step = self.next_step
+        self.step.metrics = {}
         self.profiler.begin(step + 1)
         self.timeline.begin(step)
+        self._enter(step)
         self.served.serve(lambda run: give_rollouts(run, step))
         batch = self.served.take_shared()
         return self._rollouts(step, {"rollouts": batch}, self.step.measured(step))
@@ -240,6 +242,7 @@ class Trainer:
             Leaving: the run was asked to leave, and has saved after this step.
         """
         step = self.next_step
+        self._enter(step)
         self.served.give(given)
         self.served.serve(lambda run: take_given_step(run, step))
         done = self.next_step
@@ -250,6 +253,11 @@ class Trainer:
         if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
             self.export()
         return self.executor.share(metrics)
+
+    def _enter(self, step: int) -> None:
+        """Note that this rank has come to a call of its Python program; others may not call it at all."""
+        self.stages.step = step + 1
+        self.stages.status("begin")
 
     def settle(self) -> None:
         """Wait for pending writes. Every rank calls this at the end of a loop that a Python program drives."""

@@ -244,9 +244,11 @@ class RewardWorker(RoleWorker):
         # A replay has not run `generate` on this rank, so its stored rewards are read here.
         self._operators.begin(step, self._operators.epochs.get(step))
         self._operators.read_replayed(step)
+        has_rounds = self._operators.config.algorithm.dynamic_sampling.metric is not None
+        is_round = has_rounds and not self._executor.generates
         with self._operators.measuring(step), self._stages.in_step(step):
             with self._stages("reward"):
-                scores = self._operators.score(self._store.batch(rollouts))
+                scores = self._operators.score(self._store.batch(rollouts), is_round=is_round)
             self._executor.end_scores(step, scores)
         return scores
 

@@ -278,15 +278,24 @@ class RLStep:
         """
         self.roles.reward.begin(TrainerState(step, self.config.trainer.steps, epoch))
 
-    def score(self, rollouts: RolloutBatch) -> Scores:
-        """Return the rewards of all responses. A replay returns the stored rewards of the original run."""
+    def score(self, rollouts: RolloutBatch, *, is_round: bool = False) -> Scores:
+        """Return the rewards of all responses. A replay returns the stored rewards of the original run.
+
+        Args:
+            is_round: these are the responses of one round of dynamic sampling. Only their time is measured here, and
+                added up; the engines' ranks measure the rewards of all rounds together.
+        """
         if self.stored is not None and self.stored.scores is not None:
             return self.stored.scores
         start = time.perf_counter()
         scores = self.roles.reward.score(rollouts)
         # An episode with several conversations counts once, and an opponent's responses do not count.
         shown = once(rollouts, scores, has_opponents=self.config.algorithm.opponent_beta is not None)
-        self.metrics |= score_metrics(shown, time.perf_counter() - start + self._early_seconds)
+        measured = score_metrics(shown, time.perf_counter() - start + self._early_seconds)
+        if is_round:
+            latency = self.metrics.get("reward/latency_ms", 0.0) + measured["reward/latency_ms"]
+            measured = {"reward/latency_ms": latency}
+        self.metrics |= measured
         self.metrics |= self.roles.reward.service_costs() | self.roles.reward.logged_metrics()
         self._early_seconds = 0.0
         return scores

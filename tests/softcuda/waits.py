@@ -48,7 +48,7 @@ FAULTS = {
         "megaverl.checkpoint.parts:HostBuffers.copy", "copy_(tensor)", "copy_(tensor, non_blocking=True)", "staging"
     ),
     "a micro-batch is overwritten on its way": Fault(
-        "megaverl.platform:to_device",
+        "megaverl.platform.device:to_device",
         "page_locked(values)",
         "globals().setdefault('kept', torch.empty_like(values, pin_memory=True)).copy_(values)",
         "micro-batches",
@@ -117,9 +117,9 @@ def staging() -> bool:
 
 def micro_batches() -> bool:
     """Two micro-batches go to the device, the second while the first may be on its way."""
-    from megaverl import platform
+    from megaverl.platform import device
 
-    sent = [platform.to_device(torch.full((NUMEL,), float(value)), torch.device("cuda")) for value in range(2)]
+    sent = [device.to_device(torch.full((NUMEL,), float(value)), torch.device("cuda")) for value in range(2)]
     return [float(tensor.mean()) for tensor in sent] == [0.0, 1.0]
 
 

@@ -51,9 +51,10 @@ def test_the_engine_comes_first_and_two_gpus_last() -> None:
 
 
 def test_steps_that_were_validated_count(tmp_path: Path) -> None:
-    """Their second record has no reward: it must not take the place of the first."""
+    """Their second record has no reward: it adds to the first, and does not take its place."""
     rows = [{"step": 1, "reward/mean": 0.5, "actor/loss": 1.0}, {"step": 2, "reward/mean": 0.25}]
     rows.append({"step": 2, "validation/reward": 0.75})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     steps = read_steps(tmp_path / "metrics.jsonl")
-    assert steps == {1: {"reward/mean": 0.5, "actor/loss": 1.0}, 2: {"reward/mean": 0.25}}
+    assert steps[1] == {"step": 1, "reward/mean": 0.5, "actor/loss": 1.0}
+    assert steps[2] == {"step": 2, "reward/mean": 0.25, "validation/reward": 0.75}
