@@ -26,6 +26,14 @@ GRIDS = {"actor": Sizes(), "rollout": Sizes(), "reward": None}
 PLACEMENT = resolve({"rollout": parse_wanted(0), "actor": parse_wanted(1)}, 2, GRIDS)
 FACTS = SampleFacts([1], [1], [0], [0])
 ENGINE, ACTOR = 0, 1
+SCHEDULES: dict[str, Any] = {
+    "num_steps": st.integers(1, 7),
+    "max_staleness": st.integers(1, 3),
+    "save_interval": st.integers(0, 3),
+    "generate": st.floats(0.001, 10.0),
+    "update": st.floats(0.001, 10.0),
+    "seed": st.integers(0, 1000),
+}
 
 
 class Rollouts:
@@ -164,13 +172,8 @@ def run_asynchronously(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    num_steps=st.integers(1, 7),
-    max_staleness=st.integers(1, 3),
-    save_interval=st.integers(0, 3),
-    generate=st.floats(0.001, 10.0),
-    update=st.floats(0.001, 10.0),
+    **SCHEDULES,
     score=st.floats(0.001, 10.0),
-    seed=st.integers(0, 1000),
 )
 def test_a_step_is_generated_with_the_same_weights_however_long_anything_takes(
     num_steps: int, max_staleness: int, save_interval: int, generate: float, update: float, score: float, seed: int
@@ -194,13 +197,8 @@ def test_a_step_is_generated_with_the_same_weights_however_long_anything_takes(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    num_steps=st.integers(1, 7),
-    max_staleness=st.integers(1, 3),
-    save_interval=st.integers(0, 3),
-    generate=st.floats(0.001, 10.0),
+    **SCHEDULES,
     finish=st.floats(0.001, 10.0),
-    update=st.floats(0.001, 10.0),
-    seed=st.integers(0, 1000),
 )
 def test_weights_in_flight_come_in_the_middle_of_the_same_responses(
     num_steps: int, max_staleness: int, save_interval: int, generate: float, finish: float, update: float, seed: int
