@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from megaverl.processes import end_with_parent
@@ -55,9 +56,21 @@ def do_once(log: Path, environment: dict[str, str], target: str, kwargs: dict[st
     _live(log, environment, do)
 
 
+_modules_called: list[ModuleType] = []  # the last one alone
+
+
 def _call(target: str, kwargs: dict[str, Any]) -> Any:
-    module, function = target.split(":")
-    return getattr(importlib.import_module(module), function)(**kwargs)
+    """Call `target`, after the module of the call before has closed what it keeps for its own calls alone.
+
+    An engine that a module keeps (its `close()` ends it) holds vLLM's process groups. Another module's engine with
+    another tensor-parallel size could not be made beside it.
+    """
+    name, function = target.split(":")
+    module = importlib.import_module(name)
+    if _modules_called and _modules_called[-1] is not module:
+        getattr(_modules_called.pop(), "close", lambda: None)()
+    _modules_called[:] = [module]
+    return getattr(module, function)(**kwargs)
 
 
 def _answer(target: str, kwargs: dict[str, Any]) -> bytes:

@@ -20,10 +20,9 @@ def test_reshards_quantise_as_vllm_does(launch: Launcher, tmp_path: Path) -> Non
         "quantization": "fp8_per_block",
         "load_too": True,
     }
-    # In new processes: what engines of other tests have left of vLLM's groups may be of another size.
-    for found in launch.world(2, "tests.workers.quantised_ranks:reshard_and_generate", fresh=True, **arguments):
+    for found in launch.world(2, "tests.workers.quantised_ranks:reshard_and_generate", **arguments):
         assert found["differ"] == [] and found["responses"] == found["afresh"]
         assert found["odd"] == [] and 0 < found["merged"] < 0.05
     arguments |= {"shape": {"dp": 2}, "tp": 1, "quantization": "fp8", "load_too": False}
-    for found in launch.world(2, "tests.workers.quantised_ranks:reshard_and_generate", fresh=True, **arguments):
+    for found in launch.world(2, "tests.workers.quantised_ranks:reshard_and_generate", **arguments):
         assert found["odd"] == [] and 0 < found["merged"] < 0.05
