@@ -59,7 +59,6 @@ ORDER = (
     "monitoring",
     "checkpoint",
     "planner",
-    "coordinator",
     "controller",
     "dataflow",
     "trainer",

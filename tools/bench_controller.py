@@ -6,8 +6,9 @@
 
 Every rank is a `ZmqRank` with its side thread and its serving thread; they share a few processes, since hundreds of
 interpreters do not fit on a laptop. A step is five calls (generate, score, log_probs, update, load) that compute
-nothing, so what is printed is the control's own time. "direct": every rank connects to the controller. "relay": a relay
-for each node of eight ranks. All ends share this machine's cores; processor time is that of the controller's process.
+nothing, so what is printed is the control's own time. A decision is a question of one rank, in a call that all ranks
+are in, and the program's answer to all of them. "direct": every rank connects to the controller. "relay": a relay for
+each node of eight ranks. All ends share this machine's cores; processor time is that of the controller's process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import psutil  # noqa: E402
 import zmq  # noqa: E402
 
 from megaverl.controller.core import Controller  # noqa: E402
+from megaverl.controller.dialogue import Dialogue  # noqa: E402
 from megaverl.controller.groups import WorkerGroup  # noqa: E402
 from megaverl.controller.messages import CallRequest, PlainArgument, Reply, RowTransfer, encode, encode_value  # noqa: E402
 from megaverl.controller.references import PendingCall  # noqa: E402
@@ -45,7 +47,16 @@ JOIN_SECONDS = 120.0
 
 
 class Worker:
-    """Worker whose methods return at once."""
+    """Worker whose methods return at once, or only ask the program."""
+
+    def __init__(self, rank: int, dialogue: Dialogue) -> None:
+        self._rank, self._dialogue = rank, dialogue
+
+    def decide(self, count: int) -> int:
+        """Ask the program `count` times. The first rank asks, and all wait for the answers."""
+        for number in range(count):
+            run_blocking(self._dialogue.ask(number if self._rank == 0 else None, int))
+        return count
 
     def generate(self, step: int) -> int:
         return step
@@ -59,6 +70,10 @@ class Group(WorkerGroup):
     def run(self, method: str, step: int) -> PendingCall[int]:
         """Run one of `CALLS`."""
         return self.report(method, int, step)
+
+    def decide(self, count: int) -> PendingCall[int]:
+        """Let the first rank ask `count` times."""
+        return self.report("decide", int, count, asking=self.ranks[:1])
 
 
 class _NoMover:
@@ -92,9 +107,9 @@ def serve_ranks(address: Address, ranks: Sequence[int], relays: bool) -> None:
 
 
 def _serve_one(address: Address, rank: int, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    board = StatusBoard()
+    board, dialogue = StatusBoard(), Dialogue()
     with ZmqRank(address, rank, board, context=context) as transport:
-        run_blocking(serve(rank, transport, {"all": Worker()}, _NoMover(), board))
+        run_blocking(serve(rank, transport, {"all": Worker(rank, dialogue)}, _NoMover(), board, dialogue=dialogue))
 
 
 @dataclass(frozen=True)
@@ -105,11 +120,13 @@ class Measured:
         milliseconds: median of a step of five calls.
         processor: processor time of the controller's process for a step.
         sockets: open connections of the controller's process.
+        decision: median of the milliseconds between two questions of a call.
     """
 
     milliseconds: float
     processor: float
     sockets: int
+    decision: float
 
 
 async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
@@ -147,7 +164,23 @@ async def _steps(group: Group, steps: int) -> Measured:
             await group.run(name, step)
         seconds.append(time.perf_counter() - start)
     processor = (time.process_time() - processor) / steps
-    return Measured(statistics.median(seconds) * 1e3, processor * 1e3, sockets)
+    decision = statistics.median(await _time_decisions(group, steps))
+    return Measured(statistics.median(seconds) * 1e3, processor * 1e3, sockets, decision * 1e3)
+
+
+async def _time_decisions(group: Group, count: int) -> list[float]:
+    """Return the seconds between the questions of one call."""
+    call = group.decide(count)
+    seconds: list[float] = []
+    last: float | None = None
+    while questions := await call.questions(int):
+        now = time.perf_counter()
+        if last is not None:
+            seconds.append(now - last)
+        last = now
+        call.answer(questions[0])
+    await call
+    return seconds
 
 
 def main() -> None:
@@ -160,7 +193,7 @@ def main() -> None:
     call = CallRequest(1, "all", "generate", (PlainArgument(encode_value(1)),))
     sizes = len(encode(call)), len(encode(Reply(1, value=encode_value(1))))
     print(f"a call is {sizes[0]} bytes to a rank, its reply {sizes[1]}; a step is {len(CALLS)} calls")
-    print(f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12}")
+    print(f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12} {'ms a decision':>14}")
     for num_ranks in map(int, options.ranks.split(",")):
         for relays in (False, True):
             if relays and num_ranks <= RANKS_PER_NODE:
@@ -168,7 +201,8 @@ def main() -> None:
             cost = asyncio.run(measure(num_ranks, options.calls, relays))
             way = "relay" if relays else "direct"
             print(
-                f"{num_ranks:6} {way:>7} {cost.milliseconds:10.2f} {cost.processor:13.2f} {cost.sockets:12}",
+                f"{num_ranks:6} {way:>7} {cost.milliseconds:10.2f} {cost.processor:13.2f} {cost.sockets:12} "
+                f"{cost.decision:14.2f}",
                 flush=True,
             )
 

@@ -78,7 +78,7 @@ TARGETS = (
     Target(("data/datasets.py",), ("tests/data/test_datasets.py",)),
     Target(("data/prefix_packing.py",), ("tests/data/test_prefix_packing.py",)),
     Target(("models/packing.py",), ("tests/models/test_packing.py",)),
-    Target(("coordinator/decide.py",), ("tests/coordinator/test_decide.py",)),
+    Target(("workers/decisions.py",), ("tests/workers/test_decisions.py",)),
     Target(
         ("distributed/placement.py", "distributed/placement_resolver.py"),
         (

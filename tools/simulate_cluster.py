@@ -6,7 +6,7 @@
 
 Ranks are threads of a few processes; rank 0, the coordinator and the rank that a fault hits have a process each. They
 call the functions of a real run: `introduce` and `resolve`, gloo whose connections open on first use, `reduce_json`,
-`make_plans` with `agree_on_dtypes`, `Coordinator`, `Committer` with `prepare_folder` and `commit`, `Liveness`. Counted
+`make_plans` with `agree_on_dtypes`, `Committer` with `prepare_folder` and `commit`, `Liveness`. Counted
 messages are requests to the store and messages of the group; bytes are those sent and received in both. Not counted are
 the connections that roles on ranks of their own open at the start (each rank to all), and the messages with which
 torch's checkpointing plans a save (each rank's plan to the one that commits, and back).
@@ -52,7 +52,6 @@ import torch.distributed as dist  # noqa: E402
 
 from megaverl.checkpoint import FORMAT_VERSION, Manifest, folder_of, partial_name, write_bytes  # noqa: E402
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder  # noqa: E402
-from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules  # noqa: E402
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
 from megaverl.distributed.placement import parse_wanted  # noqa: E402
@@ -77,7 +76,6 @@ PHASES = {
     "rendezvous": "rendezvous and placement, once",
     "plan": "a weight plan's agreements, once",
     "agreement": "an agreement on 20 sums",
-    "decision": "a decision over two roles' updates",
     "save": "a checkpoint's agreements and commit",
     "rest": "a second of liveness",
 }
@@ -125,7 +123,7 @@ class Rank:
         self.done: queue.Queue[str] = queue.Queue()
         self.before = Traffic()
         self.at_rest: Traffic | None = None
-        self.sleeps, self.stops, self.step = 0.0, False, 0
+        self.sleeps, self.stops = 0.0, False
         self.heard: float | None = None  # when there was a failure reason
         self.ended: float | None = None
         self.liveness: Liveness | None = None
@@ -147,7 +145,7 @@ class Rank:
 
     @property
     def cost(self) -> Traffic:
-        """Return the traffic of the last phase; a coordinator answers after its own part in it."""
+        """Return the traffic of the last phase."""
         return self.at_rest or self.traffic.since(self.before, 1.0)
 
     def rendezvous(self) -> None:
@@ -162,11 +160,7 @@ class Rank:
         world = placement.world_of(rank)
         messages = CountedMessages(self.store, rank, size, self.traffic)
         self.fabric = Fabric(placement, rank, world, self.group, self.group, self.store, PATIENCE, messages)
-        self.role = next((role for role in ("actor", "critic") if role in placement.roles_of(rank)), "")
-        participants = (Participant("actor", 0), Participant("critic", half))
-        barrier(self.group)  # the coordinator's threads wait for reports, and no other connection opens meanwhile
-        self.coordinator = Coordinator(self.fabric, participants, Rules())
-        self.decision()
+        barrier(self.group)
 
     def plan(self) -> None:
         with PLANNER:
@@ -179,12 +173,6 @@ class Rank:
 
     def agreement(self) -> None:
         reduce_json(SUMS, lambda ranks: ranks[0], self.group)
-
-    def decision(self) -> None:
-        if self.role:
-            report = GradientReport(self.step, self.step, tokens=8.0, squared_norm=16.0, divided_by=8.0)
-            self.coordinator.decide(self.role, report, ["critic" if self.role == "actor" else "actor"])
-            self.step += 1
 
     def save(self) -> None:
         """Save as `CheckpointStore` does, with a file of random state and each rank's entries of the index."""
@@ -205,7 +193,7 @@ class Rank:
 
     def rest(self) -> None:
         name, world = self.fabric.describe, self.fabric.world.name
-        self.liveness = self.coordinator.liveness = Liveness(
+        self.liveness = Liveness(
             self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
             name=name, world=world, say=lambda text: None, end=self._end,
         )  # fmt: skip
@@ -227,7 +215,7 @@ class Rank:
                 if reduce_json(self.stops, any, self.group):
                     break
                 self.liveness.status("update", number)
-                self.decision()
+                reduce_json(SUMS, lambda ranks: ranks[0], self.group)
         except Exception as error:  # as a run's main thread does
             self.liveness.explain(error)
         self.ended = self.ended or time.time()

@@ -270,7 +270,7 @@ class CoordinatorConfig(Section):
     skip_above: dict[str, PositiveFloat] = {}
     """Role -> gradient norm above which an update is skipped, as {actor: 10.0}."""
     max_skips: NonNegative = 10
-    """Skipped updates in a row after which the run ends."""
+    """Skipped updates of a model in a row after which the run ends."""
     islands_every: Positive = 1
     """With placement.actor_islands: updates between meetings of the islands. 1: their gradients are added up at every
     update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo)."""

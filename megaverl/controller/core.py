@@ -32,6 +32,8 @@ from megaverl.controller.messages import (
     End,
     Left,
     PlainArgument,
+    ProgramAnswer,
+    Question,
     Reply,
     RowTransfer,
     Status,
@@ -77,6 +79,7 @@ class _Running:
     Attributes:
         waiting: ranks that have not replied.
         ranks: ranks that run the method; others only send rows.
+        ask: hands the program what a rank asks while it runs the method.
     """
 
     id: int
@@ -86,6 +89,7 @@ class _Running:
     finish: Callable[[dict[int, Reply]], Any]
     future: asyncio.Future[Any]
     deadline: float
+    ask: Callable[[int, bytes], None] = lambda rank, value: None
     replies: dict[int, Reply] = field(default_factory=dict)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -193,6 +197,7 @@ class Controller:
         keeps: bool = False,
         wanted: Mapping[int, Wanted] | None = None,
         deadline: float | None = None,
+        asking: Sequence[int] = (),
     ) -> PendingCall[T]:
         """Send one call and return a handle. Ranks run calls in the order in which `call` was called.
 
@@ -204,6 +209,7 @@ class Controller:
             wanted: by id of a referenced value, what each rank needs of it. Default: ranks that hold some rows keep to
                 these, others receive the whole value.
             deadline: seconds until the call has failed.
+            asking: ranks that ask the program while they run the method.
         """
         name = f"{role}.{method}"
         loop = asyncio.get_running_loop()
@@ -220,11 +226,17 @@ class Controller:
         seconds = self.timeouts.call if deadline is None else deadline
         running = _Running(id, name, tuple(ranks), set(involved), finish, future, seconds)
         self._running[id] = running
+        pending = PendingCall(name, future, asking, lambda value: self._answer(running, value))
+        running.ask = pending.take_question
         self._send_call(running, role, method, tuple(map(_encode_argument, arguments)), moves, keeps, involved)
         running.timers.append(loop.call_later(seconds, self._pass_deadline, running))
         if self.timeouts.slow < seconds:
             running.timers.append(loop.call_later(self.timeouts.slow, self._report_slow, running))
-        return PendingCall(name, future)
+        return pending
+
+    def _answer(self, running: _Running, value: object) -> None:
+        if running.id in self._running:
+            self._transport.send(running.ranks, encode(ProgramAnswer(running.id, encode_value(value))))
 
     def make_reference(self, id: int, replies: Mapping[int, Reply]) -> Ref[Any]:
         """Return a reference to the value that the ranks kept for call `id`."""
@@ -303,6 +315,9 @@ class Controller:
                 continue
             if isinstance(message, Reply):
                 self._take_reply(event.rank, message)
+            elif isinstance(message, Question):
+                if message.call in self._running:
+                    self._running[message.call].ask(event.rank, message.value)
             elif isinstance(message, Status):
                 answers = self._questions.get(message.question)
                 if answers is not None:

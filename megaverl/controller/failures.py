@@ -88,13 +88,14 @@ def find_blocking_ranks(missed: PassedDeadline) -> tuple[int, ...]:
 
     Ranks that do not answer at all come first: their process is frozen or their node is gone. Otherwise the ranks that
     are furthest behind in the program's calls are the cause, because the others wait for them inside a transfer or a
-    collective.
+    collective. Ranks that wait for the program's answer are not, since the program waits for what another rank asks.
     """
     silent = tuple(rank for rank in missed.unfinished if rank not in missed.statuses)
     if silent:
         return silent
-    earliest = min(missed.statuses[rank].call for rank in missed.unfinished)
-    return tuple(rank for rank in missed.unfinished if missed.statuses[rank].call == earliest)
+    busy = [rank for rank in missed.unfinished if not missed.statuses[rank].is_asking] or list(missed.unfinished)
+    earliest = min(missed.statuses[rank].call for rank in busy)
+    return tuple(rank for rank in busy if missed.statuses[rank].call == earliest)
 
 
 def explain(cause: Evidence, running: Mapping[int, str]) -> CallFailed:
@@ -128,6 +129,8 @@ def describe_status(rank: int, status: Status | None) -> str:
         return f"rank {rank} does not answer (its process is stopped, or its node is not reachable)"
     if status.is_idle:
         return f"rank {rank} waits for a call after {status.name or 'the start'}"
+    if status.is_asking:
+        return f"rank {rank} waits in {status.name} for the program's answer"
     return f"rank {rank} is in {status.name}, stage {status.stage}, for {status.seconds:.0f} s"
 
 

@@ -33,16 +33,33 @@ class WorkerGroup:
         self._controller = controller
 
     def keep(
-        self, method: str, *arguments: object, wanted: Mapping[int, Wanted] | None = None, deadline: float | None = None
+        self,
+        method: str,
+        *arguments: object,
+        wanted: Mapping[int, Wanted] | None = None,
+        deadline: float | None = None,
+        asking: Sequence[int] = (),
     ) -> PendingCall[Ref[Any]]:
-        """Run a method whose value stays on the ranks; the result is a reference to it."""
+        """Run a method whose value stays on the ranks; the result is a reference to it.
+
+        Args:
+            asking: ranks that ask the program while they run the method (`PendingCall.questions`).
+        """
         controller = self._controller
 
         def finish(replies: dict[int, Reply]) -> Ref[Any]:
             return controller.make_reference(next(iter(replies.values())).call, replies)
 
         return controller.call(
-            self.ranks, self.role, method, arguments, finish=finish, keeps=True, wanted=wanted, deadline=deadline
+            self.ranks,
+            self.role,
+            method,
+            arguments,
+            finish=finish,
+            keeps=True,
+            wanted=wanted,
+            deadline=deadline,
+            asking=asking,
         )
 
     def report(
@@ -52,10 +69,22 @@ class WorkerGroup:
         *arguments: object,
         wanted: Mapping[int, Wanted] | None = None,
         deadline: float | None = None,
+        asking: Sequence[int] = (),
     ) -> PendingCall[T]:
-        """Run a method that returns a small value, the same on every rank; the result is the first rank's."""
+        """Run a method that returns a small value, the same on every rank; the result is the first rank's.
+
+        Args:
+            asking: ranks that ask the program while they run the method (`PendingCall.questions`).
+        """
         return self._controller.call(
-            self.ranks, self.role, method, arguments, finish=first_value(kind), wanted=wanted, deadline=deadline
+            self.ranks,
+            self.role,
+            method,
+            arguments,
+            finish=first_value(kind),
+            wanted=wanted,
+            deadline=deadline,
+            asking=asking,
         )
 
     def report_all(
@@ -65,8 +94,16 @@ class WorkerGroup:
         *arguments: object,
         wanted: Mapping[int, Wanted] | None = None,
         deadline: float | None = None,
+        asking: Sequence[int] = (),
     ) -> PendingCall[list[T]]:
         """Run a method that returns a small value; the result has one for each rank, in rank order."""
         return self._controller.call(
-            self.ranks, self.role, method, arguments, finish=all_values(kind), wanted=wanted, deadline=deadline
+            self.ranks,
+            self.role,
+            method,
+            arguments,
+            finish=all_values(kind),
+            wanted=wanted,
+            deadline=deadline,
+            asking=asking,
         )

@@ -1,7 +1,7 @@
 """Control messages between the controller and the ranks, encoded with msgpack.
 
-    controller -> rank:  CallRequest, Where, End
-    rank -> controller:  Reply, Status, Left
+    controller -> rank:  CallRequest, ProgramAnswer, Where, End
+    rank -> controller:  Question, Reply, Status, Left
 
 A message carries small values only: method names, numbers, reports, references. Tensors never travel here; rows move
 from rank to rank as the moves of a call.
@@ -72,6 +72,30 @@ class CallRequest(msgspec.Struct, frozen=True, tag="call"):
     releases: tuple[int, ...] = ()
 
 
+class Question(msgspec.Struct, frozen=True, tag="question"):
+    """Question of a running call to the program.
+
+    Attributes:
+        call: id of the call.
+        value: what the call asks, encoded.
+    """
+
+    call: int
+    value: bytes
+
+
+class ProgramAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """Answer of the program to a running call, for every rank of the call.
+
+    Attributes:
+        call: id of the call.
+        value: the answer, encoded.
+    """
+
+    call: int
+    value: bytes
+
+
 class Where(msgspec.Struct, frozen=True, tag="where"):
     """Question what the rank is doing. A side thread of the rank answers it, also during a long call."""
 
@@ -128,6 +152,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         call: id of the running call, or of the last one. 0: none yet.
         is_idle: the rank waits for its next call.
         seconds: for how long it has been in this stage.
+        is_asking: the running call waits for the program's answer.
     """
 
     question: int
@@ -136,14 +161,15 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     stage: str
     seconds: float
     is_idle: bool
+    is_asking: bool = False
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
     """Goodbye of a rank that has received `End`. A connection that closes without it is a lost rank."""
 
 
-ToRank = CallRequest | Where | End
-ToController = Reply | Status | Left
+ToRank = CallRequest | ProgramAnswer | Where | End
+ToController = Question | Reply | Status | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _from_controller: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from megaverl.controller.messages import decode_value
 
 T = TypeVar("T")
+Q = TypeVar("Q")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -74,19 +75,64 @@ class Ref(Generic[T_co]):
 class PendingCall(Generic[T]):
     """Call that has been sent. Await it for the result; await it later to run something else beside it.
 
+    Args:
+        asking: ranks that ask the program while they run the call (`dialogue.Dialogue`).
+        answer: sends an answer to all ranks of the call.
+
     Example:
         coming = run.rollout.generate(prompts)   # the engines begin
-        await run.actor.update(batch)            # the actor trains meanwhile
+        update = run.actor.update(batch)         # the actor trains meanwhile
+        while reports := await update.questions(Report):
+            update.answer(decide(reports))
         next_batch = await coming
     """
 
-    def __init__(self, name: str, future: asyncio.Future[T]) -> None:
+    def __init__(
+        self,
+        name: str,
+        future: asyncio.Future[T],
+        asking: Sequence[int] = (),
+        answer: Callable[[object], None] = lambda value: None,
+    ) -> None:
         self.name = name
         self._future = future
+        self._asking = tuple(asking)
+        self._send_answer = answer
+        # By rank: what it asks. None: the call has ended.
+        self._asked: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
+        future.add_done_callback(lambda done: self._asked.put_nowait(None))
 
     def __await__(self) -> Generator[Any, None, T]:
         # Shielded: a program that gives up on waiting must not cancel the call, which the ranks run all the same.
         return asyncio.shield(self._future).__await__()
+
+    def take_question(self, rank: int, value: bytes) -> None:
+        """Keep what a rank asks, encoded, until the program looks."""
+        self._asked.put_nowait((rank, value))
+
+    async def questions(self, kind: type[Q]) -> list[Q]:
+        """Wait until every rank that asks has asked once more. Return their questions in rank order.
+
+        Returns:
+            Values of type `kind`; none once the call has ended, or if it never asks.
+
+        Raises:
+            CallFailed: the call failed; the error names the rank and the call.
+        """
+        values: dict[int, Q] = {}
+        while len(values) < len(self._asking):
+            asked = await self._asked.get()
+            if asked is None:
+                self._asked.put_nowait(None)  # for further calls of this method
+                await self
+                return []
+            rank, value = asked
+            values[rank] = decode_value(value, kind)
+        return [values[rank] for rank in sorted(values)]
+
+    def answer(self, value: object) -> None:
+        """Answer the questions, with one value for all ranks of the call. The ranks go on with the call."""
+        self._send_answer(value)
 
     def is_done(self) -> bool:
         """Return whether all ranks have replied. Do not let it decide what is computed: a resumed run may differ."""

@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from megaverl.controller.dialogue import Dialogue, ProgramEnded
+from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import (
     Argument,
     CallRequest,
@@ -55,6 +57,7 @@ class StatusBoard:
         self._clock = clock
         self._lock = threading.Lock()
         self._call, self._name, self._stage, self._is_idle = 0, "", "", True
+        self._is_asking = False
         self._since = clock()
 
     def begin(self, call: int, name: str) -> None:
@@ -65,6 +68,11 @@ class StatusBoard:
         """Note the stage of the running call. A worker calls it at the start of each part of a long call."""
         self._set(self._call, self._name, stage, self._is_idle)
 
+    def ask(self, is_asking: bool) -> None:
+        """Note whether the running call waits for the program's answer."""
+        with self._lock:
+            self._is_asking = is_asking
+
     def end(self) -> None:
         """Note that the call is over."""
         self._set(self._call, self._name, "", True)
@@ -73,7 +81,7 @@ class StatusBoard:
         """Return the answer to one question."""
         with self._lock:
             seconds = self._clock() - self._since
-            return Status(question, self._call, self._name, self._stage, seconds, self._is_idle)
+            return Status(question, self._call, self._name, self._stage, seconds, self._is_idle, self._is_asking)
 
     def _set(self, call: int, name: str, stage: str, is_idle: bool) -> None:
         with self._lock:
@@ -129,6 +137,7 @@ async def serve(
     board: StatusBoard | None = None,
     signal: Callable[[], int] = lambda: 0,
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    dialogue: Dialogue | None = None,
 ) -> Served:
     """Run calls until `End`.
 
@@ -141,17 +150,22 @@ async def serve(
         board: shows the running call to the thread that answers `Where`.
         signal: returns the number of the signal that asked this rank to leave the run, or 0.
         waiting: opened around the wait for each message.
+        dialogue: lets workers' methods ask the program.
 
     Raises:
         ControllerLost: the connection to the controller broke.
     """
     board = board or StatusBoard()
+    dialogue = dialogue or Dialogue()
+    dialogue.connect(transport, board)
     first_error: BaseException | None = None
     methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
     while True:
-        with waiting():
-            message = decode_for_rank(await transport.receive())
+        message = dialogue.take_postponed()
+        if message is None:
+            with waiting():
+                message = decode_for_rank(await transport.receive())
         if isinstance(message, End):
             transport.send(encode(Left()))
             return Served(message.reason, first_error)
@@ -160,10 +174,13 @@ async def serve(
         for value in message.releases:
             values.pop(value, None)
         board.begin(message.id, f"{message.role}.{message.method}" if message.method else f"rows for {message.role}")
+        dialogue.begin(message.id)
         try:
             reply = await _run_call(rank, message, methods, values, mover, board, signal)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ControllerLost):
             raise
+        except ProgramEnded:
+            continue  # the next message says why
         except BaseException as error:  # a worker's SystemExit is an error of this call, too
             report = _report_error(error)
             if not report.is_secondary:

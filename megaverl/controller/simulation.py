@@ -19,14 +19,16 @@ import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import End, RowTransfer, Where, decode_for_rank, encode
 from megaverl.controller.serving import StatusBoard, serve
 from megaverl.controller.transport import Lost, Received
 
+T = TypeVar("T")
 # Seconds in which a rank's main thread must have left its call once the run has failed.
 LEAVES_AFTER = 10.0
 
@@ -118,6 +120,7 @@ class _Rank:
 
     number: int
     board: StatusBoard
+    dialogue: Dialogue = field(default_factory=Dialogue)
     inbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[str] | None = None
     is_frozen: bool = False
@@ -234,10 +237,21 @@ class SimulatedCluster:
     async def _serve(self, rank: _Rank, workers: Mapping[str, object]) -> str:
         await asyncio.sleep(self.random.uniform(*self.latencies.join))
         try:
-            served = await serve(rank.number, _RankEnd(self, rank), workers, _SimulatedMover(self, rank), rank.board)
+            served = await serve(
+                rank.number,
+                _RankEnd(self, rank),
+                workers,
+                _SimulatedMover(self, rank),
+                rank.board,
+                dialogue=rank.dialogue,
+            )
             return served.reason
         finally:
             self._process_ends(rank)
+
+    async def ask(self, number: int, question: object | None, kind: type[T]) -> T:
+        """Ask the program from the running call of a rank, and return its answer (`dialogue.Dialogue`)."""
+        return await self._ranks[number].dialogue.ask(question, kind)
 
     async def work(self, number: int, seconds: tuple[float, float]) -> None:
         """Spend a random time on a rank, as the computation of a call does."""

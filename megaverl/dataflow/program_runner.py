@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import CallFailed, ControllerLost
 from megaverl.controller.serving import Served, StatusBoard, run_blocking, serve
 from megaverl.controller.thread import ControllerThread
@@ -30,6 +31,7 @@ def run_program(
     waiting: Callable[[], AbstractContextManager[Any]],
     explain: Callable[[str], str],
     log: Callable[[str], None],
+    dialogue: Dialogue | None = None,
 ) -> None:
     """Serve a program until it ends. Every rank of the job takes part.
 
@@ -43,6 +45,7 @@ def run_program(
         waiting: opens a context around the wait for each call.
         explain: returns the reason why the run fails, as far as this rank knows it.
         log: prints one line for the user, on the coordinator's rank.
+        dialogue: lets workers' methods ask the program.
 
     Raises:
         TrainingStopped: another rank failed or was lost. The message names it.
@@ -63,7 +66,7 @@ def run_program(
     encoded = broadcast_json(thread.address.encode().hex() if thread is not None else None, coordinator, fabric.control)
     with ZmqRank(Address.decode(bytes.fromhex(encoded)), fabric.rank, board) as transport:
         try:
-            served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal, waiting))
+            served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal, waiting, dialogue))
         except ControllerLost as error:
             raise TrainingStopped(explain(str(error))) from None
     _finish(served, thread, explain)

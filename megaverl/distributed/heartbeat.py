@@ -24,7 +24,7 @@ _WAITS = (
     "torch/distributed/",
     "megaverl/distributed/collectives.py",
     "megaverl/distributed/messages.py",
-    "megaverl/coordinator/__init__.py",
+    "megaverl/controller/dialogue.py",
 )
 _CALLS = (".wait(", "barrier(", "batch_isend_irecv(")
 # Calls that block until the device has finished, including the collectives launched before.

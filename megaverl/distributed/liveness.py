@@ -283,10 +283,6 @@ class Liveness:
         seen = self._seen.get(rank)
         return str(seen[0]) if seen else ""
 
-    def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a failure reason, and return whether there is one."""
-        return self._found.wait(seconds)
-
     def settle(self, seconds: float, otherwise: str) -> str:
         """Wait up to `seconds` for a failure reason, and return it. If there is none, `otherwise` becomes the reason.
 

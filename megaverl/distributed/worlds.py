@@ -321,7 +321,7 @@ class ToHost:
 
     def wait(self) -> None:
         with self.channel.waiting_for(self.dest):
-            self.taken.result(self.channel.deadline.total_seconds())
+            self.taken.result(self.channel.fabric.timeout.total_seconds())
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,6 @@ class Channel:
 
     Attributes:
         name: name of the channel, which error messages mention.
-        patience: added to the fabric's timeout.
 
     Example:
         channel = Channel(fabric, "samples")
@@ -340,11 +339,6 @@ class Channel:
 
     fabric: Fabric
     name: str
-    patience: timedelta = timedelta(0)
-
-    @property
-    def deadline(self) -> timedelta:
-        return self.fabric.timeout + self.patience
 
     @property
     def _tag(self) -> int:
@@ -361,7 +355,7 @@ class Channel:
     def receive_from(self, source: int) -> list[Tensor]:
         """Wait for the message that `send_to` sent from `source`, and return the bytes of its parts, [n] uint8 each."""
         with self.waiting_for(source):
-            return self.fabric.messages.receive(source, self.name, self.deadline)
+            return self.fabric.messages.receive(source, self.name, self.fabric.timeout)
 
     def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
         """Start sending tensors through a group, by receiver. Empty tensors are not sent."""
@@ -397,7 +391,7 @@ class Channel:
                 if host:
                     torch.cuda.current_stream().synchronize()
             else:
-                work.wait(self.deadline)
+                work.wait(self.fabric.timeout)
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[None]:
@@ -407,7 +401,7 @@ class Channel:
         except (RuntimeError, OSError) as error:
             raise TrainingStopped(
                 f"{self.name}: {self.fabric.describe(peer)} died or stalled: nothing went between it and rank "
-                f"{self.fabric.rank} within {self.deadline.total_seconds():g} s "
+                f"{self.fabric.rank} within {self.fabric.timeout.total_seconds():g} s "
                 f"({cause_of(error) if str(error) else 'timed out'})"
             ) from error
 

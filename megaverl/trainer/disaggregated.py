@@ -11,31 +11,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
+from megaverl.controller.dialogue import Dialogue
+from megaverl.controller.serving import run_blocking
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.streaming import Prompts
-from megaverl.distributed.collectives import barrier, broadcast_json, reduce_json, together
+from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import (
     Executor,
     Measured,
     SampleRouting,
-    rules_of,
 )
-from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, participants, place_of
+from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, place_of, reporting_ranks
 from megaverl.trainer.job import Job, Stages, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
-from megaverl.trainer.roles import REWARD_MODEL, make_roles
+from megaverl.trainer.roles import make_roles
 from megaverl.trainer.saving import Records, WorldMetrics
 from megaverl.trainer.schedule import RolloutFolder, Schedule, WaitingSamples
 from megaverl.trainer.step import RLStep
 from megaverl.weights.reshard import HIDDEN
+from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, counts_to_state
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
@@ -51,7 +53,7 @@ class Disaggregated(Executor):
         self.config, self.placement = config, job.fabric.placement
         self.fabric = job.fabric
         self.control, self.stages = self.fabric.control, stages
-        self._liveness = job.liveness
+        self.dialogue = Dialogue()
         self.reporter = reporter(self.placement)
         self.roles = make_roles(builder, self.fabric, generates=replayed is None)
         self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages)
@@ -98,34 +100,34 @@ class Disaggregated(Executor):
     def _on_islands(self, role: str) -> bool:
         return self.placement.colocated(place_of(role), "actor")
 
-    def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
-        """Create the update coordinator, this rank's clients of it, and its part of islands.
+    def prepare_updates(self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None) -> None:
+        """Prepare this rank's models for decisions over their updates, and for the islands' exchange.
 
         Raises:
             CheckpointError: the state of an island is missing from the checkpoint, or of another grid.
         """
+        super().prepare_updates(counts, resumed_from)
         config, islands = self.config, len(self.placement.islands)
-        roles, reporters = participants(config, self.placement)
-        self.coordinator = Coordinator(
-            self.fabric, reporters, rules_of(config), progress=progress, liveness=self._liveness
-        )
-        self.clients: dict[str, CoordinatorClient] = {}
-        for role in [role for role in roles if self.fabric.has(place_of(role))]:
-            trainable = self.roles.trained[role]
-            name = island_name(role, self.island if self._decides_alone and self._on_islands(role) else 0)
-            client = CoordinatorClient(self.coordinator, name, progress, trainable.scheduler.num_steps)
-            trainable.coordinator = self.clients[role] = client
+        for role, trainable in self.roles.trained.items():
+            trainable.name = role
+            if reporters := reporting_ranks(config, self.placement, role):
+                trainable.ask = partial(self._ask, self.fabric.rank in reporters)
             if islands > 1 and self._on_islands(role):
-                # An island that joins every update trains on a fraction of the update's tokens. With local steps, its
-                # updates have only its own tokens.
-                self.clients[role].share = 1.0 if self._decides_alone else 1.0 / islands
-                trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))
-        self._island_updates = IslandUpdates(config, self.fabric, progress)
+                trainable.islands = Island(self.fabric, trainable, config.coordinator, trainable.counts.steps)
+        self._island_updates = IslandUpdates(config, self.fabric, counts)
         # A missing or wrong file on one rank is raised on all ranks.
         if resumed_from is not None:
             with together(self.control):
                 for role, island in self._islands.items():
                     island.load_state(resumed_from / island_file(role, self.fabric.rank))
+
+    def _ask(self, reports: bool, report: GradientReport) -> Decision:
+        """Return the program's decision about an update of this rank.
+
+        Args:
+            reports: whether this rank reports for its role.
+        """
+        return run_blocking(self.dialogue.ask(report if reports else None, Decision))
 
     @property
     def _islands(self) -> dict[str, Island]:
@@ -142,7 +144,6 @@ class Disaggregated(Executor):
     def begin_step(self, step: int) -> None:
         self.routing.step = step
         self.step.stored, self.step.metrics = None, {}
-        self._choose_partners(step)
         self.stages.timeline.begin(step)
 
     def end_step(self, step: int) -> None:
@@ -159,10 +160,7 @@ class Disaggregated(Executor):
         if not self.fabric.has("rollout"):
             of_reshard = [name for name in metrics if name.startswith("reshard/") or name == "time/reshard_ms"]
             metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
-        metrics = self.reports.of_this_rank(metrics, step)
-        if self.fabric.rank == self.reporter:
-            metrics |= self.coordinator.costs()
-        self._measured[step] = metrics
+        self._measured[step] = self.reports.of_this_rank(metrics, step)
 
     def join_islands(self, step: int) -> None:
         self._island_updates.serve(step)
@@ -202,14 +200,6 @@ class Disaggregated(Executor):
         """Return whether this rank keeps samples that are generated ahead, to save them in a checkpoint."""
         return self.waiting.is_here and self.lag > 0 and self.step.replayed is None
 
-    def _choose_partners(self, step: int) -> None:
-        """Tell the coordinator's clients which roles update at the same time, so that one decision covers them."""
-        split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
-        for role, client in self.clients.items():
-            # In the critic's warm-up the actor is not updated, so the critic's update is decided on alone.
-            both = split and step >= self.config.algorithm.critic_warmup_steps
-            client.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
-
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def measured(self, done: int) -> Measured | None:
@@ -229,8 +219,6 @@ class Disaggregated(Executor):
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         """Merge the parts of a checkpoint's state, each from the rank that owns it."""
-        # The coordinator's rank may reach this point before the last update is decided on.
-        barrier(self.control)
         mine: dict[str, Any] = {}
         if self.fabric.rank == self.reporter:
             of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")
@@ -242,9 +230,10 @@ class Disaggregated(Executor):
             # The engines may be ahead. The resumed run continues with the prompts of the first step that has not been
             # trained on.
             mine["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
-        if self.fabric.rank == self.placement.coordinator:
-            mine["coordinator"] = self.coordinator.progress.to_dict()
-        return dict(reduce_json(mine, lambda parts: {k: v for part in parts for k, v in part.items()}, self.control))
+        if self.fabric.world_rank == 0:
+            counts = {name: trainable.counts for name, trainable in self.saved.items()}
+            mine["coordinator"] = counts_to_state(counts)
+        return dict(reduce_json(mine, _merge_states, self.control))
 
     def own_files(self) -> dict[str, bytes]:
         """Return the state of this rank's islands, unfinished responses, and samples that wait for training."""
@@ -260,6 +249,15 @@ class Disaggregated(Executor):
         records.aside(lambda: self.reports.write_timeline(self.stages.timeline, run_dir))
 
     def settle(self, records: Records, run_dir: Path) -> None:
-        self.coordinator.close()
         self.write_timeline(records, run_dir)
         records.aside(lambda: self.reports.join_timelines(run_dir))
+
+
+def _merge_states(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the parts of a checkpoint's state. Each world has the counts of its own models."""
+    merged = {name: value for part in parts for name, value in part.items()}
+    counts: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for key, of_models in part.get("coordinator", {}).items():
+            counts[key] = counts.get(key, {}) | of_models
+    return merged | {"coordinator": counts}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.config import Config
-from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress, Rules
+from megaverl.controller.dialogue import Dialogue
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import Readers
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
@@ -33,6 +33,7 @@ from megaverl.trainer.saving import Records
 from megaverl.trainer.schedule import RolloutFolder
 from megaverl.trainer.step import RLStep
 from megaverl.workers import local
+from megaverl.workers.decisions import Rules, UpdateCounts, counts_to_state
 from megaverl.workers.micro_batches import Updated, rows_of_updates
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
@@ -198,6 +199,7 @@ class Executor(Protocol):
         stages: reports what this rank is doing.
         fabric: this rank's place in the job.
         routing: assignment of samples to ranks.
+        dialogue: lets running calls ask the program.
         control: process group of all ranks of the job, or None for the default group.
         generates: whether this rank has an engine.
         makes_samples: whether this rank generates or scores.
@@ -209,6 +211,7 @@ class Executor(Protocol):
     stages: Stages
     fabric: Fabric
     routing: SampleRouting
+    dialogue: Dialogue
     control: dist.ProcessGroup | None = None
     generates: bool = True
     makes_samples: bool = True
@@ -259,17 +262,20 @@ class Executor(Protocol):
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return, on every rank, the metrics that the reporter has. Collective over all ranks."""
 
-    def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
-        """Create the update coordinator, or this rank's client of it, from the resumed progress.
+    def prepare_updates(self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None) -> None:
+        """Prepare this rank's models for decisions over their updates.
 
         Args:
+            counts: counts of updates from the checkpoint, by the model's name in it.
             resumed_from: folder of the checkpoint that the run resumed from, or None.
         """
+        rules = rules_of(self.step.config)
+        for name, trainable in self.trained.items():
+            trainable.name, trainable.rules = name, rules
+            trainable.counts = counts.get(name, UpdateCounts())
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Merge each rank's part of a checkpoint's state, including the coordinator's. The result is the same on all
-        ranks.
-        """
+        """Merge each rank's part of a checkpoint's state. The result is the same on all ranks."""
 
     def own_files(self) -> dict[str, bytes]:
         """Return the files of a checkpoint that only this rank writes, by name."""
@@ -313,6 +319,7 @@ class Colocated(Executor):
         self.routing = SampleRouting(self.step, fabric, reporter(fabric.placement))
         self._readers = self.routing.readers(self.flow)
         self._values: Mapping[str, Any] = {}
+        self.dialogue = Dialogue()
 
     def begin_step(self, step: int) -> None:
         self.step.stored, self.routing.step = None, step
@@ -349,16 +356,9 @@ class Colocated(Executor):
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
 
-    def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
-        """Create a coordinator that decides on this rank, because all roles share all ranks."""
-        self._coordinator = LocalCoordinator(list(self.trained), rules_of(self.config), progress)
-        for role, trainable in self.trained.items():
-            # The client's count of updates starts at the schedule's position, which a checkpoint restores.
-            place = trainable.scheduler.num_steps
-            trainable.coordinator = CoordinatorClient(self._coordinator, role, progress, place)
-
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state | {"coordinator": self._coordinator.progress.to_dict()}
+        counts = {name: trainable.counts for name, trainable in self.trained.items()}
+        return state | {"coordinator": counts_to_state(counts)}
 
     def write_timeline(self, records: Records, run_dir: Path) -> None:
         if records.keeps:
@@ -369,7 +369,7 @@ class Colocated(Executor):
 
 
 def rules_of(config: Config) -> Rules:
-    """Return the coordinator's rules: which updates are applied or skipped, and when the run stops."""
+    """Return the rules about which updates are applied or skipped, and when the run stops."""
     given, rollout = config.coordinator, config.rollout
     return Rules(
         skip_above=given.skip_above,

@@ -26,7 +26,6 @@ from torch import Tensor
 from megaverl.algorithms.loss import MetricSums, add_metrics
 from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
-from megaverl.coordinator import Participant, Progress
 from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
@@ -34,6 +33,7 @@ from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.trainer.roles import REWARD_MODEL
+from megaverl.workers.decisions import UpdateCounts
 from megaverl.workers.trainable import TrainableModel
 
 # Elements of a bucket. The coordinator holds one bucket of each island at a time.
@@ -358,11 +358,12 @@ class IslandUpdates:
     """Coordinator's part of updates that the islands join.
 
     Args:
-        progress: progress of the run so far.
+        counts: counts of each model's updates so far.
     """
 
-    def __init__(self, config: Config, fabric: Fabric, progress: Progress) -> None:
-        self._config, self._fabric, self._joined = config, fabric, dict(progress.steps)
+    def __init__(self, config: Config, fabric: Fabric, counts: Mapping[str, UpdateCounts]) -> None:
+        self._config, self._fabric = config, fabric
+        self._joined = {name: each.steps for name, each in counts.items()}
 
     def serve(self, step: int) -> None:
         """Serve all joins of this step, in the order of the updates. Return immediately on other ranks."""
@@ -406,24 +407,22 @@ def exchanges(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bo
             yield False
 
 
-def participants(config: Config, placement: ResolvedPlacement) -> tuple[list[str], list[Participant]]:
-    """Return the trained roles, and their participants in the coordinator's decisions.
+def reporting_ranks(config: Config, placement: ResolvedPlacement, role: str) -> tuple[int, ...]:
+    """Return the ranks that report on a role's gradients to the program: its first rank, or that of each island.
 
-    A participant is the first rank of a role, or of a role on each island.
+    Returns:
+        An empty tuple if each rank of the role decides by itself. This is the case if the role's gradients belong
+        together with no other gradients, and in a step of the user's own, which may train the roles in any order.
     """
-    # Islands with local steps decide on their updates independently.
-    alone = config.coordinator.islands_every > 1
-    roles = [
-        "actor",
-        *(["critic"] if config.uses_critic else []),
-        *([REWARD_MODEL] if config.trains_reward_model else []),
-    ]
-    found = [
-        Participant(island_name(role, number) if alone else role, world.ranks[0], number)
-        for role in roles
-        for number, world in enumerate(world for world in placement.worlds if place_of(role) in world.roles)
-    ]
-    return roles, found
+    num_islands = len(placement.islands)
+    takes_local_steps = num_islands > 1 and config.coordinator.islands_every > 1
+    if takes_local_steps or config.trainer.program is not None:
+        return ()
+    is_apart = config.uses_critic and not placement.colocated("critic", "actor")
+    is_joined = num_islands > 1 and placement.colocated(place_of(role), "actor")
+    if not is_joined and not (is_apart and role != REWARD_MODEL):
+        return ()
+    return tuple(world.ranks[0] for world in placement.worlds if place_of(role) in world.roles)
 
 
 def place_of(role: str) -> str:

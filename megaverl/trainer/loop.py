@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
-from megaverl.coordinator import Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.collectives import together
@@ -36,6 +35,7 @@ from megaverl.trainer.schedule import RolloutFolder, StoredRollouts, read_waitin
 from megaverl.trainer.served_run import ServedRun
 from megaverl.trainer.validation import Validation
 from megaverl.workers import RemoteWorker
+from megaverl.workers.decisions import counts_from_state
 
 ROLLOUT_FILE = "rollouts.safetensors"
 
@@ -436,7 +436,7 @@ class Trainer:
             if (in_flight := self.roles.in_flight) is not None and in_flight.measures:
                 in_flight.budget = state.get("generation_budget")
         self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
-        self.executor.coordinate(Progress.from_dict(state["coordinator"]) if state else Progress(), path)
+        self.executor.prepare_updates(counts_from_state(state["coordinator"]) if state else {}, path)
         if path is not None:
             inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
             total = self.config.trainer.steps

@@ -13,21 +13,24 @@ or a reference to a value that stays on the ranks. The same program runs whether
     sample                              responses and their rewards
       sample_informative_groups         in rounds, with dynamic sampling
     train_on                            log-probs, values, advantages, updates
+    finish_updates                      decisions over gradients that belong together
     send_weights                        new weights for the engines
     validate                            responses to held-out prompts and their rewards
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
+from megaverl.trainer.executor import rules_of
 from megaverl.trainer.role_groups import EarlySamples, Run, Samples, StepFlow
 from megaverl.trainer.sample_rows import Fields
+from megaverl.workers.decisions import GradientReport, Verdict, decide
 from megaverl.workers.reward import Scores
-
-UPDATES = ("critic_update", "actor_update")  # operators in which the actor's islands exchange gradients
 
 
 class RunLeft(Exception):
@@ -122,7 +125,7 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     Roles that the algorithm does not use are None: GRPO has no critic, and a run without a KL term has no reference.
 
     Returns:
-        The pending updates. Ranks may still be working on them.
+        The pending updates. Ranks are still working on them, and may report gradients (`finish_updates`).
     """
     config = run.config
     rollouts, scores = samples
@@ -149,8 +152,8 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     # trains first: its new weights are transferred while the critic trains.
     updates: list[PendingCall[bool]] = []
     if run.islands is not None:
-        updates.append(run.islands.join_updates(step))
-    is_critic_last = config.reshard.overlap and run.critic is not None and run.critic.ranks == run.actor.ranks
+        run.islands.join_updates(step)
+    is_critic_last = config.reshard.overlap and run.critic is not None and not run.is_critic_apart
     if run.critic is not None and not is_critic_last:
         updates.append(run.critic.update(rollouts, experience, step))
     updates.append(run.actor.update(rollouts, experience, step))
@@ -161,27 +164,57 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     return updates
 
 
-async def send_weights(run: Run, step: int, updates: list[PendingCall[bool]]) -> None:
-    """Wait for the updates of a step and transfer the new weights to the engines.
+async def finish_updates(run: Run, updates: Sequence[PendingCall[Any]]) -> None:
+    """Decide on the gradients of all updates, and wait until the updates have ended."""
+    if run.is_critic_apart:
+        await decide_together(run, updates)
+    else:
+        # Updates on the same ranks run one after the other.
+        for update in updates:
+            await decide_together(run, [update])
+    for update in updates:
+        await update
 
-    Engines that generate ahead receive the weights only after they have begun all samples that the previous weights are
-    to generate. A resumed run therefore generates every response with the same weights as an uninterrupted run.
+
+async def decide_together(run: Run, updates: Sequence[PendingCall[Any]]) -> None:
+    """Apply or skip each mini-batch of models that train at the same time, all of them or none.
+
+    The first rank of each model (or of each island of it) reports on its gradient and waits for the decision. Models
+    whose ranks decide by themselves do not report.
+    """
+    rules = rules_of(run.config)
+    while any(reports := [await update.questions(GradientReport) for update in updates]):
+        decision = decide([report for of_update in reports for report in of_update], rules)
+        for update, of_update in zip(updates, reports, strict=True):
+            # Only the model at fault is told to stop. Its error then ends the run, and says more than others could.
+            if decision.verdict is not Verdict.STOP or decision.culprit in {report.name for report in of_update}:
+                update.answer(decision)
+
+
+async def send_weights(run: Run, step: int, updates: Sequence[PendingCall[bool]]) -> None:
+    """Finish the updates of a step and transfer the new weights to the engines.
 
     With `reshard.overlap`, the transfer starts while the updates are still running.
     """
-    if not run.config.reshard.overlap:
-        # Without overlap, the transfer starts only after all updates have ended.
-        for update in updates:
-            await update
+    if run.config.reshard.overlap:
+        await asyncio.gather(finish_updates(run, updates), transfer_weights(run, step))
+    else:
+        await finish_updates(run, updates)
+        await transfer_weights(run, step)
+
+
+async def transfer_weights(run: Run, step: int) -> None:
+    """Transfer the actor's weights to the engines.
+
+    Engines that generate ahead receive the weights only after they have begun all samples that the previous weights are
+    to generate. A resumed run therefore generates every response with the same weights as an uninterrupted run.
+    """
     if run.ahead is not None:
         await run.ahead.until_begun(step)
     if run.has_engines:
         # The engines already have the actor's weights while only the critic warms up.
         only_critic_trains = step < run.config.algorithm.critic_warmup_steps
         await run.actor.sync_weights(run.rollout, is_updated=not only_critic_trains)
-    # With overlap, the updates may still be running when the transfer has ended.
-    for update in updates:
-        await update
 
 
 async def sample_ahead(run: Run, step: int) -> EarlySamples:
@@ -326,17 +359,27 @@ async def flow_step(run: Run, step: int) -> Samples:
     flow = start.describe(StepFlow)
     for name in flow.given:
         values.setdefault(name, await operators.pick(start, name))
-    # The islands' exchange must be sent before the first update, whose gradients it sums.
-    first_update = next((each.name for each in flow.operators if each.name in UPDATES), None)
+    reporting = {"actor_update": run.actor.reporting}
+    if run.critic is not None:
+        reporting["critic_update"] = run.critic.reporting
+    num_updates = sum(operator.name in reporting for operator in flow.operators)
+    updates: list[PendingCall[Ref[Any]]] = []
     for operator in flow.operators:
         if operator.name == "reshard" and run.ahead is not None:
             await run.ahead.until_begun(step)
-        if operator.name == first_update and run.islands is not None:
+        is_update = operator.name in reporting
+        if is_update and not updates and run.islands is not None:
+            # Sent before the first update, whose gradients the islands exchange.
             run.islands.join_updates(step)
         inputs = [values[name] for name in operator.takes]
-        call = operators.call(operator, values.get("rollouts"), inputs)
+        call = operators.call(operator, values.get("rollouts"), inputs, reporting.get(operator.name, ()))
+        if is_update:
+            updates.append(call)
+            is_last = len(updates) == num_updates
+            if run.actor.reporting and (is_last or not run.is_critic_apart):
+                await finish_updates(run, updates)
         # An operator without outputs (the critic's update) is not awaited. The critic can then train in parallel with
-        # the actor, and the coordinator decides on both updates together.
+        # the actor.
         for name in operator.gives:
             values[name] = await operators.pick(await call, name)
         if operator.name in ("rollout", "reward"):  # safe point: nothing has been trained yet

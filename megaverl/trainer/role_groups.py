@@ -21,6 +21,7 @@ from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.sample_rows import Fields, SampleFacts
 from megaverl.workers.reward import Scores
 
@@ -106,10 +107,12 @@ class SampleGroup(WorkerGroup):
         wanted = self._assignments.wanted(self.ranks, samples, arguments)
         return self.keep(method, samples, *arguments, wanted=wanted)
 
-    def report_of(self, samples: Ref[Any], method: str, kind: type[T], *arguments: object) -> PendingCall[T]:
+    def report_of(
+        self, samples: Ref[Any], method: str, kind: type[T], *arguments: object, asking: Sequence[int] = ()
+    ) -> PendingCall[T]:
         """Call `report` and send each rank only the rows of the samples that it works on."""
         wanted = self._assignments.wanted(self.ranks, samples, arguments)
-        return self.report(method, kind, samples, *arguments, wanted=wanted)
+        return self.report(method, kind, samples, *arguments, wanted=wanted, asking=asking)
 
 
 class WorldGroup(SampleGroup):
@@ -267,7 +270,18 @@ class ReferenceGroup(SampleGroup):
         return self.keep_of(rollouts, "log_probs")
 
 
-class CriticGroup(SampleGroup):
+class TrainedGroup(SampleGroup):
+    """Ranks of a model that the run trains.
+
+    Attributes:
+        reporting: ranks that report on each gradient of `update` to the program and wait for its decision
+            (`program.decide_together`). Empty if the ranks decide by themselves.
+    """
+
+    reporting: tuple[int, ...] = ()
+
+
+class CriticGroup(TrainedGroup):
     """Ranks of the critic."""
 
     def values(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
@@ -276,10 +290,10 @@ class CriticGroup(SampleGroup):
 
     def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
         """Run the critic's optimizer steps and return True."""
-        return self.report_of(rollouts, "update", bool, experience, step)
+        return self.report_of(rollouts, "update", bool, experience, step, asking=self.reporting)
 
 
-class ActorGroup(SampleGroup):
+class ActorGroup(TrainedGroup):
     """Ranks of the policy that is trained."""
 
     def old_log_probs(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[Fields]]:
@@ -307,7 +321,7 @@ class ActorGroup(SampleGroup):
 
     def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
         """Run the actor's optimizer steps. Return False while only the critic warms up."""
-        return self.report_of(rollouts, "update", bool, experience, step)
+        return self.report_of(rollouts, "update", bool, experience, step, asking=self.reporting)
 
     def update_mix(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], index: int, step: int) -> PendingCall[None]:
         """Run the additional update that entry `index` of `mix` describes, if this step is one of its steps."""
@@ -377,17 +391,25 @@ class OperatorGroup(SampleGroup):
         """
         return self.keep("begin", step, made)
 
-    def call(self, operator: OperatorFacts, rollouts: Ref[Any] | None, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
+    def call(
+        self,
+        operator: OperatorFacts,
+        rollouts: Ref[Any] | None,
+        inputs: list[Ref[Any]],
+        reporting: Sequence[int] = (),
+    ) -> PendingCall[Ref[Any]]:
         """Run an operator on its ranks and return all of its outputs as one value.
 
         Args:
             rollouts: responses of the step, whose assigned rows each rank works on.
+            reporting: ranks that report on gradients to the program, if the operator is an update.
         """
         ranks = self.ranks if operator.ranks is None else operator.ranks
         wanted = None
         if rollouts is not None:
             wanted = self._assignments.wanted(ranks, rollouts, inputs)
-        return WorkerGroup(self.role, ranks, self._controller).keep("call", operator.name, inputs, wanted=wanted)
+        group = WorkerGroup(self.role, ranks, self._controller)
+        return group.keep("call", operator.name, inputs, wanted=wanted, asking=reporting)
 
     def pick(self, values: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
         """Return one named value out of several, on the ranks that hold them."""
@@ -473,6 +495,11 @@ class Run:
         is_dynamic = self.config.algorithm.dynamic_sampling.metric is not None
         return is_dynamic and self.has_engines and not self.is_given
 
+    @property
+    def is_critic_apart(self) -> bool:
+        """Return whether the critic has separate ranks, and trains at the same time as the actor."""
+        return self.critic is not None and self.critic.ranks != self.actor.ranks
+
     async def assign(self, rollouts: Ref[RolloutBatch]) -> None:
         """Assign samples to ranks now that their lengths are known, and start sending each rank its rows.
 
@@ -536,7 +563,7 @@ def make_run(
     scores_held_out = ranks_of("reward") if models_are_apart else ranks_of("rollout")
     # With separate ranks, only the reporter (the actor's first rank) keeps samples for the records.
     recorders = everyone if is_shared else ranks_of("actor")[:1]
-    return Run(
+    run = Run(
         config=config,
         controller=controller,
         session=SessionGroup("session", everyone, controller),
@@ -558,3 +585,7 @@ def make_run(
         may_leave_inside=is_shared and has_engines,
         restored_steps=restored_steps,
     )
+    for trained in (run.actor, run.critic):
+        if trained is not None:
+            trained.reporting = reporting_ranks(config, placement, trained.role)
+    return run

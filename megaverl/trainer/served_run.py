@@ -146,6 +146,7 @@ class ServedRun:
             waiting=nullcontext if self._placement.is_colocated else partial(stages, "wait"),
             explain=trainer.explain,
             log=trainer.console.print,
+            dialogue=self._executor.dialogue,
         )
         stages.board = None
         # Sent tensors must stay alive until their receivers have taken them.

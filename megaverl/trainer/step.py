@@ -476,10 +476,9 @@ class RLStep:
         return True
 
     def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
-        """Tell the coordinator the age of the samples that the next gradients come from."""
-        if "weight_versions" in experience and trainable.coordinator is not None:
-            trainable.coordinator.oldest = oldest_version(experience, self.newest_version)
-            trainable.coordinator.newest = self.newest_version
+        """Set the age of the samples that the next gradients come from."""
+        if "weight_versions" in experience:
+            trainable.staleness = self.newest_version - oldest_version(experience, self.newest_version)
 
     def reshard(self, updated: bool) -> None:
         """Send the actor's new weights to the engines, if the actor was updated."""

@@ -1,6 +1,6 @@
 """Base class of models with an optimizer.
 
-An update computes gradients of micro-batches, and asks the coordinator whether to apply them.
+An update computes gradients of micro-batches, reports on them, and applies them if the decision is to do so.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megaverl.errors import ReshardError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.weights.fingerprint import model_identity
+from megaverl.workers.decisions import Decision, GradientReport, Rules, UpdateCounts, Verdict, decide
 from megaverl.workers.model import Loss, TrainingModel
 from megaverl.workers.offload import Nowhere, Offload, Storages, place_for, storages_of
 
@@ -44,49 +45,6 @@ class UpdateReport:
     grad_norm: float
     learning_rate: float
     is_skipped: bool
-
-
-class UpdateDecision(Protocol):
-    """Decision about a gradient: `megaverl.coordinator.decide.Decision`.
-
-    If it applies, the gradient is multiplied by `scale`, which makes the loss the mean over all tokens, and by `clip`.
-    `schedule_step` is the number of updates applied before this one.
-    """
-
-    @property
-    def applies(self) -> bool: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def clip(self) -> float: ...
-    @property
-    def schedule_step(self) -> int: ...
-
-
-class DecidesUpdates(Protocol):
-    """Decides whether updates are applied: `megaverl.coordinator.CoordinatorClient`.
-
-    Attributes:
-        oldest: weight version of the oldest sample.
-        newest: weight version that the engines have now.
-    """
-
-    oldest: int
-    newest: int
-
-    def __call__(
-        self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool, max_norm: float
-    ) -> UpdateDecision: ...
-
-
-@dataclass(frozen=True)
-class OwnDecision:
-    """Decision of a role without a coordinator, such as a supervised stage or a stage on pairs."""
-
-    applies: bool
-    clip: float
-    schedule_step: int
-    scale: float = 1.0
 
 
 class Islands(Protocol):
@@ -130,13 +88,18 @@ class TrainableModel(ABC):
 
         update(micro_batches, loss)
           zero gradients -> forward/backward -> sum over ranks -> gradient norm
-          -> decide (coordinator, or this role alone) -> scale and clip -> optimizer step -> send new weights
+          -> report, decide (on these ranks, or in the program) -> clip -> optimizer step -> send new weights
 
     Args:
         max_norm: gradients with a larger norm are clipped to it. 0: no clipping.
         gradient_accumulation: minimum number of micro-batches of an optimizer step.
 
     Attributes:
+        name: name of the role in reports. Default: the model's role.
+        rules: rules by which this rank decides about its updates.
+        ask: reports to the program and returns its decision. None: this rank decides by itself.
+        counts: number of updates so far.
+        staleness: how many versions the oldest sample of the update is behind the engines' weights.
         before_step: called before the optimizer changes weights and its state.
         sender: sends new weights as soon as the last update of a step has written them. None: they are fetched later.
         scheduler: of learning rate and weight decay. Subclasses create it, because it needs the optimizer.
@@ -150,7 +113,8 @@ class TrainableModel(ABC):
         # Adapters fit only the weights that they were trained on. Checkpoints compare this identity.
         adapted = model.adapters is not None
         self.base_identity = model_identity(model.layout_of, model.parameters, model.grid.world) if adapted else ""
-        self.coordinator: DecidesUpdates | None = None
+        self.name, self.rules, self.counts, self.staleness = model.role, Rules(), UpdateCounts(), 0
+        self.ask: Callable[[GradientReport], Decision] | None = None
         self.islands: Islands | None = None
         self.sender: SendsWeights | None = None
         self._sends_to: SendsWeights | None = None  # set during an optimizer step that sends its weights
@@ -302,11 +266,11 @@ class TrainableModel(ABC):
             sums = self.islands.before_update(sums, tokens, micro_batches)
         norm = self._gradient_norm()
         grad_norm = math.nan if norm is None else norm
-        decision = self._decide(sums, grad_norm, tokens, norm is None)
-        self._take_schedule_to(decision.schedule_step)
+        decision = self._decide(sums, grad_norm, tokens, has_overflow=norm is None)
+        self.counts = self.counts.after(decision)
         learning_rate = self.learning_rate
         if decision.applies:
-            self._multiply_gradients(decision.scale * decision.clip)
+            self._multiply_gradients(clip_factor(grad_norm, self._max_norm))
             if self._optimizer_state is not None:
                 self._optimizer_state.onload()
             self.before_step()
@@ -317,32 +281,40 @@ class TrainableModel(ABC):
             self._sends_to.begin()
         if decision.applies:
             self._step()
-        self._take_schedule_to(decision.schedule_step + decision.applies)
+            # The schedule pauses at a skipped update, as in Megatron-LM's training loop (`train_step`). Otherwise a
+            # warm-up would be over before the first step, while float16's loss scaling searches for its scale.
+            self.move_schedule(1)
         if self.islands is not None:
             self.islands.after_update()
         if sender is not None:
             sender.final()
         return UpdateReport(sums, grad_norm, learning_rate, not decision.applies)
 
-    def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
-        """Decide whether to apply the gradient and with which factors. The coordinator decides if there is one.
+    def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, *, has_overflow: bool) -> Decision:
+        """Decide whether to apply the gradient.
 
         Raises:
-            TrainingStopped: the loss or the gradient is not finite, or the coordinator stops the run.
+            TrainingStopped: the run ends here; the message gives the reason.
         """
         wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
-        if self.coordinator is None:
-            if not found_inf:
-                self._check_finite(wrong, grad_norm)
-            return OwnDecision(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
-        # A non-finite loss is reported as a non-finite norm, so that the coordinator treats both alike.
-        norm = math.nan if wrong else grad_norm
-        try:
-            return self.coordinator(sums, norm, tokens, overflow=found_inf, max_norm=self._max_norm)
-        except TrainingStopped:
-            if not found_inf:
-                self._check_finite(wrong, grad_norm)  # this role's error is more specific
-            raise
+        report = GradientReport(
+            role=self.name,
+            island=self.part[0],
+            counts=self.counts,
+            tokens=tokens,
+            # A non-finite loss counts as a non-finite norm, so that both are treated alike.
+            norm=math.nan if wrong else grad_norm,
+            has_overflow=has_overflow,
+            staleness=self.staleness,
+        )
+        decision = decide([report], self.rules) if self.ask is None else self.ask(report)
+        if decision.verdict is Verdict.STOP:
+            if not has_overflow:
+                self._check_finite(wrong, grad_norm)  # this error is more specific
+            raise TrainingStopped(
+                f"update {self.counts.steps} is not made, and the run ends: {decision.culprit}: {decision.reason.text}."
+            )
+        return decision
 
     def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
         """Sum the losses' sums over micro-batches and ranks. Last stages send the metric names to the other ranks.
@@ -369,15 +341,9 @@ class TrainableModel(ABC):
 
     def move_schedule(self, updates: int) -> None:
         """Move the schedule of learning rate and weight decay by `updates` steps, but not below zero."""
-        self._take_schedule_to(max(0, self.scheduler.num_steps + updates))
-
-    def _take_schedule_to(self, steps: int) -> None:
-        """Set learning rate and weight decay to their values after `steps` applied updates.
-
-        The coordinator counts applied updates.
-        """
-        if steps != self.scheduler.num_steps:
-            self.scheduler.step(increment=steps - self.scheduler.num_steps)
+        increment = max(updates, -self.scheduler.num_steps)
+        if increment != 0:
+            self.scheduler.step(increment=increment)
 
 
 def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:

@@ -18,6 +18,7 @@ from megaverl.controller.simulation import Fault, Latencies, SimulatedCluster, S
 
 ROWS = 8
 PRIME = 2_147_483_647
+MINI_BATCHES, NUM_ASKING = 2, 2
 WORK = (0.001, 0.05)  # seconds of a call
 TIMEOUTS = CallTimeouts(call=5.0, slow=60.0, answer=0.5, grace=0.5, leave=2.0)
 LONGEST = 30.0  # virtual seconds after which no run may still be there
@@ -50,6 +51,15 @@ class Batch:
 
     def describe(self) -> int:
         return ROWS
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Report of one rank on one mini-batch."""
+
+    rank: int
+    step: int
+    number: int
 
 
 @dataclass
@@ -102,6 +112,12 @@ class Worker:
         assert set(batch.versions.values()) == {version}, "samples of several or other weights"
         assert step not in self._trained, "trained twice"
         self._trained.append(step)
+        # In every mini-batch some ranks report a gradient, and all go on with what the program makes of the reports.
+        asking = self._layout.actor[:NUM_ASKING]
+        for number in range(MINI_BATCHES):
+            report = Gradient(self._rank, step, number) if self._rank in asking else None
+            verdict = await self._cluster.ask(self._rank, report, int)
+            assert verdict == mix(step, number, *asking), "the verdict of another update"
         values = [mix(batch.rows[row], scores.rows[row]) for row in range(ROWS)]
         self._weights = mix(self._weights, step, *values)
         self._version = step + 1
@@ -170,7 +186,8 @@ class ActorGroup(WorkerGroup):
     def update(self, batch: Ref[Batch], scores: Ref[Batch], step: int, version: int) -> PendingCall[list[int]]:
         everything = {rank: None for rank in self.ranks}
         wanted = {batch.id: everything, scores.id: everything}
-        return self.report_all("update", int, batch, scores, step, version, wanted=wanted)
+        asking = self.ranks[:NUM_ASKING]
+        return self.report_all("update", int, batch, scores, step, version, wanted=wanted, asking=asking)
 
     def give_weights(self) -> PendingCall[Ref[tuple[int, int]]]:
         return self.keep("give_weights")
@@ -199,6 +216,17 @@ class Run:
     steps: int
 
 
+async def decide(update: PendingCall[list[int]]) -> list[int]:
+    """Answer every mini-batch of an update, and return the update's result."""
+    count = 0
+    while reports := await update.questions(Gradient):
+        assert len({(report.step, report.number) for report in reports}) == 1, "reports of several mini-batches"
+        update.answer(mix(reports[0].step, reports[0].number, *(report.rank for report in reports)))
+        count += 1
+    assert count == MINI_BATCHES
+    return await update
+
+
 async def on_policy(run: Run) -> int:
     """Generate, score, train, synchronise and save, one after the other."""
     first = run.disk.committed
@@ -209,7 +237,7 @@ async def on_policy(run: Run) -> int:
     for step in range(first, run.steps):
         batch = await run.rollout.generate(step)
         scores = await run.rollout.score(batch)
-        digests = await run.actor.update(batch, scores, step, version=step)
+        digests = await decide(run.actor.update(batch, scores, step, version=step))
         assert len(set(digests)) == 1, "ranks have different weights"
         digest = digests[0]
         await run.rollout.load(await run.actor.give_weights())
@@ -232,7 +260,7 @@ async def one_ahead(run: Run) -> int:
         # The rows leave the engines' ranks with the update, before these begin the next samples.
         updated = run.actor.update(batch, scores, step, version=max(step - 1, 0))
         coming = run.rollout.generate(step + 1)
-        digests = await updated
+        digests = await decide(updated)
         assert len(set(digests)) == 1, "ranks have different weights"
         digest = digests[0]
         batch = await coming

@@ -49,6 +49,15 @@ def test_the_rank_furthest_behind_holds_the_others_up() -> None:
     assert "rank 1 is in critic.values, stage forward, for 12 s" in str(error)
 
 
+def test_ranks_that_wait_for_the_programs_answer_hold_nobody_up() -> None:
+    asking = Status(1, 7, "critic.update", "critic_update", 12.0, False, True)
+    unfinished = {0: "critic.update", 1: "actor.update"}
+    missed = PassedDeadline("critic.update", 60.0, unfinished, {0: asking, 1: status(9)})
+    assert find_blocking_ranks(missed) == (1,)
+    both = PassedDeadline("critic.update", 60.0, {0: "critic.update"}, {0: asking})
+    assert "rank 0 waits in critic.update for the program's answer" in str(explain(both, {}))
+
+
 def test_many_ranks_are_not_all_listed() -> None:
     ranks = range(100)
     missed = PassedDeadline("actor.update", 5.0, dict.fromkeys(ranks, "actor.update"), dict.fromkeys(ranks, status(3)))

@@ -25,7 +25,6 @@ from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.serving import run_blocking
-from megaverl.coordinator import Progress
 from megaverl.data import held_rows
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import value_mover
@@ -175,7 +174,7 @@ class RecipeRank:
         roles = self.executor.roles
         assert isinstance(roles.actor, Actor) and roles.sync is not None
         self.actor = roles.actor
-        self.executor.coordinate(Progress(), None)
+        self.executor.prepare_updates({}, None)
         self.executor.start(0)
         return self._built() | {"on_device": self._on_device()}
 

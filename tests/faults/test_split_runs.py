@@ -41,7 +41,7 @@ PPO = [
 FIVE = "placement={rollout: 0, reward: 1, critic: 2, actor: 3, reference: actor, coordinator: 4}"
 ASYNC = ["rollout={async_rollout: true, max_staleness: 2}", "trainer.validate_every=0", "checkpoint.save_interval=3"]
 # What only a run of several worlds has, or what depends on the way that weights take.
-OWN = ("busy/", "reshard/bytes", "rollout/staleness", "queue/", "coordinator/", "dataflow/")
+OWN = ("busy/", "reshard/bytes", "rollout/staleness", "queue/", "dataflow/")
 
 
 def run(launch: Launcher, inputs: Path, runs: Path, ranks: int, *more: str, fault: Fault | None = None) -> Ended:
@@ -108,8 +108,6 @@ def test_every_world_says_what_it_costs(five: Path) -> None:
         assert record[f"memory/{role}_gpu_mem_mb"] > 1 and 0 < record[f"busy/{role}"] <= 1
     assert record["reshard/bytes_received"] > 10_000 and record["time/reshard_ms"] > 0
     assert {"rollout/staleness", "train/tokens_per_sec", "time/wait_ms", "memory/process_rss_mb"} <= record.keys()
-    # two updates of the actor: a report and a decision each, of 35 and 11 numbers, whatever the size of the model
-    assert record["coordinator/bytes"] == 2 * 8 * (35 + 11) and record["coordinator/exchange_ms"] > 0
 
 
 def test_nodes_that_say_what_they_are(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator hears of every update how old its samples are, and keeps `max_staleness`."""
+"""Every update is decided on by the age of its samples, as `max_staleness` says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megaverl.config import load_config
-from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.executor import rules_of
 from megaverl.trainer.step import RLStep, oldest_version
+from megaverl.workers.decisions import GradientReport, UpdateCounts, decide
 
 
 def batch(versions: list[int]) -> RolloutBatch:
@@ -29,12 +29,13 @@ def test_what_is_too_old_is_not_trained_on(oldest: int, applied: bool) -> None:
     """Of the engines' versions the newest is the fifth, and two are allowed between."""
     given = ["model.path=m", "rollout={async_rollout: true, max_staleness: 2}", "placement={rollout: 0, actor: 1}"]
     config = load_config(None, [*given, "data.train=t", "reward=exact_match"], check_paths=False)
-    judge = CoordinatorClient(LocalCoordinator(["actor"], rules_of(config), Progress()), "actor", Progress())
+    trainable = SimpleNamespace(staleness=0)
 
     def update(experience: RolloutBatch, **options: Any) -> dict[str, float]:
-        return {"applied": float(judge({}, 1.0, 8.0, overflow=False, max_norm=0.0).applies)}
+        report = GradientReport("actor", 0, UpdateCounts(), tokens=8.0, norm=1.0, staleness=trainable.staleness)
+        return {"applied": float(decide([report], rules_of(config)).applies)}
 
-    actor = SimpleNamespace(trainable=SimpleNamespace(coordinator=judge), update=update)
+    actor = SimpleNamespace(trainable=trainable, update=update)
     roles: Any = SimpleNamespace(actor=actor, sync=None, kl=SimpleNamespace(coef=0.0))
     step = RLStep(config, roles, newest_version=5)
     assert step.update_actor(batch([4, oldest, -1]), step=7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.critic import ActorCritic, Critic
+from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import Updated, micro_batches_for, micro_batches_of, plan_updates, rows_of_updates
@@ -297,13 +299,18 @@ def one_pass(folder: str) -> dict[str, Any]:
     }
 
 
-def as_it_is_ruled(folder: str) -> dict[str, Any]:
-    """Updates of the same weights on the same samples, under several rulings: how far the weights go, and how."""
-    rulings = {"own": None, "the same": Ruled(1.0, None, 0), "less": Ruled(0.5, 0.5, 0), "later": Ruled(1.0, None, 4)}
-    rulings["skipped"] = Ruled(1.0, None, 4, applies=False)
+def as_decided(folder: str) -> dict[str, Any]:
+    """Updates of the same weights on the same samples, under several decisions: how far the weights go, and how."""
     found: dict[str, Any] = {}
-    ways: dict[str, torch.Tensor] = {}
-    for name, ruling in rulings.items():
+    moved: dict[str, torch.Tensor] = {}
+    reports: list[GradientReport] = []
+
+    def answer(decision: Decision, report: GradientReport) -> Decision:
+        reports.append(report)
+        return decision
+
+    decisions = {"own": None, "applied": Decision(Verdict.APPLY), "later": None, "skipped": Decision(Verdict.SKIP)}
+    for name, decision in decisions.items():
         model = MegatronModel(
             ModelSpec.from_folder(folder),
             manager().grid(GridShape.fit(dist.get_world_size(), tp=1)),
@@ -320,27 +327,20 @@ def as_it_is_ruled(folder: str) -> dict[str, Any]:
         }  # in proportion to the gradient
         decays = {"lr_decay_style": "linear", "lr_decay_steps": 10}
         trainable = MegatronTrainable(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
-        trainable.coordinator = ruling
+        trainable.counts = UpdateCounts(steps=3, version=2, skips=1)
+        if name in ("later", "skipped"):
+            trainable.move_schedule(4)
+        if decision is not None:
+            trainable.ask = partial(answer, decision)
         metrics = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0).update(
             experience(), step=0
         )
         after = torch.cat([parameter.detach().flatten() for parameter in model.parameters.values()])
-        ways[name] = after - before
-        found[name] = [metrics["lr"], trainable.scheduler.num_steps, ruling.max_norm if ruling else None]
-    far = {name: float(way.norm()) for name, way in ways.items()}
-    return {"found": found, "far": far, "same": torch.equal(ways["own"], ways["the same"])}
-
-
-class Ruled:
-    """A coordinator that always says this; a `clip` of None is the one of megatron-core."""
-
-    oldest = newest = 0
-
-    def __init__(self, scale: float, clip: float | None, schedule_step: int, *, applies: bool = True) -> None:
-        self.scale, self._clip, self.schedule_step, self.applies = scale, clip, schedule_step, applies
-        self.clip = self.max_norm = 0.0
-
-    def __call__(self, sums: Any, norm: float, tokens: float, *, overflow: bool, max_norm: float) -> Ruled:
-        self.max_norm = max_norm
-        self.clip = self._clip * max_norm / norm if self._clip is not None else max_norm / (norm + 1e-6)
-        return self
+        moved[name] = after - before
+        counts = trainable.counts
+        found[name] = [
+            metrics["lr"], trainable.scheduler.num_steps, metrics["skipped"], counts.steps, counts.version, counts.skips
+        ]  # fmt: skip
+    far = {name: float(each.norm()) for name, each in moved.items()}
+    reported = [[each.role, each.island, each.counts.steps, each.tokens > 0, each.norm > 0] for each in reports]
+    return {"found": found, "far": far, "same": torch.equal(moved["own"], moved["applied"]), "reported": reported}

@@ -150,16 +150,16 @@ def test_an_update_that_is_not_finite_changes_nothing(launch: Launcher, folder: 
         assert all(unchanged)
 
 
-def test_a_gradient_is_multiplied_as_the_coordinator_says(launch: Launcher, folder: Path) -> None:
-    """Its scale and its clip are what is done to the gradient, and its count is where the schedule stands."""
-    found = launch.world(1, "tests.workers.ranks:as_it_is_ruled", folder=folder)[0]
-    assert found["same"] and found["far"]["own"] == pytest.approx(0.1 * 1e-3, rel=1e-3), "clipped as megatron-core does"
-    assert found["far"]["less"] == pytest.approx(0.1 * 1e-3 / 4, rel=1e-2)
-    assert found["found"]["own"] == [0.1, 1, None] and found["found"]["the same"] == [0.1, 1, 1e-3]
-    lr, steps, _ = found["found"]["later"]
-    assert lr == pytest.approx(0.1 * 6 / 10) and steps == 5
+def test_an_update_follows_its_decision(launch: Launcher, folder: Path) -> None:
+    """A skipped update changes no weight, and the schedule waits. An applied one is clipped as in megatron-core."""
+    found = launch.world(1, "tests.workers.ranks:as_decided", folder=folder)[0]
+    assert found["same"] and found["far"]["own"] == pytest.approx(0.1 * 1e-3, rel=1e-3)
+    assert found["found"]["own"] == found["found"]["applied"] == [0.1, 1, 0.0, 4, 3, 0]
+    lr, *counts = found["found"]["later"]
+    assert lr == pytest.approx(0.1 * 6 / 10) and counts == [5, 0.0, 4, 3, 0]
     assert found["far"]["later"] == pytest.approx(found["far"]["own"] * 6 / 10, rel=1e-2)
-    assert found["found"]["skipped"] == [lr, 4, 1e-3] and found["far"]["skipped"] == 0.0, "the schedule stays there"
+    assert found["found"]["skipped"] == [lr, 4, 1.0, 4, 2, 2] and found["far"]["skipped"] == 0.0
+    assert found["reported"] == [["actor", 0, 3, True, True]] * 2
 
 
 def test_a_shared_backbone_takes_the_step_of_both_losses(launch: Launcher, folder: Path, tmp_path: Path) -> None:

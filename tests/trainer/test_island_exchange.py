@@ -109,7 +109,7 @@ def test_every_eight_steps_the_islands_learn_together() -> None:
 
 
 def test_gradients_go_through_the_coordinator(launch: Launcher) -> None:
-    ended = launch.ranks(4, "tests.coordinator.ranks:islands_join")
+    ended = launch.ranks(4, "tests.trainer.island_exchange_ranks:islands_join")
     *members, coordinator = ended.check()
     for member in members:
         assert member["error"] < 1e-6 and member["tokens"] == 12.0

@@ -1,0 +1,151 @@
+"""Which gradients are decided on together, and what the ranks hear: `program.finish_updates` on simulated ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megaverl.config import Config
+from megaverl.controller.core import Controller
+from megaverl.controller.failures import CallFailed
+from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
+from megaverl.distributed.placement import Node, ResolvedPlacement, parse_wanted
+from megaverl.distributed.placement_resolver import resolve
+from megaverl.errors import TrainingStopped
+from megaverl.trainer.islands import reporting_ranks
+from megaverl.trainer.program import finish_updates, policy_step
+from megaverl.trainer.role_groups import make_run
+from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
+
+GRIDS = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
+PPO = {"algorithm": {"advantage": "gae"}}
+APART = {"rollout": "0", "critic": "1-2", "actor": "3-4", "coordinator": "5"}
+SHARED = {"rollout": "0", "critic": "1-4", "actor": "1-4", "coordinator": "5"}
+GOOD = GradientReport("actor", 0, UpdateCounts(), tokens=8.0, norm=1.0)
+# By rank and number of the mini-batch: what is wrong with the gradient.
+Faults = Mapping[tuple[int, int], Mapping[str, Any]]
+
+
+def place(wanted: Mapping[str, str], islands: int = 1) -> ResolvedPlacement:
+    ranks = {role: parse_wanted(value) for role, value in wanted.items()}
+    return resolve(ranks, 6, dict.fromkeys(GRIDS), [Node("here", 6)], islands=islands)
+
+
+def make_config(**settings: Any) -> Config:
+    return Config.model_validate({"model": {"path": "model"}, **PPO, **settings})
+
+
+class Worker:
+    """Worker of a trained role that reports on two mini-batches and notes the verdicts."""
+
+    def __init__(
+        self,
+        cluster: SimulatedCluster,
+        rank: int,
+        role: str,
+        placement: ResolvedPlacement,
+        reports: bool,
+        faults: Faults,
+        heard: list[str],
+    ) -> None:
+        self._cluster, self._rank, self._role, self._reports = cluster, rank, role, reports
+        self._island = next((number for number, ranks in enumerate(placement.islands) if rank in ranks), 0)
+        self._faults, self._heard = faults, heard
+
+    async def train(self, is_asking: bool) -> bool:
+        for number in range(2):
+            if not is_asking:
+                continue
+            fault = self._faults.get((self._rank, number), {})
+            report = replace(GOOD, role=self._role, island=self._island, **fault)
+            decision = await self._cluster.ask(self._rank, report if self._reports else None, Decision)
+            self._heard.append(f"{self._role} {self._rank} {decision.verdict.name}")
+            if decision.verdict is Verdict.STOP:
+                raise TrainingStopped(f"{self._role} is at fault")
+        return True
+
+
+def finish(
+    config: Config, placement: ResolvedPlacement, faults: Faults | None = None
+) -> tuple[SimulatedOutcome, list[str]]:
+    """Start updates of critic and actor, and finish them. Return the outcome and what each rank heard, in order."""
+    heard: list[str] = []
+
+    async def program(controller: Controller) -> None:
+        run = make_run(config, controller, placement, step=policy_step, has_engines=False, restored_steps=frozenset())
+        assert run.critic is not None
+        updates = [
+            group.report("train", bool, bool(group.reporting), asking=group.reporting)
+            for group in (run.critic, run.actor)
+        ]
+        await finish_updates(run, updates)
+
+    def make_workers(cluster: SimulatedCluster, rank: int) -> dict[str, object]:
+        workers: dict[str, object] = {}
+        for role in ("actor", "critic"):
+            reports = rank in reporting_ranks(config, placement, role)
+            workers[role] = Worker(cluster, rank, role, placement, reports, faults or {}, heard)
+        return workers
+
+    def start(controller: Controller) -> Coroutine[Any, Any, None]:
+        return program(controller)
+
+    return SimulatedCluster(6, seed=1).run(start, make_workers), sorted(heard)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted", "islands", "actor", "critic"),
+    [
+        ({}, APART, 1, (3,), (1,)),
+        ({}, SHARED, 1, (), ()),
+        ({"algorithm": {"advantage": "grpo"}}, APART, 1, (), ()),
+        ({}, SHARED, 2, (1, 3), (1, 3)),
+        ({"algorithm": {"advantage": "grpo"}}, APART, 2, (3, 4), (1,)),
+        ({"coordinator": {"islands_every": 4}}, APART, 2, (), ()),
+        ({"trainer": {"program": "mine:step"}}, APART, 1, (), ()),
+    ],
+)
+def test_who_reports_to_the_program(
+    settings: dict[str, Any], wanted: dict[str, str], islands: int, actor: tuple[int, ...], critic: tuple[int, ...]
+) -> None:
+    config, placement = make_config(**settings), place(wanted, islands)
+    assert reporting_ranks(config, placement, "actor") == actor
+    assert not config.uses_critic or reporting_ranks(config, placement, "critic") == critic
+    assert reporting_ranks(config, placement, "reward_model") == (actor if islands > 1 else ())
+
+
+def test_actor_and_critic_on_separate_ranks_skip_together() -> None:
+    outcome, heard = finish(make_config(), place(APART), {(1, 0): {"has_overflow": True}})
+    assert outcome.error is None
+    each = [f"{role} {rank}" for role, ranks in (("actor", (3, 4)), ("critic", (1, 2))) for rank in ranks]
+    assert heard == sorted(f"{who} {verdict}" for who in each for verdict in ("APPLY", "SKIP"))
+
+
+def test_only_the_model_at_fault_ends_the_run() -> None:
+    outcome, heard = finish(make_config(), place(APART), {(1, 1): {"norm": math.nan}})
+    assert isinstance(outcome.error, CallFailed) and outcome.error.call == "critic.train"
+    assert "critic is at fault" in str(outcome.error)
+    assert heard == ["actor 3 APPLY", "actor 4 APPLY", *(f"critic {n} {v}" for n in (1, 2) for v in ("APPLY", "STOP"))]
+
+
+def test_islands_on_shared_ranks_decide_on_one_model_after_the_other() -> None:
+    outcome, heard = finish(make_config(), place(SHARED, islands=2), {(3, 0): {"tokens": 0.0}})
+    assert outcome.error is None
+    for role in ("actor", "critic"):
+        # Rank 3 has no tokens in the first mini-batch of either model.
+        assert [line.split()[2] for line in heard if line.startswith(role)] == ["APPLY", "SKIP"] * 4
+
+
+def test_islands_that_diverge_end_the_run() -> None:
+    outcome, _ = finish(make_config(), place(SHARED, islands=2), {(3, 1): {"norm": 1.1}})
+    assert isinstance(outcome.error, CallFailed) and "is at fault" in str(outcome.error)
+
+
+def test_ranks_that_decide_by_themselves_are_not_asked() -> None:
+    config = make_config(coordinator={"islands_every": 4})
+    outcome, heard = finish(config, place(APART, islands=2))
+    assert outcome.error is None and heard == []
