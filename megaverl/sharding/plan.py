@@ -114,14 +114,14 @@ def make_plans(
     node_of: NodeOf | None = None,
     *,
     allow_unused: bool = False,
-) -> Sequence[Plan]:
+) -> Plans:
     """Return the plans of all ranks, each computed when it is accessed and not kept.
 
     Arguments and errors are those of `make_plan`.
     """
     # Plans consist of millions of small tuples without cycles, which the collector would scan again and again.
     with _collector_at_rest():
-        return _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)
+        return Plans(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
@@ -160,7 +160,21 @@ class _Row(NamedTuple):
     dest_box: Box
 
 
-class _Planner(Sequence[Plan]):
+class Volume(NamedTuple):
+    """Numbers of elements in one rank's plan.
+
+    Attributes:
+        copied: elements that the rank copies within itself.
+        received: peer -> elements received from it.
+        sent: peer -> elements sent to it.
+    """
+
+    copied: int
+    received: dict[int, int]
+    sent: dict[int, int]
+
+
+class Plans(Sequence[Plan]):
     """Sequence of all ranks' plans, computed on access from tables that all ranks share."""
 
     def __init__(
@@ -214,8 +228,25 @@ class _Planner(Sequence[Plan]):
         with _collector_at_rest():
             return self._plan(ranks) if isinstance(ranks, int) else [self._plan(r) for r in ranks]
 
-    def _plan(self, rank: int) -> Plan:
-        """Return the plan of one rank."""
+    def volume(self, rank: int) -> Volume:
+        """Count the elements of one rank's plan without making its transfers, of which there may be 100,000."""
+        copies, incoming, outgoing = self._parts(rank)
+        dest_class_of = self._dest.class_of
+
+        def count(parts: Iterable[ShardRange], dest_class: int) -> int:
+            return sum(
+                (part.high - part.low) * self._groups[part.group].wanted[dest_class][part.shards] for part in parts
+            )
+
+        own_class = dest_class_of[rank]
+        return Volume(
+            count(copies, own_class),
+            {peer: count(incoming[peer], own_class) for peer in sorted(incoming)},
+            {peer: count(outgoing[peer], dest_class_of[peer]) for peer in sorted(outgoing)},
+        )
+
+    def _parts(self, rank: int) -> tuple[list[ShardRange], dict[int, list[ShardRange]], dict[int, list[ShardRange]]]:
+        """Return what a rank copies, receives from each peer, and sends to each peer."""
         source_class = self._source.class_of[rank]
         dest_class = self._dest.class_of[rank]
         copies: list[ShardRange] = []
@@ -231,11 +262,16 @@ class _Planner(Sequence[Plan]):
         for classes in self._gives[source_class]:
             for peer, part in self._dealer(classes).served(rank):
                 outgoing.setdefault(peer, []).append(part)
+        return copies, incoming, outgoing
+
+    def _plan(self, rank: int) -> Plan:
+        """Return the plan of one rank."""
+        copies, incoming, outgoing = self._parts(rank)
         return Plan(
             rank=rank,
             world=self._world,
-            source_layout=self._source.layouts[source_class],
-            dest_layout=self._dest.layouts[dest_class],
+            source_layout=self._source.layouts[self._source.class_of[rank]],
+            dest_layout=self._dest.layouts[self._dest.class_of[rank]],
             copies=self._transfers(rank, rank, copies),
             sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
             receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
