@@ -13,6 +13,12 @@ sends that to n - 1 nodes, so it sends no more than it receives. The depth is th
 where a chain through the replicas would have one hop each. Holders feed as many regions as their links allow; with one
 region for each node no element is forwarded between nodes.
 
+All weights are cut into chunks, whose hops overlap, so that the time is that of the busiest link:
+
+    chunk 0    hop 0    hop 1    hop 2
+    chunk 1             hop 0    hop 1    hop 2
+    chunk 2                      hop 0    hop 1    hop 2
+
 Nodes with a holder are served by it, and need no fan-out.
 """
 
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from megaverl.sharding.boxes import Box, intersect
@@ -33,6 +40,10 @@ from megaverl.sharding.load_balance import (
 )
 
 HOPS = 3
+# The hops of a chunk overlap with those of other chunks, so that links carry data all the time.
+CHUNKS = 16
+# (chunk, hop) in the order in which all ranks go through them: the hops of one chunk after each other.
+ORDER = [(step - hop, hop) for step in range(CHUNKS + HOPS - 1) for hop in range(HOPS) if 0 <= step - hop < CHUNKS]
 # Links inside a node are about this many times as fast as those between nodes (NVLink 4: 450 GB/s, adapters: 50 GB/s).
 NODE_SPEED = 9
 # The busiest link must have this many times less to carry with fan-out, else every rank fetches for itself.
@@ -40,9 +51,11 @@ PAYS = 1.1
 # The busiest sender may carry this many times what the busiest receiver receives.
 MOST_SENT = 1.1
 # Each root's share is cut into about this many units, so that shares differ by less than a tenth.
-UNITS_PER_SHARE = 32
+UNITS_PER_SHARE = 64
 # Units are no smaller, because small messages do not reach a link's bandwidth.
 LEAST_UNIT = 32 * 1024
+
+NUMBER = {place: number for number, place in enumerate(ORDER)}
 
 
 class Atom(NamedTuple):
@@ -63,38 +76,47 @@ class Atom(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Boxes of the same tensors, in units that can be dealt one by one.
+    """Boxes of the same tensors, in units that can be dealt one by one, as far as they belong to one chunk.
 
     Unit number q is part `q % num_parts` of tensor `q // num_parts`.
 
     Attributes:
         group: number of the group.
         first_part: number of the first part among the shard sets of the group in `FanOut.groups`.
-        num_tensors, num_parts: the item has so many tensors, each cut into so many parts.
-        size: elements of a tensor's parts together.
-        start: elements before it in its line.
-        held_start: elements before it among all that its holders send.
+        num_parts: number of parts that each tensor is cut into.
+        low, high: units of the chunk.
+        size: elements of all parts of one tensor.
+        start: position of the item among all that is dealt over roots, in elements.
+        held_start: position among all that its holders send.
         holders: classes of the holders.
+        chunk: number of the chunk.
     """
 
     group: int
     first_part: int
-    num_tensors: int
     num_parts: int
+    low: int
+    high: int
     size: int
     start: int
     held_start: int
     holders: tuple[int, ...]
+    chunk: int
 
-    def first_unit(self, position: int, offset: int, parts: int, total: int) -> int:
-        """Return the first unit whose middle lies at or after `total * position / parts` of a line.
+    @property
+    def numel(self) -> int:
+        """Elements of all units, up to rounding."""
+        return self.size * (self.high - self.low) // self.num_parts
+
+    def first_unit(self, place: int, offset: int, places: int, total: int) -> int:
+        """Return the first unit whose middle lies at or behind `total * place / places`.
 
         Args:
-            offset: position of the item's first element in this line.
+            offset: position of the item.
         """
-        numerator = (total * position - offset * parts) * 2 * self.num_parts - self.size * parts
-        unit = -(-numerator // (2 * self.size * parts))
-        return min(max(unit, 0), self.num_tensors * self.num_parts)
+        numerator = (total * place - offset * places) * 2 * self.num_parts - self.size * places
+        unit = -(-numerator // (2 * self.size * places))
+        return min(max(self.low + unit, self.low), self.high)
 
     def ranges(self, low: int, high: int) -> Iterator[ShardRange]:
         """Yield the units `low` to `high` (exclusive) as ranges of tensors."""
@@ -134,14 +156,20 @@ class Line:
         nodes: nodes of these ranks.
         wanters: node -> these ranks on it.
         regions: groups of `nodes`, each fed once by the holders.
-        total: number of elements.
+        chunks: items of each chunk.
+        totals: number of elements of each chunk.
     """
 
     nodes: tuple[int, ...]
     wanters: Mapping[int, tuple[int, ...]]
-    items: list[Item] = field(default_factory=list)
     regions: list[tuple[int, ...]] = field(default_factory=list)
-    total: int = 0
+    chunks: list[list[Item]] = field(default_factory=lambda: [[] for _ in range(CHUNKS)])
+    totals: list[int] = field(default_factory=lambda: [0] * CHUNKS)
+
+    @property
+    def items(self) -> Iterator[Item]:
+        """All items."""
+        return (item for items in self.chunks for item in items)
 
     def region_of(self, node: int) -> tuple[int, tuple[int, ...]]:
         """Return the number and the nodes of the region that contains a node."""
@@ -150,18 +178,21 @@ class Line:
     def runs(self, region: Sequence[int]) -> Iterator[Run]:
         """Yield all units with their roots. Every wanter of the region is the root of an equal share."""
         slots = [(number, wanter) for number, node in enumerate(region) for wanter in range(len(self.wanters[node]))]
-        slot = 0
-        for item in self.items:
-            units = item.num_tensors * item.num_parts
-            low = 0
-            while low < units:
-                last = slot == len(slots) - 1
-                high = units if last else item.first_unit(slot + 1, item.start, len(slots), self.total)
-                if low < high:
-                    yield Run(item, low, high, *slots[slot])
-                    low = high
-                if low < units:
-                    slot += 1
+        for number, (items, total) in enumerate(zip(self.chunks, self.totals, strict=True)):
+            # Chunks begin with different roots, so that rounding does not favour the same ones each time.
+            shift = number * len(slots) // CHUNKS
+            turned = slots[shift:] + slots[:shift]
+            slot = 0
+            for item in items:
+                low = item.low
+                while low < item.high:
+                    last = slot == len(slots) - 1
+                    high = item.high if last else item.first_unit(slot + 1, item.start, len(slots), total)
+                    if low < high:
+                        yield Run(item, low, high, *turned[slot])
+                        low = high
+                    if low < item.high:
+                        slot += 1
 
     def entry(self, node: int, run: Run) -> int:
         """Return the rank through which a run's units enter a node of the root's region."""
@@ -169,22 +200,24 @@ class Line:
         return ranks[run.wanter % len(ranks)]
 
 
-class HolderSet(NamedTuple):
-    """Ranks that hold the same elements, and how many elements they send to one region."""
+@dataclass
+class HolderSet:
+    """Ranks that hold the same elements, and how many elements of each chunk they send to one region."""
 
     ranks: list[int]
-    total: int
+    totals: list[int] = field(default_factory=lambda: [0] * CHUNKS)
 
     def serving(self, run: Run, region: int, num_regions: int) -> Iterator[tuple[int, int, int]]:
         """Yield (holder, low, high) for the units of a run in one region."""
         item = run.item
         low = run.low
         number = len(self.ranks)
-        # Regions start at different holders, so that one holder's units go to few roots.
-        shift = region * number // num_regions
-        for place in range(number):
-            high = item.first_unit(place + 1, item.held_start, number, self.total) if place < number - 1 else run.high
-            high = min(high, run.high)
+        total = self.totals[item.chunk]
+        # Regions start at different holders, so that one holder's units go to few roots, and so do chunks.
+        shift = region * number // num_regions + item.chunk * number // CHUNKS
+        for place in range(item.held_start * number // total, number):
+            last = place == number - 1
+            high = run.high if last else min(run.high, item.first_unit(place + 1, item.held_start, number, total))
             if low < high:
                 yield self.ranks[(place + shift) % number], low, high
                 low = high
@@ -193,7 +226,7 @@ class HolderSet(NamedTuple):
 
 
 Asked = Mapping[tuple[int, ...], Mapping[int, Sequence[tuple[int, ShardRange]]]]
-# Parts of what a rank sends or receives: hop -> peer -> ranges.
+# Parts of what a rank sends or receives: peer -> ranges, for each entry of ORDER.
 ByHop = tuple[dict[int, list[ShardRange]], ...]
 
 
@@ -269,7 +302,7 @@ class FanOut:
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
         self._sizes = [[sum(cell.numel for cell in part.cells) for part in sets] for sets in parts]
-        self._runs: dict[tuple[int, int], list[Run]] = {}
+        self._runs: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[Run]]] = {}
 
     def _atoms(self, groups: Sequence[TensorGroup]) -> list[Atom]:
         """Return what no node of the wanters holds, in boxes that the same classes want."""
@@ -303,7 +336,7 @@ class FanOut:
         for atom, size in zip(atoms, sizes, strict=True):
             key = (atom.wanters, atom.nodes)
             totals[key] = totals.get(key, 0) + size * len(groups[atom.group].tensors)
-        for atom, size in zip(atoms, sizes, strict=True):
+        for number, (atom, size) in enumerate(zip(atoms, sizes, strict=True)):
             key = (atom.wanters, atom.nodes)
             if key not in self._lines:
                 wanters = self._wanters(*key)
@@ -312,14 +345,22 @@ class FanOut:
             num_wanters = sum(map(len, line.wanters.values()))
             unit = max(LEAST_UNIT, totals[key] // (num_wanters * UNITS_PER_SHARE))
             cut = _cut(atom.cells, -(-size // unit))
-            held = self._holders.get(atom.holders)
-            if held is None:
-                held = HolderSet(alternating_over_nodes(atom.holders, self._source, self._node_of), 0)
-            tensors, first = len(groups[atom.group].tensors), len(parts[atom.group])
-            item = Item(atom.group, first, tensors, len(cut), size, line.total, held.total, atom.holders)
-            line.items.append(item)
-            line.total += size * tensors
-            self._holders[atom.holders] = held._replace(total=held.total + size * tensors)
+            if atom.holders not in self._holders:
+                ranks = alternating_over_nodes(atom.holders, self._source, self._node_of)
+                self._holders[atom.holders] = HolderSet(ranks)
+            held = self._holders[atom.holders]
+            units, first = len(groups[atom.group].tensors) * len(cut), len(parts[atom.group])
+            for place in range(CHUNKS):
+                low, high = (units * bound // CHUNKS for bound in (place, place + 1))
+                if low == high:
+                    continue
+                # Small items would all end in the last chunk if each began with the first.
+                chunk = (place + number) % CHUNKS
+                start, held_start = line.totals[chunk], held.totals[chunk]
+                item = Item(atom.group, first, len(cut), low, high, size, start, held_start, atom.holders, chunk)
+                line.chunks[chunk].append(item)
+                line.totals[chunk] += item.numel
+                held.totals[chunk] += item.numel
             parts[atom.group] += [ShardSet(atom.holders, cells) for cells in cut]
 
     def _wanters(self, classes: tuple[int, ...], nodes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
@@ -335,12 +376,12 @@ class FanOut:
         once, received = [0.0] * world, [0.0] * world
         for held in self._holders.values():
             for rank in held.ranks:
-                once[rank] += held.total / len(held.ranks)
+                once[rank] += sum(held.totals) / len(held.ranks)
         most = max((len(line.nodes) for line in self._lines.values()), default=1)
         for line in self._lines.values():
             for ranks in line.wanters.values():
                 for rank in ranks:
-                    received[rank] += line.total / len(ranks)
+                    received[rank] += sum(line.totals) / len(ranks)
         allowed = MOST_SENT * max(received)
         number = most
         for rank in range(world):
@@ -354,70 +395,85 @@ class FanOut:
             count = min(number, len(line.nodes))
             bounds = [len(line.nodes) * place // count for place in range(count + 1)]
             line.regions = [line.nodes[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+            of_holders: dict[tuple[int, ...], int] = {}
             for item in line.items:
-                held = self._holders[item.holders]
+                of_holders[item.holders] = of_holders.get(item.holders, 0) + item.numel
+            for classes, numel in of_holders.items():
+                held = self._holders[classes]
                 for rank in held.ranks:
-                    sent[rank] += count * item.size * item.num_tensors / len(held.ranks)
+                    sent[rank] += count * numel / len(held.ranks)
             for region in line.regions:
                 slots = sum(len(line.wanters[node]) for node in region)
                 for node in region:
                     for rank in line.wanters[node]:
-                        sent[rank] += (len(region) - 1) * line.total / slots
+                        sent[rank] += (len(region) - 1) * sum(line.totals) / slots
         return Loads(sent, received)
 
-    def _runs_in(self, line: Line, number: int) -> list[Run]:
-        """Return the runs of a region, computed once."""
-        key = (id(line), number)
+    def _runs_in(self, line: Line, number: int) -> dict[tuple[int, ...], list[Run]]:
+        """Return holders -> runs of a region, computed once for regions with as many wanters on each node."""
+        region = line.regions[number]
+        key = (id(line), tuple(len(line.wanters[node]) for node in region))
         if key not in self._runs:
-            self._runs[key] = list(line.runs(line.regions[number]))
+            by_holders: dict[tuple[int, ...], list[Run]] = {}
+            for run in line.runs(region):
+                by_holders.setdefault(run.item.holders, []).append(run)
+            self._runs[key] = by_holders
         return self._runs[key]
 
     def parts(self, rank: int) -> tuple[ByHop, ByHop]:
         """Return what a rank receives and what it sends, by hop and peer."""
-        incoming: ByHop = tuple({} for _ in range(HOPS))
-        outgoing: ByHop = tuple({} for _ in range(HOPS))
+        incoming: ByHop = tuple({} for _ in ORDER)
+        outgoing: ByHop = tuple({} for _ in ORDER)
 
-        def add(by_peer: dict[int, list[ShardRange]], peer: int, item: Item, low: int, high: int) -> None:
-            by_peer.setdefault(peer, []).extend(item.ranges(low, high))
+        def add(by_hop: ByHop, hop: int, peer: int, item: Item, low: int, high: int) -> None:
+            by_hop[NUMBER[item.chunk, hop]].setdefault(peer, []).extend(item.ranges(low, high))
 
         source_class = self._source.class_of[rank]
         for line in self._lines.values():
-            if not any(source_class in item.holders for item in line.items):
-                continue
             for number, region in enumerate(line.regions):
-                for run in self._runs_in(line, number):
-                    if source_class not in run.item.holders:
+                for classes, runs in self._runs_in(line, number).items():
+                    if source_class not in classes:
                         continue
-                    root = line.wanters[region[run.node]][run.wanter]
-                    held = self._holders[run.item.holders]
-                    for holder, low, high in held.serving(run, number, len(line.regions)):
-                        if holder == rank:
-                            add(outgoing[0], root, run.item, low, high)
+                    held = self._holders[classes]
+                    for run in runs:
+                        root = line.wanters[region[run.node]][run.wanter]
+                        for holder, low, high in held.serving(run, number, len(line.regions)):
+                            if holder == rank:
+                                add(outgoing, 0, root, run.item, low, high)
         node = self._node_of[rank]
         for line in self._lines_of_class.get(self._dest.class_of[rank], ()):
             if node not in line.wanters:
                 continue
             number, region = line.region_of(node)
             beside = [other for other in line.wanters[node] if other != rank]
-            for run in self._runs_in(line, number):
+            for run in chain.from_iterable(self._runs_in(line, number).values()):
                 item, low, high = run.item, run.low, run.high
                 root_node = region[run.node]
                 root, entry = line.wanters[root_node][run.wanter], line.entry(node, run)
                 if rank == root:
                     held = self._holders[item.holders]
                     for holder, a, b in held.serving(run, number, len(line.regions)):
-                        add(incoming[0], holder, item, a, b)
+                        add(incoming, 0, holder, item, a, b)
                     for other in region:
                         if other != root_node:
-                            add(outgoing[1], line.entry(other, run), item, low, high)
+                            add(outgoing, 1, line.entry(other, run), item, low, high)
                 elif rank == entry:
-                    add(incoming[1], root, item, low, high)
+                    add(incoming, 1, root, item, low, high)
                 if rank == entry:
                     for other in beside:
-                        add(outgoing[2], other, item, low, high)
+                        add(outgoing, 2, other, item, low, high)
                 else:
-                    add(incoming[2], entry, item, low, high)
+                    add(incoming, 2, entry, item, low, high)
         return incoming, outgoing
+
+    @property
+    def feeds(self) -> int:
+        """Most copies of an element that holders send to other nodes."""
+        return max((len(line.regions) for line in self._lines.values()), default=0)
+
+    def peers(self, rank: int) -> set[int]:
+        """Return the ranks that a rank exchanges something with."""
+        return {peer for by_hop in self.parts(rank) for by_peer in by_hop for peer in by_peer}
 
     def numel(self, part: ShardRange) -> int:
         """Return the elements of a part."""

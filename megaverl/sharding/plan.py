@@ -20,7 +20,7 @@ from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
-from megaverl.sharding.fan_out import NODE_SPEED, PAYS, FanOut, direct_loads
+from megaverl.sharding.fan_out import NODE_SPEED, NUMBER, ORDER, PAYS, FanOut, direct_loads
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, group_tensors
 from megaverl.sharding.weight import listed
@@ -45,14 +45,17 @@ class Transfer(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """What a rank forwards to and gets from each peer in one hop of a fan-out.
+    """What a rank sends to and receives from each peer in one hop of a fan-out.
 
-    A forwarded box is read from the destination's tensors of the rank that forwards it, after it has been received in
-    an earlier hop. `Transfer.source_local` and `source_box` are then places in the destination layout.
+    Attributes:
+        after: number of the hop among `Plan.relays` that brings what this one forwards. The rank that forwards a box
+            reads it from the destination's tensors: `Transfer.source_local` and `source_box` are places in the
+            destination layout. None: boxes are read from the source's tensors.
     """
 
     sends: dict[int, tuple[Transfer, ...]]
     receives: dict[int, tuple[Transfer, ...]]
+    after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Plan:
     The lists for a pair of ranks have the same order on both sides.
 
     Attributes:
-        sends, receives: from the source's tensors.
-        relays: hops of a fan-out, in order; empty without fan-out.
+        sends, receives: what goes directly from holders to ranks that do not forward it.
+        relays: hops of a fan-out, in the order in which all ranks go through them; empty without fan-out.
     """
 
     rank: int
@@ -89,12 +92,12 @@ class Plan:
             copies=kept(self.copies),
             sends=by_peer(self.sends),
             receives=by_peer(self.receives),
-            relays=tuple(Hop(by_peer(hop.sends), by_peer(hop.receives)) for hop in self.relays),
+            relays=tuple(Hop(by_peer(hop.sends), by_peer(hop.receives), hop.after) for hop in self.relays),
         )
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """Everything between ranks, in order: from the source's tensors first."""
+        """Everything between ranks, in order."""
         return Hop(self.sends, self.receives), *self.relays
 
     @property
@@ -324,29 +327,25 @@ class Plans(Sequence[Plan]):
     def _plan(self, rank: int) -> Plan:
         """Return the plan of one rank."""
         copies, incoming, outgoing = self._parts(rank)
-        sends = {peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)}
-        receives = {peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)}
         relays: list[Hop] = []
         if self.fan_out is not None:
-            received, sent = self.fan_out.parts(rank)
-            for number, (fetched, served) in enumerate(zip(received, sent, strict=True)):
-                hop = Hop(
-                    {peer: self._forwards(rank, peer, served[peer], number) for peer in sorted(served)},
-                    {peer: self._forwards(peer, rank, fetched[peer], number) for peer in sorted(fetched)},
+            for number, (fetched, served) in enumerate(zip(*self.fan_out.parts(rank), strict=True)):
+                chunk, hop = ORDER[number]
+                relays.append(
+                    Hop(
+                        {peer: self._forwards(rank, peer, served[peer], hop) for peer in sorted(served)},
+                        {peer: self._forwards(peer, rank, fetched[peer], hop) for peer in sorted(fetched)},
+                        NUMBER[chunk, hop - 1] if hop else None,
+                    )
                 )
-                if number:
-                    relays.append(hop)
-                else:
-                    # Holders serve their own node without fan-out, and other nodes with it: never one peer both ways.
-                    sends, receives = sends | hop.sends, receives | hop.receives
         return Plan(
             rank=rank,
             world=self._world,
             source_layout=self._source.layouts[self._source.class_of[rank]],
             dest_layout=self._dest.layouts[self._dest.class_of[rank]],
             copies=self._transfers(rank, rank, copies),
-            sends={peer: sends[peer] for peer in sorted(sends)},
-            receives={peer: receives[peer] for peer in sorted(receives)},
+            sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
+            receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
             relays=tuple(relays),
         )
 

@@ -7,7 +7,6 @@ whose pieces and transfers have the same boxes. Thousands of layers and experts 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, first_overlap, intersect, same_up_to_ones, subtract_all, whole
@@ -104,7 +103,7 @@ class _Checker:
         dest = self._index_of(plan.dest_layout)
         written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
         read: set[tuple[object, ...]] = set()
-        for number, sender, receiver, transfers in _traffic(plan):
+        for relayed, sender, receiver, transfers in _traffic(plan):
             # Plans hold tens of thousands of transfers. Fields are read by number and without calls, to save time.
             for transfer in transfers:
                 if transfer[2] != sender or transfer[5] != receiver:
@@ -114,9 +113,9 @@ class _Checker:
                     )
             if sender == plan.rank:
                 # Forwarded boxes are read where they have been received.
-                side = dest if number else source
+                side = dest if relayed else source
                 for transfer in transfers:
-                    key = (number > 0, transfer[0], transfer[3], transfer[1], transfer[4])
+                    key = (relayed, transfer[0], transfer[3], transfer[1], transfer[4])
                     if key not in read:
                         self._check_read(transfer, side)
                         read.add(key)
@@ -135,10 +134,17 @@ class _Checker:
     def _check_forwards(self, plan: Plan) -> None:
         """Check that what a rank forwards has come from other ranks in earlier hops."""
         received: dict[str, tuple[Box, ...]] = {}
-        for earlier, hop in pairwise(plan.hops):
-            for transfers in earlier.receives.values():
-                for transfer in transfers:
-                    received[transfer.tensor] = (*received.get(transfer.tensor, ()), transfer.box)
+        arrived = 0
+        for number, hop in enumerate(plan.relays):
+            if hop.after is None:
+                continue
+            if not 0 <= hop.after < number:
+                raise ReshardError(f"rank {plan.rank} forwards in hop {number} what comes in hop {hop.after}.")
+            for earlier in plan.relays[arrived : hop.after + 1]:
+                for transfers in earlier.receives.values():
+                    for transfer in transfers:
+                        received[transfer.tensor] = (*received.get(transfer.tensor, ()), transfer.box)
+            arrived = max(arrived, hop.after + 1)
             for transfers in hop.sends.values():
                 for transfer in transfers:
                     boxes = received.get(transfer.tensor, ())
@@ -197,16 +203,17 @@ class _Checker:
             self._fetched.add(key)
 
 
-def _traffic(plan: Plan) -> list[tuple[int, int, int, Sequence[Transfer]]]:
-    """Return (hop, sender, receiver, transfers) of everything in a plan."""
-    traffic: list[tuple[int, int, int, Sequence[Transfer]]] = [(0, plan.rank, plan.rank, plan.copies)]
-    for number, hop in enumerate(plan.hops):
+def _traffic(plan: Plan) -> list[tuple[bool, int, int, Sequence[Transfer]]]:
+    """Return (whether it is forwarded, sender, receiver, transfers) of everything in a plan."""
+    traffic: list[tuple[bool, int, int, Sequence[Transfer]]] = [(False, plan.rank, plan.rank, plan.copies)]
+    for hop in plan.hops:
+        relayed = hop.after is not None
         for what, peers in (("sends to", hop.sends), ("receives from", hop.receives)):
             for peer in peers:
                 if peer == plan.rank or not 0 <= peer < plan.world:
                     raise ReshardError(f"rank {plan.rank} {what} rank {peer}, which is none of its peers.")
-        traffic += [(number, plan.rank, peer, transfers) for peer, transfers in hop.sends.items()]
-        traffic += [(number, peer, plan.rank, transfers) for peer, transfers in hop.receives.items()]
+        traffic += [(relayed, plan.rank, peer, transfers) for peer, transfers in hop.sends.items()]
+        traffic += [(relayed, peer, plan.rank, transfers) for peer, transfers in hop.receives.items()]
     return traffic
 
 

@@ -24,10 +24,11 @@ def carry_out(plans: Sequence[Plan], source: Sequence[Arrays], dest: Sequence[Ar
             target = dest[t.dest][t.dest_local][t.dest_box.slices]
             target[...] = source[t.source][t.source_local][t.source_box.slices].reshape(target.shape)
     for number in range(max(len(plan.hops) for plan in plans)):
-        side = dest if number else source
         in_flight = []
         for plan in plans:
-            for peer, transfers in plan.hops[number].sends.items():
+            hop = plan.hops[number]
+            side = source if hop.after is None else dest
+            for peer, transfers in hop.sends.items():
                 boxes = [side[plan.rank][t.source_local][t.source_box.slices].copy() for t in transfers]
                 in_flight.append((plan.rank, peer, boxes))
         for rank, peer, boxes in in_flight:

@@ -152,19 +152,36 @@ def test_one_replica_is_planned_as_without_fan_out(monkeypatch: pytest.MonkeyPat
     assert replicas(4, 4, 4, per_node=4)[0].fan_out is not None
 
 
+def first_forwarding(plans: Plans) -> tuple[Plan, int]:
+    """Return the first rank that forwards between nodes, and the number of the hop."""
+    return next(
+        (planned, n) for planned in plans for n, hop in enumerate(planned.relays) if hop.after is not None and hop.sends
+    )
+
+
+def with_hop(planned: Plan, number: int, hop: Hop) -> Plan:
+    return replace(planned, relays=(*planned.relays[:number], hop, *planned.relays[number + 1 :]))
+
+
 def test_a_rank_that_forwards_what_it_has_not_received_is_refused() -> None:
-    plans, _, world = replicas(4, 4, 4, per_node=4)
-    relaying = next(planned for planned in plans if planned.relays[0].sends)
-    first_hop = relaying.relays[0]
-    early = replace(relaying, receives={}, relays=(Hop(first_hop.sends, relaying.receives), *relaying.relays[1:]))
+    relaying, number = first_forwarding(replicas(4, 4, 4, per_node=4)[0])
+    after = relaying.relays[number].after
+    assert after is not None
+    # What is forwarded comes later, in a hop behind that of the forwarding.
+    received = relaying.relays[after].receives
+    late = with_hop(relaying, after, relaying.relays[after]._replace(receives={}))
+    late = replace(late, relays=(*late.relays, Hop({}, received)))
     with pytest.raises(ReshardError, match=rf"rank {relaying.rank} forwards .* before it has received that"):
-        check_plan(early)
+        check_plan(late)
+    circle = with_hop(relaying, number, relaying.relays[number]._replace(after=number))
+    with pytest.raises(ReshardError, match=f"forwards in hop {number} what comes in hop {number}"):
+        check_plan(circle)
 
 
 def test_a_hop_that_only_one_side_knows_is_refused() -> None:
-    plans = list(replicas(4, 4, 4, per_node=4)[0])
-    rank = next(planned.rank for planned in plans if planned.relays[0].sends)
-    hop = plans[rank].relays[0]
-    plans[rank] = replace(plans[rank], relays=(Hop({}, hop.receives), *plans[rank].relays[1:]))
-    with pytest.raises(ReshardError, match=rf"rank {rank} sends 0 boxes"):
-        check_plans(plans)
+    plans = replicas(4, 4, 4, per_node=4)[0]
+    relaying, number = first_forwarding(plans)
+    every = list(plans)
+    every[relaying.rank] = with_hop(relaying, number, relaying.relays[number]._replace(sends={}))
+    with pytest.raises(ReshardError, match=rf"rank {relaying.rank} sends 0 boxes"):
+        check_plans(every)
