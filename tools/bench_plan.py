@@ -3,6 +3,7 @@
     python tools/bench_plan.py                    # both shapes, all 1,024 plans of each
     python tools/bench_plan.py --shape llama3_70b --json plan.json
     python tools/bench_plan.py --ranks 0 700      # one rank's plan for these ranks only, no others
+    python tools/bench_plan.py --traffic          # the bytes of all ranks' plans, as `megaverl plan` counts them
 
 No weights are loaded. One rank's plan is timed in a fresh process, including the layouts of all ranks, as in a run. All
 plans are also made one after another in this process and proven by `check_plans`. The bytes that a rank must receive
@@ -27,8 +28,11 @@ from typing import Any, overload
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
+from megaverl.config import load_config  # noqa: E402
 from megaverl.distributed.grid import GridShape  # noqa: E402
 from megaverl.models.architectures import weights_of  # noqa: E402
+from megaverl.planner.job import PlannedJob, make_job  # noqa: E402
+from megaverl.planner.traffic import make_traffic  # noqa: E402
 from megaverl.processes import ending_with_parent  # noqa: E402
 from megaverl.sharding.boxes import Box, intersect  # noqa: E402
 from megaverl.sharding.layout import Layout  # noqa: E402
@@ -55,12 +59,78 @@ class Shape:
     expert_parallel: bool = False
 
     def layouts(self) -> tuple[Layouts, Layouts]:
-        config = json.loads((ROOT / "configs" / self.model / "config.json").read_text(encoding="utf-8"))
-        spec = ModelSpec.from_config(config)
+        spec = ModelSpec.from_config(model_config(self.model))
         weights = weights_of(spec)
         padded = -(-spec.vocab_size // self.grid.tp) * self.grid.tp
         source = megatron_layouts(weights, spec, self.grid, padded_vocab_size=padded, layer_split=self.layer_split)
         return source, vllm_layouts(weights, spec, self.vllm_tp, expert_parallel=self.expert_parallel)
+
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163840,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
+
+def planned_job(model: dict[str, Any], world: int, *settings: str) -> PlannedJob:
+    """Return a job of the planner that reads no files but the model's configuration."""
+    absent = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
+    config = load_config(None, [*absent, *settings], check_paths=False, world_size=world)
+    return make_job(config, ModelSpec.from_config(model), world)
+
+
+def model_config(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "configs" / name / "config.json").read_text(encoding="utf-8"))
+
+
+TRAFFIC_JOBS: dict[str, Callable[[], PlannedJob]] = {
+    "Qwen3-235B, 256 ranks": lambda: planned_job(
+        model_config("qwen3_235b_a22b"),
+        256,
+        "actor={tp: 4, pp: 8, ep: 16, etp: 1}",
+        "actor.megatron={num_layers_in_first_pipeline_stage: 11, num_layers_in_last_pipeline_stage: 11}",
+        "rollout.tp=16",
+    ),
+    "DeepSeek-V3, 512 ranks": lambda: planned_job(
+        DEEPSEEK_V3,
+        512,
+        "actor={tp: 8, pp: 8, ep: 32, etp: 1}",
+        "actor.megatron={num_layers_in_first_pipeline_stage: 7, num_layers_in_last_pipeline_stage: 6}",
+        "rollout={tp: 16, vllm: {enable_expert_parallel: true}}",
+    ),
+}
+
+
+def seconds_of_traffic(job: PlannedJob) -> tuple[float, float]:
+    """Return the seconds and processor seconds of `make_traffic`, with the layouts made before."""
+    job.actor.layout_of(0)
+    job.rollout.layout_of(0)
+    start, cpu = time.perf_counter(), time.process_time()
+    make_traffic(job)
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 UNEVEN_94 = (12, 12, 12, 12, 12, 12, 11, 11)
@@ -90,10 +160,16 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="one of the shapes instead of all")
     parser.add_argument("--ranks", type=int, nargs="+", help="only one rank's plan, for each of these")
     parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--traffic", action="store_true", help="only what `megaverl plan` counts of large jobs")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
         print(json.dumps(measure_one(SHAPES[options.shape], options.ranks[0])))
+        return
+    if options.traffic:
+        for name, job in TRAFFIC_JOBS.items():
+            seconds, cpu_seconds = seconds_of_traffic(job())
+            print(f"{name}: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU)", flush=True)
         return
     figures = {}
     for name in [options.shape] if options.shape else SHAPES:

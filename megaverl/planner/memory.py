@@ -178,8 +178,8 @@ class MemoryModel:
         job = self.job
         if job.machine.reserve is not None:
             return {"as given": job.machine.reserve}
-        plan, node_of = self._plans()[rank], job.machine.node_of
-        peers = {*plan.sends, *plan.receives}
+        volume, node_of = self._plans().volume(rank), job.machine.node_of
+        peers = {*volume.sent, *volume.received}
         # Within a node, weights are read in place over CUDA IPC (`weights.transports.cuda_ipc`), without NCCL buffers.
         if job.config.reshard.ipc == "auto":
             peers = {peer for peer in peers if node_of(peer) != node_of(rank)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from operator import attrgetter
 
 from megaverl.models.lora import adapter_names, with_factors
 from megaverl.planner.job import Machine, PlannedJob
 from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.layout import EMPTY, Layout, Piece
-from megaverl.sharding.plan import Plan, make_plans
+from megaverl.sharding.plan import Plans, Volume, make_plans
 
 KINDS = ("alias", "local", "nvlink", "network")
 
@@ -82,11 +83,11 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
     ranks = []
     for rank in range(job.world):
         aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
-        ranks.append(plan_traffic(plans[rank], aliased, job.itemsize, job.machine))
+        ranks.append(rank_traffic(rank, plans.volume(rank), aliased, job.itemsize, job.machine))
     return ReshardTraffic(tuple(ranks))
 
 
-def reshard_plans(job: PlannedJob) -> Sequence[Plan]:
+def reshard_plans(job: PlannedJob) -> Plans:
     """Return a sequence of all ranks' plans of a reshard. Each plan is made when it is first read."""
     return _plans_between(*_sides(job), job.world, job.machine)
 
@@ -95,7 +96,7 @@ def reshard_plans(job: PlannedJob) -> Sequence[Plan]:
 @lru_cache(maxsize=16)
 def _plans_between(
     source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine
-) -> Sequence[Plan]:
+) -> Plans:
     return make_plans(source, dest, world, node_of=machine.node_of)
 
 
@@ -115,29 +116,28 @@ def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[i
     return lambda rank: layout_of(places[rank]) if rank in places else EMPTY
 
 
-def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> RankTraffic:
-    """Add up the bytes of a plan.
+def rank_traffic(rank: int, volume: Volume, aliased: int, itemsize: int, machine: Machine) -> RankTraffic:
+    """Convert the elements of a rank's plan to bytes over each kind of link.
 
     Args:
         aliased: elements that share storage and need no copy.
         itemsize: bytes of an element on the wire, in the smaller of the two dtypes.
     """
-    node = machine.node_of(plan.rank)
-    copied = sum(transfer.box.numel for transfer in plan.copies)
-    from_rank = {peer: itemsize * sum(t.box.numel for t in ts) for peer, ts in plan.receives.items()}
-    to_rank = {peer: itemsize * sum(t.box.numel for t in ts) for peer, ts in plan.sends.items()}
+    node = machine.node_of(rank)
+    from_rank = {peer: itemsize * numel for peer, numel in volume.received.items()}
+    to_rank = {peer: itemsize * numel for peer, numel in volume.sent.items()}
 
     def over(peers: dict[int, int], near: bool) -> int:
         return sum(nbytes for peer, nbytes in peers.items() if (machine.node_of(peer) == node) is near)
 
     received = {
         "alias": itemsize * aliased,
-        "local": itemsize * (copied - aliased),
+        "local": itemsize * (volume.copied - aliased),
         "nvlink": over(from_rank, True),
         "network": over(from_rank, False),
     }
     sent = {"nvlink": over(to_rank, True), "network": over(to_rank, False)}
-    return RankTraffic(plan.rank, received, sent, from_rank, to_rank)
+    return RankTraffic(rank, received, sent, from_rank, to_rank)
 
 
 @lru_cache(maxsize=4096)
@@ -150,16 +150,31 @@ def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = fro
     Args:
         adapted: weights that adapters are merged into; they cannot share storage.
     """
+    held = source.by_tensor
     total = 0
-    for local, pieces in _by_local(dest).items():
-        if local in dest.quantised or local in dest.views:
-            continue
-        if any(p.tensor in adapted or ".lora_" in p.tensor for p in pieces):
-            continue
-        numel = sum(piece.box.numel for piece in pieces)
-        if numel and _is_run_of_rows(source, dest.local_shapes[local], pieces, numel):
+    for shape, pieces, numel in _whole_locals(dest, adapted):
+        # A rank of a pipeline or of experts holds a small part of what its engine needs, so most tensors end here.
+        if all(piece.tensor in held for piece in pieces) and _is_run_of_rows(source, shape, pieces, numel):
             total += numel
     return total
+
+
+@lru_cache(maxsize=256)
+def _whole_locals(dest: Layout, adapted: frozenset[str]) -> tuple[tuple[tuple[int, ...], tuple[Piece, ...], int], ...]:
+    """Return (shape, pieces, elements) of each local tensor that could share storage, whatever the source is."""
+    by_local: dict[str, list[Piece]] = {}
+    for piece in dest.pieces:
+        by_local.setdefault(piece.local, []).append(piece)
+    numel_of = cache(attrgetter("numel"))  # a model with 100,000 pieces has a few dozen boxes
+    candidates = []
+    for local, pieces in by_local.items():
+        if local in dest.quantised or local in dest.views:
+            continue
+        if any(piece.tensor in adapted or ".lora_" in piece.tensor for piece in pieces):
+            continue
+        if numel := sum(numel_of(piece.box) for piece in pieces):
+            candidates.append((dest.local_shapes[local], tuple(pieces), numel))
+    return tuple(candidates)
 
 
 def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Piece], numel: int) -> bool:
@@ -182,10 +197,3 @@ def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Pie
         return False
     outer = source.local_shapes[name]
     return not any(shift[1:]) and outer[1:] == shape[1:] and 0 <= shift[0] <= outer[0] - shape[0]
-
-
-def _by_local(layout: Layout) -> dict[str, list[Piece]]:
-    by_local: dict[str, list[Piece]] = {}
-    for piece in layout.pieces:
-        by_local.setdefault(piece.local, []).append(piece)
-    return by_local

@@ -155,8 +155,17 @@ def _group(
 
 def _shard_sets(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, ...]:
     """Return all held elements of a tensor, grouped by their holders."""
+    return group_by_classes(source.holding(held))
+
+
+def group_by_classes(boxes_of: Iterable[tuple[int, Boxes]]) -> tuple[ShardSet, ...]:
+    """Return all elements of these boxes, grouped by the classes that have them.
+
+    Args:
+        boxes_of: (class, its boxes of one tensor).
+    """
     holders: dict[Box, set[int]] = {}
-    for number, boxes in source.holding(held):
+    for number, boxes in boxes_of:
         for box in boxes:
             holders.setdefault(box, set()).add(number)
     cells = list(holders.items())
@@ -270,6 +279,18 @@ class Deal:
         return request // (self._each + 1) if request < longer else self._extra + (request - longer) // self._each
 
 
+def alternating_over_nodes(classes: Iterable[int], source: RankLayouts, node_of: Sequence[int]) -> list[int]:
+    """Return the ranks of some classes of the source, class by class, alternating over nodes within each."""
+    on_node: dict[tuple[int, int], int] = {}
+    order = []
+    for number in sorted(classes):
+        for rank in source.ranks[number]:
+            node = node_of[rank]
+            nth = on_node[number, node] = on_node.get((number, node), -1) + 1
+            order.append((number, nth, node, rank))
+    return [rank for *_, rank in sorted(order)]
+
+
 class Dealer:
     """All assignments for one set of holders: the ranks of some classes of the source.
 
@@ -277,6 +298,7 @@ class Dealer:
         classes: classes of the holders.
         asked: everything wanted of what the holders have.
         node_of: node of each rank.
+        only_near: leave out ranks without a holder on their node.
     """
 
     def __init__(
@@ -286,6 +308,8 @@ class Dealer:
         source: RankLayouts,
         dest: RankLayouts,
         node_of: Sequence[int],
+        *,
+        only_near: bool = False,
     ) -> None:
         self._holders = frozenset(classes)
         self._node_of = node_of
@@ -303,26 +327,19 @@ class Dealer:
             for number, parts in sorted(by_size[size].items()):
                 for rank in dest.ranks[number]:
                     # Holders copy from their own memory.
-                    if source.class_of[rank] not in self._holders:
-                        lines.setdefault(self._pool_of(rank), {})[rank] = parts
+                    pool = self._pool_of(rank)
+                    if source.class_of[rank] not in self._holders and not (only_near and pool == ANYWHERE):
+                        lines.setdefault(pool, {})[rank] = parts
             for key, line in lines.items():
                 earlier = self._deals[key]
                 # Each deal starts where the one before ended, so that the holders with one request less come first.
                 earlier.append(Deal(self._pools[key], earlier[-1].end if earlier else 0, line))
 
     def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:
-        """Return the holders of each node and of all nodes, alternating over nodes within each class."""
-        on_node: dict[tuple[int, int], int] = {}
-        order = []
-        for number in sorted(self._holders):
-            for rank in source.ranks[number]:
-                node = self._node_of[rank]
-                nth = on_node[number, node] = on_node.get((number, node), -1) + 1
-                order.append((number, nth, node, rank))
-        pools: dict[int, list[int]] = {ANYWHERE: []}
-        for _, _, node, rank in sorted(order):
-            pools[ANYWHERE].append(rank)
-            pools.setdefault(node, []).append(rank)
+        """Return the holders of each node and of all nodes."""
+        pools: dict[int, list[int]] = {ANYWHERE: alternating_over_nodes(self._holders, source, self._node_of)}
+        for rank in pools[ANYWHERE]:
+            pools.setdefault(self._node_of[rank], []).append(rank)
         return pools
 
     def _pool_of(self, rank: int) -> int:

@@ -2,7 +2,8 @@
 
 Every rank computes its own plan by arithmetic alone. The rules are the same everywhere, so the sends of one rank are
 the receives of another without communication. A rank copies what it holds itself. The rest comes from a holder on its
-node, else from any holder, balanced as `load_balance` describes.
+node, else from any holder, balanced as `load_balance` describes. With fan-out, ranks also forward what they received
+(`fan_out`).
 
     rank 0: plan.sends[1]    = (A, B)
     rank 1: plan.receives[0] = (A, B)    same transfers, same order
@@ -19,6 +20,7 @@ from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
+from megaverl.sharding.fan_out import NODE_SPEED, NUMBER, ORDER, PAYS, FanOut, direct_loads
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, group_tensors
 from megaverl.sharding.weight import listed
@@ -42,11 +44,29 @@ class Transfer(NamedTuple):
     dest_box: Box
 
 
+class Hop(NamedTuple):
+    """What a rank sends to and receives from each peer in one hop of a fan-out.
+
+    Attributes:
+        after: number of the hop among `Plan.relays` that brings what this one forwards. The rank that forwards a box
+            reads it from the destination's tensors: `Transfer.source_local` and `source_box` are places in the
+            destination layout. None: boxes are read from the source's tensors.
+    """
+
+    sends: dict[int, tuple[Transfer, ...]]
+    receives: dict[int, tuple[Transfer, ...]]
+    after: int | None = None
+
+
 @dataclass(frozen=True)
 class Plan:
     """Work of one rank: copies within itself, and what it sends to and receives from each peer.
 
     The lists for a pair of ranks have the same order on both sides.
+
+    Attributes:
+        sends, receives: what goes directly from holders to ranks that do not forward it.
+        relays: hops of a fan-out, in the order in which all ranks go through them; empty without fan-out.
     """
 
     rank: int
@@ -56,6 +76,7 @@ class Plan:
     copies: tuple[Transfer, ...]
     sends: dict[int, tuple[Transfer, ...]]
     receives: dict[int, tuple[Transfer, ...]]
+    relays: tuple[Hop, ...] = ()
 
     def only(self, wanted: Callable[[str], bool]) -> Plan:
         """Return the part of the plan for weights whose global names satisfy `wanted`."""
@@ -66,17 +87,28 @@ class Plan:
         def by_peer(lists: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
             return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
 
-        return replace(self, copies=kept(self.copies), sends=by_peer(self.sends), receives=by_peer(self.receives))
+        return replace(
+            self,
+            copies=kept(self.copies),
+            sends=by_peer(self.sends),
+            receives=by_peer(self.receives),
+            relays=tuple(Hop(by_peer(hop.sends), by_peer(hop.receives), hop.after) for hop in self.relays),
+        )
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Everything between ranks, in order."""
+        return Hop(self.sends, self.receives), *self.relays
 
     @property
     def num_received(self) -> int:
         """Number of elements that come from other ranks."""
-        return _count(self.receives.values())
+        return sum(_count(hop.receives.values()) for hop in self.hops)
 
     @property
     def num_sent(self) -> int:
         """Number of elements that go to other ranks."""
-        return _count(self.sends.values())
+        return sum(_count(hop.sends.values()) for hop in self.hops)
 
 
 def make_plan(
@@ -87,6 +119,7 @@ def make_plan(
     node_of: NodeOf | None = None,
     *,
     allow_unused: bool = False,
+    fan_out: bool = False,
 ) -> Plan:
     """Return the plan of `rank`, where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
 
@@ -99,12 +132,15 @@ def make_plan(
         world: number of ranks.
         node_of: node of a rank. None: all on one node.
         allow_unused: the source may have tensors that the destination lacks.
+        fan_out: bring each element into a node once and let ranks forward it, if that relieves the busiest link between
+            nodes.
 
     Raises:
         ReshardError: a tensor is on one side only, global shapes differ, or no rank holds some elements. Names every
             such tensor.
     """
-    return make_plans(source_layouts, dest_layouts, world, node_of, allow_unused=allow_unused)[rank]
+    plans = make_plans(source_layouts, dest_layouts, world, node_of, allow_unused=allow_unused, fan_out=fan_out)
+    return plans[rank]
 
 
 def make_plans(
@@ -114,14 +150,15 @@ def make_plans(
     node_of: NodeOf | None = None,
     *,
     allow_unused: bool = False,
-) -> Sequence[Plan]:
+    fan_out: bool = False,
+) -> Plans:
     """Return the plans of all ranks, each computed when it is accessed and not kept.
 
     Arguments and errors are those of `make_plan`.
     """
     # Plans consist of millions of small tuples without cycles, which the collector would scan again and again.
     with _collector_at_rest():
-        return _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)
+        return Plans(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused, fan_out)
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
@@ -160,8 +197,26 @@ class _Row(NamedTuple):
     dest_box: Box
 
 
-class _Planner(Sequence[Plan]):
-    """Sequence of all ranks' plans, computed on access from tables that all ranks share."""
+class Volume(NamedTuple):
+    """Numbers of elements in one rank's plan.
+
+    Attributes:
+        copied: elements that the rank copies within itself.
+        received: peer -> elements received from it.
+        sent: peer -> elements sent to it.
+    """
+
+    copied: int
+    received: dict[int, int]
+    sent: dict[int, int]
+
+
+class Plans(Sequence[Plan]):
+    """Sequence of all ranks' plans, computed on access from tables that all ranks share.
+
+    Attributes:
+        fan_out: how elements are forwarded; None if every rank fetches all that it needs from ranks that hold it.
+    """
 
     def __init__(
         self,
@@ -170,6 +225,7 @@ class _Planner(Sequence[Plan]):
         world: int,
         node_of: NodeOf,
         allow_unused: bool,
+        fan_out: bool,
     ) -> None:
         self._world = world
         self._source = RankLayouts(source_layouts, world)
@@ -188,6 +244,7 @@ class _Planner(Sequence[Plan]):
                     part = ShardRange(number, 0, len(group.tensors), shards)
                     asked = self._asked.setdefault(group.shards[shards].classes, {})
                     asked.setdefault(dest_class, []).append((size, part))
+        self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
         # Indexes by class, so that the plan of one rank touches only the sets of holders that concern it.
         self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
         self._takes: list[list[tuple[int, ...]]] = [[] for _ in self._dest.layouts]
@@ -199,7 +256,7 @@ class _Planner(Sequence[Plan]):
         # The following tables are filled on access. A rank that asks only for its own plan computes only its part of
         # them.
         self._dealers: dict[tuple[int, ...], Dealer] = {}
-        self._rows: dict[tuple[int, tuple[int, ...], int, int], list[list[_Row]]] = {}
+        self._rows: dict[tuple[bool, bool, int, tuple[int, ...], int, int], list[list[_Row]]] = {}
         self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
 
     def __len__(self) -> int:
@@ -214,8 +271,42 @@ class _Planner(Sequence[Plan]):
         with _collector_at_rest():
             return self._plan(ranks) if isinstance(ranks, int) else [self._plan(r) for r in ranks]
 
-    def _plan(self, rank: int) -> Plan:
-        """Return the plan of one rank."""
+    def _make_fan_out(self) -> FanOut | None:
+        """Return the fan-out, or None if the busiest link has about as much to carry without it."""
+        sides = self._source, self._dest, self._node_of
+        direct = direct_loads(self._asked, *sides)
+        # What a rank needs comes over links between nodes or over those inside its node, which are faster.
+        least = max(direct.received) / NODE_SPEED
+        if direct.busiest <= PAYS * least:
+            return None
+        fan_out = FanOut(self._groups, *sides)
+        return fan_out if direct.busiest > PAYS * max(fan_out.loads.busiest, least) else None
+
+    def volume(self, rank: int) -> Volume:
+        """Count the elements of one rank's plan without making its transfers, of which there may be 100,000."""
+        copies, incoming, outgoing = self._parts(rank)
+        dest_class_of = self._dest.class_of
+
+        def count(parts: Iterable[ShardRange], dest_class: int) -> int:
+            return sum(
+                (part.high - part.low) * self._groups[part.group].wanted[dest_class][part.shards] for part in parts
+            )
+
+        own_class = dest_class_of[rank]
+        received = {peer: count(parts, own_class) for peer, parts in incoming.items()}
+        sent = {peer: count(parts, dest_class_of[peer]) for peer, parts in outgoing.items()}
+        if self.fan_out is not None:
+            for totals, hops in zip((received, sent), self.fan_out.parts(rank), strict=True):
+                for peer, parts in (item for by_peer in hops for item in by_peer.items()):
+                    totals[peer] = totals.get(peer, 0) + sum(map(self.fan_out.numel, parts))
+        return Volume(
+            count(copies, own_class),
+            {peer: received[peer] for peer in sorted(received)},
+            {peer: sent[peer] for peer in sorted(sent)},
+        )
+
+    def _parts(self, rank: int) -> tuple[list[ShardRange], dict[int, list[ShardRange]], dict[int, list[ShardRange]]]:
+        """Return what a rank copies, receives from each peer, and sends to each peer, without fan-out."""
         source_class = self._source.class_of[rank]
         dest_class = self._dest.class_of[rank]
         copies: list[ShardRange] = []
@@ -231,33 +322,72 @@ class _Planner(Sequence[Plan]):
         for classes in self._gives[source_class]:
             for peer, part in self._dealer(classes).served(rank):
                 outgoing.setdefault(peer, []).append(part)
+        return copies, incoming, outgoing
+
+    def _plan(self, rank: int) -> Plan:
+        """Return the plan of one rank."""
+        copies, incoming, outgoing = self._parts(rank)
+        relays: list[Hop] = []
+        if self.fan_out is not None:
+            for number, (fetched, served) in enumerate(zip(*self.fan_out.parts(rank), strict=True)):
+                chunk, hop = ORDER[number]
+                relays.append(
+                    Hop(
+                        {peer: self._forwards(rank, peer, served[peer], hop) for peer in sorted(served)},
+                        {peer: self._forwards(peer, rank, fetched[peer], hop) for peer in sorted(fetched)},
+                        NUMBER[chunk, hop - 1] if hop else None,
+                    )
+                )
         return Plan(
             rank=rank,
             world=self._world,
-            source_layout=self._source.layouts[source_class],
-            dest_layout=self._dest.layouts[dest_class],
+            source_layout=self._source.layouts[self._source.class_of[rank]],
+            dest_layout=self._dest.layouts[self._dest.class_of[rank]],
             copies=self._transfers(rank, rank, copies),
             sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
             receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
+            relays=tuple(relays),
         )
 
     def _dealer(self, classes: tuple[int, ...]) -> Dealer:
         """Return the assignments of one set of holders, created once."""
         if classes not in self._dealers:
-            self._dealers[classes] = Dealer(classes, self._asked[classes], self._source, self._dest, self._node_of)
+            self._dealers[classes] = Dealer(
+                classes,
+                self._asked[classes],
+                self._source,
+                self._dest,
+                self._node_of,
+                only_near=self.fan_out is not None,
+            )
         return self._dealers[classes]
 
     def _transfers(self, source: int, dest: int, parts: list[ShardRange]) -> tuple[Transfer, ...]:
         """Return what goes from one rank to another, in an order that both know: by group, tensor and box."""
-        source_class = self._source.class_of[source]
-        dest_class = self._dest.class_of[dest]
+        return self._listed(source, dest, parts, in_units=False, relayed=False)
+
+    def _forwards(self, source: int, dest: int, parts: list[ShardRange], hop: int) -> tuple[Transfer, ...]:
+        """Return what goes from one rank to another in one hop of the fan-out."""
+        return self._listed(source, dest, parts, in_units=True, relayed=hop > 0)
+
+    def _listed(
+        self, source: int, dest: int, parts: list[ShardRange], *, in_units: bool, relayed: bool
+    ) -> tuple[Transfer, ...]:
+        """Return the transfers of some parts.
+
+        Args:
+            in_units: the parts number the shard sets of the fan-out's groups, not of the planner's.
+            relayed: the sender reads them from its destination's tensors.
+        """
+        side = self._dest if relayed else self._source
         # The plans of a large job hold tens of millions of transfers. Creating the tuples directly skips the named
         # tuple's constructor.
         new = tuple.__new__
         transfers: list[Transfer] = []
         for number, same in groupby(sorted(parts), key=lambda part: part.group):
             for low, high, shards in _segments(list(same)):
-                rows = self._rows_of(number, shards, source_class, dest_class)
+                key = (in_units, relayed, number, shards, side.class_of[source], self._dest.class_of[dest])
+                rows = self._rows_of(*key)
                 transfers += [
                     new(Transfer, (tensor, box, source, source_local, source_box, dest, dest_local, dest_box))
                     for of_tensor in rows[low:high]
@@ -265,19 +395,27 @@ class _Planner(Sequence[Plan]):
                 ]
         return tuple(transfers)
 
-    def _rows_of(self, number: int, shards: tuple[int, ...], source_class: int, dest_class: int) -> list[list[_Row]]:
-        """Return for each tensor of a group what these shard sets transfer from one class to another."""
-        key = (number, shards, source_class, dest_class)
+    def _rows_of(
+        self, in_units: bool, relayed: bool, number: int, shards: tuple[int, ...], source_class: int, dest_class: int
+    ) -> list[list[_Row]]:
+        """Return for each tensor of a group what these shard sets transfer from one class to another.
+
+        Arguments are those of `_listed`.
+        """
+        key = (in_units, relayed, number, shards, source_class, dest_class)
         if key not in self._rows:
             group = self._groups[number]
-            held_by = self._source.layouts[source_class].by_tensor
+            if in_units:
+                assert self.fan_out is not None
+                group = self.fan_out.groups[number]
+            held_by = (self._dest if relayed else self._source).layouts[source_class].by_tensor
             wanted_by = self._dest.layouts[dest_class].by_tensor
             self._rows[key] = rows = []
             for tensor in group.tensors:
                 held = held_by[tensor]
                 wanted = wanted_by[tensor]
                 # Tensors of a group differ at most in the places of their boxes inside fused local tensors.
-                shape = (number, shards, _places(held), _places(wanted))
+                shape = (in_units, number, shards, _places(held), _places(wanted))
                 if shape not in self._merged:
                     self._merged[shape] = _merge(_overlaps(group, shards, held, wanted))
                 rows.append(

@@ -20,6 +20,8 @@ def check_plan(plan: Plan) -> None:
     - Every element that the destination layout needs is written exactly once, and nothing else is written.
     - Every box sent is the part of the source layout that the transfer names.
     - No element that this rank holds itself comes from another rank.
+    - Every box forwarded in a hop of a fan-out has been received in an earlier hop. So no rank forwards what it has not
+      received, and no ranks can wait for each other in a circle.
 
     Raises:
         ReshardError: names tensor, box and rank.
@@ -37,13 +39,15 @@ def check_plans(plans: Sequence[Plan]) -> None:
         ReshardError: names tensor, box and both ranks.
     """
     checker = _Checker()
-    digests: dict[tuple[int, int], int] = {}
+    digests: dict[tuple[int, int, int], int] = {}
     for rank, plan in enumerate(plans):
         if (plan.rank, plan.world) != (rank, len(plans)):
             raise ReshardError(f"plan {rank} of {len(plans)} is that of rank {plan.rank} of {plan.world}.")
         checker.check(plan)
-        traffic = [((rank, peer), transfers) for peer, transfers in plan.sends.items()]
-        traffic += [((peer, rank), transfers) for peer, transfers in plan.receives.items()]
+        traffic = []
+        for number, hop in enumerate(plan.hops):
+            traffic += [((number, rank, peer), transfers) for peer, transfers in hop.sends.items()]
+            traffic += [((number, peer, rank), transfers) for peer, transfers in hop.receives.items()]
         for pair, transfers in traffic:
             if transfers:
                 digest = hash(transfers)
@@ -52,8 +56,8 @@ def check_plans(plans: Sequence[Plan]) -> None:
                     digests[pair] = digest
                 elif other != digest:
                     _refuse_difference(plans, *pair)
-    for sender, receiver in digests:
-        _refuse_difference(plans, sender, receiver)
+    for pair in digests:
+        _refuse_difference(plans, *pair)
 
 
 class _PlaceIndex:
@@ -88,6 +92,7 @@ class _Checker:
         self._written: set[object] = set()
         self._read: set[object] = set()
         self._fetched: set[object] = set()
+        self._forwarded: set[object] = set()
 
     def check(self, plan: Plan) -> None:
         """Prove one plan."""
@@ -98,7 +103,7 @@ class _Checker:
         dest = self._index_of(plan.dest_layout)
         written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
         read: set[tuple[object, ...]] = set()
-        for sender, receiver, transfers in _traffic(plan):
+        for relayed, sender, receiver, transfers in _traffic(plan):
             # Plans hold tens of thousands of transfers. Fields are read by number and without calls, to save time.
             for transfer in transfers:
                 if transfer[2] != sender or transfer[5] != receiver:
@@ -107,10 +112,12 @@ class _Checker:
                         f"from rank {sender} to rank {receiver}."
                     )
             if sender == plan.rank:
+                # Forwarded boxes are read where they have been received.
+                side = dest if relayed else source
                 for transfer in transfers:
-                    key = (transfer[0], transfer[3], transfer[1], transfer[4])
+                    key = (relayed, transfer[0], transfer[3], transfer[1], transfer[4])
                     if key not in read:
-                        self._check_read(transfer, source)
+                        self._check_read(transfer, side)
                         read.add(key)
             if receiver == plan.rank:
                 for transfer in transfers:
@@ -118,10 +125,37 @@ class _Checker:
                     if into is None:
                         raise ReshardError(f"{_where(transfer)}: the destination has no place for {transfer.tensor}.")
                     into.append(transfer)
+        self._check_forwards(plan)
         for tensor, transfers in written.items():
             self._check_written(tensor, transfers, dest, plan.rank)
             if tensor in plan.source_layout.by_tensor:
                 self._check_needed(tensor, transfers, source, plan.rank)
+
+    def _check_forwards(self, plan: Plan) -> None:
+        """Check that what a rank forwards has come from other ranks in earlier hops."""
+        received: dict[str, tuple[Box, ...]] = {}
+        arrived = 0
+        for number, hop in enumerate(plan.relays):
+            if hop.after is None:
+                continue
+            if not 0 <= hop.after < number:
+                raise ReshardError(f"rank {plan.rank} forwards in hop {number} what comes in hop {hop.after}.")
+            for earlier in plan.relays[arrived : hop.after + 1]:
+                for transfers in earlier.receives.values():
+                    for transfer in transfers:
+                        received[transfer.tensor] = (*received.get(transfer.tensor, ()), transfer.box)
+            arrived = max(arrived, hop.after + 1)
+            for transfers in hop.sends.values():
+                for transfer in transfers:
+                    boxes = received.get(transfer.tensor, ())
+                    key = (boxes, transfer.box)
+                    if key in self._forwarded:
+                        continue
+                    if rest := subtract_all(transfer.box, boxes):
+                        raise ReshardError(
+                            f"{_where(transfer)}: rank {plan.rank} forwards {rest[0]} before it has received that."
+                        )
+                    self._forwarded.add(key)
 
     def _index_of(self, layout: Layout) -> _PlaceIndex:
         """Return the layout's `_PlaceIndex`, created once per layout."""
@@ -169,15 +203,17 @@ class _Checker:
             self._fetched.add(key)
 
 
-def _traffic(plan: Plan) -> list[tuple[int, int, Sequence[Transfer]]]:
-    """Return (sender, receiver, transfers) of everything in a plan."""
-    for what, peers in (("sends to", plan.sends), ("receives from", plan.receives)):
-        for peer in peers:
-            if peer == plan.rank or not 0 <= peer < plan.world:
-                raise ReshardError(f"rank {plan.rank} {what} rank {peer}, which is none of its peers.")
-    traffic: list[tuple[int, int, Sequence[Transfer]]] = [(plan.rank, plan.rank, plan.copies)]
-    traffic += [(plan.rank, peer, transfers) for peer, transfers in plan.sends.items()]
-    traffic += [(peer, plan.rank, transfers) for peer, transfers in plan.receives.items()]
+def _traffic(plan: Plan) -> list[tuple[bool, int, int, Sequence[Transfer]]]:
+    """Return (whether it is forwarded, sender, receiver, transfers) of everything in a plan."""
+    traffic: list[tuple[bool, int, int, Sequence[Transfer]]] = [(False, plan.rank, plan.rank, plan.copies)]
+    for hop in plan.hops:
+        relayed = hop.after is not None
+        for what, peers in (("sends to", hop.sends), ("receives from", hop.receives)):
+            for peer in peers:
+                if peer == plan.rank or not 0 <= peer < plan.world:
+                    raise ReshardError(f"rank {plan.rank} {what} rank {peer}, which is none of its peers.")
+        traffic += [(relayed, plan.rank, peer, transfers) for peer, transfers in hop.sends.items()]
+        traffic += [(relayed, peer, plan.rank, transfers) for peer, transfers in hop.receives.items()]
     return traffic
 
 
@@ -238,10 +274,10 @@ def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piec
         )
 
 
-def _refuse_difference(plans: Sequence[Plan], sender: int, receiver: int) -> None:
-    """Raise ReshardError with the first difference between what one rank sends and the other expects."""
-    sent = plans[sender].sends.get(receiver, ())
-    expected = plans[receiver].receives.get(sender, ())
+def _refuse_difference(plans: Sequence[Plan], hop: int, sender: int, receiver: int) -> None:
+    """Raise ReshardError with the first difference between what one rank sends in a hop and the other expects."""
+    sent = plans[sender].hops[hop].sends.get(receiver, ()) if hop < len(plans[sender].hops) else ()
+    expected = plans[receiver].hops[hop].receives.get(sender, ()) if hop < len(plans[receiver].hops) else ()
     for a, b in zip(sent, expected, strict=False):
         if a != b:
             raise ReshardError(f"rank {sender} sends {_where(a)}, where rank {receiver} expects {_where(b)}.")

@@ -94,6 +94,20 @@ def test_engines_apart_only_where_staleness_is_allowed(found: Found) -> None:
     assert placed == {"None", "{'num_ranks': 32}", "{'num_ranks': 64}", "{'num_ranks': 96}"}
 
 
+def test_engines_two_steps_ahead_are_predicted_with_rewards_beside_them() -> None:
+    """The search did not end where rewards share the engines' ranks and `max_staleness` is 2 or more."""
+    placed = {"placement.rollout": {"num_ranks": 64}, "placement.reward": "rollout", "placement.actor": "rest"}
+    ahead = {"rollout.async_rollout": True, "rollout.max_staleness": 2}
+    make = layered(RECIPE)
+    spec = find_spec(make({}), beside=str(RECIPE))
+    search = LayoutSearch(lambda settings: make(placed | ahead | settings), spec, 128, H100, keys=("actor.pp",))
+    choices = search.best(3).choices
+    assert choices
+    for choice in choices:
+        assert choice.job.placement.colocated("reward", "rollout")
+        assert choice.prediction.seconds_of("rollout") > 0
+
+
 @pytest.mark.parametrize(
     ("gpu", "name"),
     [

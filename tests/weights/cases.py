@@ -14,7 +14,7 @@ from megaverl.sharding.boxes import split, whole
 from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, even_layout, stack, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.plan import Plan, make_plans
+from megaverl.sharding.plan import Plan, Plans, make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Weight
 from tests.sharding.specs import make_weights, specs
@@ -37,8 +37,11 @@ class Case:
         return len(self.nodes)
 
     def plans(self) -> list[Plan]:
+        return list(self.made_on_access())
+
+    def made_on_access(self) -> Plans:
         sides = layouts_of(self.source), layouts_of(self.dest)
-        return list(make_plans(*sides, self.world, lambda rank: self.nodes[rank]))
+        return make_plans(*sides, self.world, lambda rank: self.nodes[rank])
 
 
 @st.composite

@@ -15,15 +15,26 @@ Arrays = dict[str, np.ndarray]
 
 
 def carry_out(plans: Sequence[Plan], source: Sequence[Arrays], dest: Sequence[Arrays]) -> None:
-    """Copies within each rank; then what each rank sends, through the list that the receiver made."""
+    """Copies within each rank; then, hop by hop, what each rank sends, through the list that the receiver made.
+
+    A hop reads all that it forwards before it writes anything, so that nothing is forwarded in the hop that brought it.
+    """
     for plan in plans:
         for t in plan.copies:
             target = dest[t.dest][t.dest_local][t.dest_box.slices]
             target[...] = source[t.source][t.source_local][t.source_box.slices].reshape(target.shape)
-        for peer, transfers in plan.sends.items():
-            boxes = [source[plan.rank][t.source_local][t.source_box.slices] for t in transfers]
-            for t, box in zip(plans[peer].receives[plan.rank], boxes, strict=True):
+    for number in range(max(len(plan.hops) for plan in plans)):
+        in_flight = []
+        for plan in plans:
+            hop = plan.hops[number]
+            side = source if hop.after is None else dest
+            for peer, transfers in hop.sends.items():
+                boxes = [side[plan.rank][t.source_local][t.source_box.slices].copy() for t in transfers]
+                in_flight.append((plan.rank, peer, boxes))
+        for rank, peer, boxes in in_flight:
+            for t, box in zip(plans[peer].hops[number].receives[rank], boxes, strict=True):
                 target = dest[peer][t.dest_local][t.dest_box.slices]
+                assert not target.any(), "written twice"
                 target[...] = box.reshape(target.shape)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, Piece, even_layout, stack, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.plan import intersect_layouts, make_plan, make_plans
+from megaverl.sharding.plan import Plan, Transfer, Volume, intersect_layouts, make_plan, make_plans
 from megaverl.sharding.proof import check_plan, check_plans
 from megaverl.sharding.vllm import vllm_layouts
 from tests.sharding.specs import element_ids, fill, make_experts, make_spec, make_weights, seen
@@ -42,6 +44,22 @@ def execute(case: Case, ids: Arrays) -> None:
         for name, array in expected[rank].items():
             assert (arrays[rank][name] == array).all(), (rank, name)
         assert plan.num_received == must_fetch(case.source[rank], case.dest[rank])
+        check_volume(plan, case.made_on_access().volume(rank))
+
+
+def check_volume(plan: Plan, volume: Volume) -> None:
+    """The elements counted without transfers are those of the transfers."""
+
+    def count(transfers: Sequence[Transfer]) -> int:
+        return sum(transfer.box.numel for transfer in transfers)
+
+    assert volume.copied == count(plan.copies)
+    received: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    for hop in plan.hops:
+        received.update({peer: count(transfers) for peer, transfers in hop.receives.items()})
+        sent.update({peer: count(transfers) for peer, transfers in hop.sends.items()})
+    assert (volume.received, volume.sent) == (received, sent)
 
 
 @settings(max_examples=250, deadline=None)
