@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_dry_run, add_nproc, add_resume, read_config
 from megaverl.config import Config, load_config, smallest_world
-from megaverl.config.checks import DATA_SUFFIXES
+from megaverl.config.files_and_packages import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
 from megaverl.config.run import is_hub_name

@@ -35,7 +35,8 @@ def with_absolute_paths(config: Config) -> Config:
 
     A name that is not a path on this machine, such as a model on a hub, stays as it is.
     """
-    return _absolute(config, "")
+    resolved: Config = _absolute(config, "")
+    return resolved
 
 
 def _absolute(value: Any, key: str) -> Any:

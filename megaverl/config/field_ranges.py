@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megaverl.config.errors import is_number
-from megaverl.config.section import BOUNDS
+from megaverl.config.section import BOUNDS, is_number
 
 AtLeastZero = Annotated[float, Field(ge=0, le=1e9)]
 AboveZero = Annotated[float, Field(gt=0, le=1e9)]

@@ -1,20 +1,14 @@
-"""`fsdp`: settings of PyTorch's FSDP2 for a role, their checks, and the import of other trainers' `fsdp_config`."""
+"""`fsdp`: settings of PyTorch's FSDP2 for a role, and the import of other trainers' `fsdp_config`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, divisors, listed, yaml_text
+from megaverl.config.errors import did_you_mean, listed, yaml_text
 from megaverl.config.section import NonNegativeFloat, Positive, Section
 
-if TYPE_CHECKING:
-    from megaverl.config.roles import GridConfig
-
 TRAINERS = ("megatron", "fsdp")
-
-# Fields of OptimizerConfig that have an effect with torch's AdamW and gradient clipping.
-ADAMW_FIELDS = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
 
 class FsdpConfig(Section):
@@ -113,87 +107,3 @@ def _dtype(key: str, value: Any) -> str:
     if name not in _DTYPES:
         raise ValueError(f"{key}: found {yaml_text(value)}; allowed: {listed(_DTYPES)}.")
     return _DTYPES[name]
-
-
-_SIZES = {
-    "pp": "pipeline-parallel",
-    "cp": "context-parallel",
-    "ep": "expert-parallel",
-    "etp": "expert-tensor-parallel",
-    "vpp": "virtual pipeline",
-}
-
-
-def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None) -> Iterator[ConfigIssue]:
-    """Yield settings in a role's section that its `engine` does not read or cannot do.
-
-    Args:
-        num_ranks: number of the role's ranks, or None if it is not known yet.
-    """
-    if section.engine == "megatron":
-        for name in section.fsdp.changed():
-            yield ConfigIssue(
-                f"{role}.fsdp.{name}",
-                f"is set, and {role}.engine is megatron, which does not read it. Leave it out, or set "
-                f"{role}.engine: fsdp.",
-                involves=(f"{role}.engine",),
-            )
-        if getattr(section, "freeze", ()):
-            message = "is set, and engine: megatron trains every weight. Leave it out, or set {}.engine: fsdp."
-            yield ConfigIssue(f"{role}.freeze", message.format(role), involves=(f"{role}.engine",))
-        return
-    for name in _SIZES:
-        if (size := getattr(section, name)) not in (1, None):
-            yield _unread(
-                f"{role}.{name}",
-                f"found {size}",
-                f"has no {_SIZES[name]} groups: it cuts weights over all ranks",
-                role,
-            )
-    for name in section.megatron:
-        yield _unread(f"{role}.megatron.{name}", "is set", "trains the Hugging Face model, not megatron-core's", role)
-    for name in getattr(section, "ddp", {}):
-        yield _unread(f"{role}.ddp.{name}", "is set", f"reads {role}.fsdp instead of megatron-core's DDP", role)
-    optimizer: Mapping[str, Any] = getattr(section, "optimizer", {})
-    for name in optimizer:
-        if name not in ADAMW_FIELDS:
-            reads = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
-            yield _unread(f"{role}.optimizer.{name}", "is set", reads, role)
-    if (kind := optimizer.get("optimizer", "adam")) != "adam":
-        yield _unread(
-            f"{role}.optimizer.optimizer",
-            f"found {yaml_text(kind)}",
-            "steps with torch's AdamW: use adam",
-            role,
-        )
-    # Adapters and torch.compile are built for whole weights; tensor parallelism splits them.
-    if section.tp > 1:
-        taken = {"lora": getattr(section, "lora", None) is not None, "fsdp.compile": section.fsdp.compile}
-        for name in (name for name, is_set in taken.items() if is_set):
-            message = f"is set, and engine: fsdp has it with {role}.tp=1 alone. Leave one of both out."
-            yield ConfigIssue(f"{role}.{name}", message, involves=(f"{role}.tp",))
-        if num_ranks and num_ranks % section.tp:
-            message = f"found {section.tp}, which does not divide the {num_ranks} ranks. Sizes that fit: "
-            yield ConfigIssue(f"{role}.tp", f"{message}{listed(divisors(num_ranks))}.", involves=("run.nproc",))
-            return
-    yield from _shard_size(role, section.fsdp, num_ranks and num_ranks // section.tp)
-
-
-def _unread(key: str, what: str, why: str, role: str) -> ConfigIssue:
-    """Return a mistake for a key that FSDP does not read."""
-    message = f"{what}, and {role}.engine is fsdp, which {why}. Leave it out, or set {role}.engine: megatron."
-    return ConfigIssue(key, message, involves=(f"{role}.engine",))
-
-
-def _shard_size(role: str, fsdp: FsdpConfig, num_ranks: int | None) -> Iterator[ConfigIssue]:
-    """Yield mistakes in `fsdp.shard_size` for `num_ranks` data-parallel ranks (None: unknown)."""
-    size = fsdp.shard_size
-    key = f"{role}.fsdp.shard_size"
-    if size is None:
-        return
-    if fsdp.sharding_strategy != "hybrid_shard":
-        message = f"is set, and sharding_strategy is {fsdp.sharding_strategy}. Leave it out, or use hybrid_shard."
-        yield ConfigIssue(key, message, involves=(f"{role}.fsdp.sharding_strategy",))
-    elif num_ranks and num_ranks % size:
-        message = f"found {size}, which does not divide the {num_ranks} data-parallel ranks. Sizes that fit: "
-        yield ConfigIssue(key, f"{message}{listed(divisors(num_ranks))}.", involves=("run.nproc",))

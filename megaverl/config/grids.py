@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
-from megaverl.config.fsdp import engine_mistakes
 from megaverl.config.roles import GridConfig, PlacementConfig, RolloutConfig, TrainedConfig
 from megaverl.config.schema import Config
 from megaverl.distributed.grid import Sizes, grid_problem
@@ -105,16 +104,16 @@ def grid_mistakes(
         )
     elif command == "quickstart" and config.placement.is_given:
         yield ConfigIssue("placement", "is set; the quickstart has all roles on all ranks. Leave it out.")
-    actor_sizes = _sizes(config.actor)
-    for role in used_roles(config, command):
+    roles = used_roles(config, command)
+    for role in roles:
         grid: GridConfig = getattr(config, role)
-        is_trained = role != "reward_model" or command == "reward" or config.trains_reward_model
-        yield from _engine_mistakes(config, role, None if placed else world_size, is_trained=is_trained)
-        if grid.engine == "fsdp" or (role != "actor" and _sizes(grid) == actor_sizes):
-            # The role has the actor's grid, whose mistakes are reported for the actor.
+        if grid.engine == "fsdp" and world_size and not placed:
+            is_inherited = role != "actor" and "actor" in roles and grid.engine == config.actor.engine
+            yield from _fsdp_against_world(config, role, world_size, is_inherited=is_inherited)
+        # The mistakes of a grid that is the actor's are reported for the actor, if the command builds one.
+        has_actors_grid = role != "actor" and "actor" in roles and _sizes(grid) == _sizes(config.actor)
+        if grid.engine == "fsdp" or has_actors_grid:
             continue
-        if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
-            yield ConfigIssue(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
         if spec:
             yield from _against_model(role, grid, spec)
         if world_size and not placed:
@@ -220,24 +219,31 @@ def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPla
     return resolve(wanted, size, grids, islands=islands)
 
 
-def _engine_mistakes(config: Config, role: str, num_ranks: int | None, *, is_trained: bool) -> Iterator[ConfigIssue]:
-    """Yield mistakes about what a role's engine cannot do.
+def _fsdp_against_world(
+    config: Config,
+    role: str,
+    world_size: int,
+    *,
+    is_inherited: bool,
+) -> Iterator[ConfigIssue]:
+    """Yield a mistake if sizes of FSDP's groups do not divide the number of ranks.
 
-    A mistake in an inherited value is reported for the actor alone.
+    Args:
+        is_inherited: whether mistakes in values that equal the actor's are reported for the actor.
     """
     grid: GridConfig = getattr(config, role)
-    param_dtype = grid.fsdp.param_dtype
-    trains = is_trained and isinstance(grid, TrainedConfig)
-    if grid.engine == "fsdp" and trains and (param_dtype or config.model.dtype) == "float16":
-        key = f"{role}.fsdp.param_dtype" if param_dtype else "model.dtype"
-        if role == "actor" or (param_dtype and grid.fsdp != config.actor.fsdp):
-            text = "found 'float16'; under engine: fsdp losses are not scaled, as float16 needs. Use bfloat16."
-            yield ConfigIssue(key, text, involves=(f"{role}.engine",))
-    for issue in engine_mistakes(role, grid, num_ranks):
-        name = issue.key.split(".")[1]
-        inherited = role != "actor" and name != "optimizer" and grid.engine == config.actor.engine
-        if not (inherited and getattr(grid, name) == getattr(config.actor, name, None)):
-            yield issue
+    if world_size % grid.tp:
+        text = f"found {grid.tp}, which does not divide the {world_size} ranks. Sizes that fit: "
+        if not (is_inherited and grid.tp == config.actor.tp):
+            yield ConfigIssue(f"{role}.tp", f"{text}{listed(divisors(world_size))}.", involves=("run.nproc",))
+        return
+    size = grid.fsdp.shard_size
+    replicas = world_size // grid.tp
+    if size is None or grid.fsdp.sharding_strategy != "hybrid_shard" or replicas % size == 0:
+        return
+    if not (is_inherited and grid.fsdp == config.actor.fsdp):
+        text = f"found {size}, which does not divide the {replicas} data-parallel ranks. Sizes that fit: "
+        yield ConfigIssue(f"{role}.fsdp.shard_size", f"{text}{listed(divisors(replicas))}.", involves=("run.nproc",))
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:

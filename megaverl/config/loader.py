@@ -25,15 +25,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megaverl.config.algorithm_checks import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, listed, yaml_text
 from megaverl.config.fsdp import TRAINERS, from_fsdp_config
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.key_types import FLAT_NAMES
+from megaverl.config.lengths import fitted_lengths
 from megaverl.config.passthrough import PLACES, passthrough_mistakes
 from megaverl.config.roles import INHERITED
-from megaverl.config.rollout_checks import fitted_lengths
 from megaverl.config.schema import Config
 from megaverl.config.section import BOUNDS, all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
@@ -122,10 +121,11 @@ def load_config(
     if mistakes:
         raise InvalidConfig(mistakes, source.name)
     if command in REINFORCING:
-        warnings += algorithm_warnings(config)
+        warnings += config.algorithm.advice("algorithm")
     if config.run.replan and not chosen:
         warnings.append(
-            "run.replan: no key is auto, so that the layout stays; trainer.replan_every tells of better ones"
+            "run.replan has no effect because no key is `auto`. Use trainer.replan_every to be told about better "
+            "layouts."
         )
     # Kept in the configuration, for the run that prints them, and for a resumed run that plans its layout again.
     config.note(warnings, [line for line in (choice, reason) if line], chosen, _make_of(source), source.place)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from megaverl.config.errors import ConfigIssue
+from megaverl.config.errors import ConfigIssue, conflict_issues, did_you_mean, listed, yaml_text
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.section import (
     MOST,
     Fraction,
     Function,
     GridSize,
+    Issues,
     LearningRate,
     Minutes,
     NonNegative,
@@ -24,10 +26,16 @@ from megaverl.config.section import (
     Section,
     Several,
     Text,
+    is_number,
     known_or_own,
     over,
+    rule,
 )
 from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
+from megaverl.errors import ConfigError
+from megaverl.rollout.environments import agents_of, check_options, environment_names
+from megaverl.rollout.server_api import SGLANG_SAMPLING, is_loopback, url_problem
+from megaverl.sharding.vllm import QUANTIZATIONS
 
 # Fields that decide which rank holds which part of a model, and how it is computed.
 LAID_OUT_BY = ("engine", "tp", "pp", "cp", "ep", "etp", "vpp", "megatron", "fsdp")
@@ -42,6 +50,22 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
 ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
 CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
 SCHEDULER: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_steps": 0}
+
+# Fields of OptimizerConfig that have an effect with torch's AdamW and gradient clipping.
+ADAMW_FIELDS = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
+# Grid sizes that FSDP does not have, and the groups of ranks that they stand for.
+MEGATRON_SIZES = {
+    "pp": "pipeline-parallel",
+    "cp": "context-parallel",
+    "ep": "expert-parallel",
+    "etp": "expert-tensor-parallel",
+    "vpp": "virtual pipeline",
+}
+# Sampling fields that mean the same if a response is continued in a second request. Others, such as min_tokens, count
+# within one request.
+CONTINUABLE = {*SAMPLING, "top_k", "min_p", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"}
+# Sampling fields that SGLang's servers accept. All but SGLANG_SAMPLING are known to vLLM's servers, too.
+SGLANG_KNOWS = {*SAMPLING, "top_k", "stop_token_ids", "ignore_eos", *SGLANG_SAMPLING}
 
 Place = int | str | list[int | str] | dict[str, Any] | None
 _DEVICES = "_devices"
@@ -79,6 +103,55 @@ class GridConfig(Section):
     """Fields of megatron-core's TransformerConfig, under their own names."""
     fsdp: FsdpConfig = FsdpConfig()
     """With engine: fsdp."""
+
+    @rule
+    def check_engine(self, at: str) -> Issues:
+        """Refuse settings that the role's engine does not read."""
+        if self.engine == "megatron":
+            reason = f"{at}.engine is megatron, which does not read it. Leave it out, or set {at}.engine: fsdp."
+            yield from self.fsdp.unused(f"{at}.fsdp", reason, involves=(f"{at}.engine",))
+            return
+        for name, groups in MEGATRON_SIZES.items():
+            size = getattr(self, name)
+            if size not in (1, None):
+                why = f"has no {groups} groups: it cuts weights over all ranks"
+                yield unread_by_fsdp(at, name, f"found {size}", why)
+        for name in self.megatron:
+            why = "trains the Hugging Face model, not megatron-core's"
+            yield unread_by_fsdp(at, f"megatron.{name}", "is set", why)
+        if self.fsdp.compile and self.tp > 1:
+            yield _only_without_tp(at, "fsdp.compile")
+        if self.fsdp.shard_size is not None and self.fsdp.sharding_strategy != "hybrid_shard":
+            text = f"is set, and sharding_strategy is {self.fsdp.sharding_strategy}. Leave it out, or use hybrid_shard."
+            key = f"{at}.fsdp.shard_size"
+            yield ConfigIssue(key, text, involves=(f"{at}.fsdp.sharding_strategy",))
+
+    @rule
+    def check_virtual_stages(self, at: str) -> Issues:
+        """Refuse virtual pipeline stages without a pipeline."""
+        if self.engine == "megatron" and self.vpp is not None and self.vpp > 1 and self.pp == 1:
+            text = f"found {self.vpp}; virtual stages need {at}.pp above 1, which is 1."
+            yield ConfigIssue(f"{at}.vpp", text, involves=(f"{at}.pp",))
+
+    @rule
+    def check_fp8_recipe(self, at: str) -> Issues:
+        """Refuse scales of 8-bit products that depend on earlier steps."""
+        if self.megatron.get("fp8") is not None and self.megatron.get("fp8_recipe") == "delayed":
+            text = "found 'delayed', whose scales come from the steps before: scoring would depend on them, and a "
+            text += "checkpoint does not hold them. Use tensorwise (the default here), blockwise or mxfp8."
+            yield ConfigIssue(f"{at}.megatron.fp8_recipe", text)
+
+
+def unread_by_fsdp(at: str, name: str, what: str, why: str) -> ConfigIssue:
+    """Return a mistake for a field of the role `at` that FSDP does not read."""
+    text = f"{what}, and {at}.engine is fsdp, which {why}. Leave it out, or set {at}.engine: megatron."
+    return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.engine",))
+
+
+def _only_without_tp(at: str, name: str) -> ConfigIssue:
+    """Return a mistake for a field that FSDP combines with no tensor parallelism, which splits weights."""
+    text = f"is set, and engine: fsdp has it with {at}.tp=1 alone. Leave one of both out."
+    return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.tp",))
 
 
 class LoraConfig(Section):
@@ -135,6 +208,82 @@ class TrainedConfig(GridConfig):
     """Arguments of megatron-core's OptimizerParamScheduler; its unit is the optimizer step."""
     ddp: Passthrough = {}
     """Fields of megatron-core's DistributedDataParallelConfig."""
+
+    if TYPE_CHECKING:
+        # Every trained role has this field, each with its own defaults.
+        optimizer: Passthrough
+
+    @rule
+    def check_training_engine(self, at: str) -> Issues:
+        """Refuse settings of training that the role's engine does not read."""
+        if self.engine == "megatron":
+            if self.freeze:
+                text = f"is set, and engine: megatron trains every weight. Leave it out, or set {at}.engine: fsdp."
+                yield ConfigIssue(f"{at}.freeze", text, involves=(f"{at}.engine",))
+            return
+        for name in self.ddp:
+            why = f"reads {at}.fsdp instead of megatron-core's DDP"
+            yield unread_by_fsdp(at, f"ddp.{name}", "is set", why)
+        for name in self.optimizer:
+            if name not in ADAMW_FIELDS:
+                why = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
+                yield unread_by_fsdp(at, f"optimizer.{name}", "is set", why)
+        kind = self.optimizer.get("optimizer", "adam")
+        if kind != "adam":
+            why = "steps with torch's AdamW: use adam"
+            yield unread_by_fsdp(at, "optimizer.optimizer", f"found {yaml_text(kind)}", why)
+        if self.lora is not None and self.tp > 1:
+            yield _only_without_tp(at, "lora")
+
+    def optimizer_issues(self, at: str, num_updates: int) -> Issues:
+        """Yield mistakes in the optimizer and the scheduler. A command that trains the role asks for them.
+
+        Args:
+            at: the role.
+            num_updates: optimizer steps in the whole run.
+        """
+        lr = self.optimizer.get("lr")
+        min_lr = self.optimizer.get("min_lr")
+        if lr is None or not (is_number(lr) and lr > 0):
+            yield ConfigIssue(f"{at}.optimizer.lr", f"found {yaml_text(lr)}; expected a number above 0.")
+        elif min_lr is not None and is_number(min_lr) and not 0 <= min_lr <= lr:
+            text = f"found {min_lr}; expected from 0 to {at}.optimizer.lr={lr}."
+            yield ConfigIssue(f"{at}.optimizer.min_lr", text)
+        # megatron-core has these fields in both classes, and reads one or the other.
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            if name not in self.optimizer or name not in self.ddp:
+                continue
+            if self.optimizer[name] != self.ddp[name]:
+                shown = yaml_text(self.optimizer[name])
+                text = f"found {yaml_text(self.ddp[name])}, but {at}.optimizer.{name} is {shown}."
+                yield ConfigIssue(f"{at}.ddp.{name}", text, involves=(f"{at}.optimizer.{name}",))
+        is_sharded = self.ddp.get("use_distributed_optimizer", True)
+        if self.engine == "megatron" and self.optimizer.get("optimizer") == "sgd" and is_sharded:
+            text = f"found 'sgd', which megatron-core does not shard. Set {at}.ddp.use_distributed_optimizer: false, "
+            involves = (f"{at}.ddp.use_distributed_optimizer",)
+            yield ConfigIssue(f"{at}.optimizer.optimizer", f"{text}or use adam.", involves=involves)
+        yield from self._scheduler_issues(f"{at}.scheduler", num_updates)
+
+    def _scheduler_issues(self, at: str, num_updates: int) -> Issues:
+        """Yield mistakes in the scheduler that megatron-core would only refuse by an assertion, after startup."""
+        scheduler = self.scheduler
+        warmup = scheduler.get("lr_warmup_steps", 0)
+        decay = scheduler.get("lr_decay_steps", num_updates)
+        # `passthrough.py` refuses counts that are no integers.
+        if isinstance(warmup, int) and isinstance(decay, int) and 0 < warmup >= decay:
+            source = "lr_decay_steps" if "lr_decay_steps" in scheduler else "the run's optimizer steps"
+            text = f"found {warmup}; expected below {source}, {decay}."
+            yield ConfigIssue(f"{at}.lr_warmup_steps", text, involves=("trainer.steps",))
+        if scheduler.get("lr_decay_style") == "WSD":
+            missing = [name for name in ("wsd_decay_steps", "lr_wsd_decay_style") if scheduler.get(name) is None]
+            if missing:
+                yield ConfigIssue(at, f"lr_decay_style WSD needs {listed(missing)}.")
+        weight_decay = self.optimizer.get("weight_decay", 0.0)
+        start = scheduler.get("start_wd", weight_decay)
+        end = scheduler.get("end_wd", weight_decay)
+        if start != end and scheduler.get("wd_incr_style", "constant") == "constant":
+            text = f"found constant, but start_wd={start} and end_wd={end} differ."
+            yield ConfigIssue(f"{at}.wd_incr_style", text)
 
 
 class ActorConfig(TrainedConfig):
@@ -304,6 +453,14 @@ class SamplingRule(Section):
         changed = {"temperature": self.temperature, "top_k": self.top_k}
         return {name: value for name, value in changed.items() if value is not None}
 
+    @rule
+    def check_lengths(self, at: str) -> Issues:
+        """Refuse a rule that changes nothing or applies to no prompt."""
+        if not self.changes:
+            yield ConfigIssue(at, "changes nothing. Give temperature, top_k, or both.")
+        if self.under is not None and self.over is not None and self.under <= self.over + 1:
+            yield ConfigIssue(at, f"holds for no prompt: under {self.under} and over {self.over} tokens.")
+
 
 class ServersConfig(Section):
     """`rollout.servers`: inference servers that were started separately, for `rollout.engine: server`."""
@@ -339,6 +496,25 @@ class ServersConfig(Section):
     """Between two looks at who is in the pool, and whether those that were lost are back."""
     fingerprint_tolerance: PositiveFloat | None = None
     """Largest mean difference, in nats, of a server's log-probs of 16 tokens. null: 1e-3 in float32, else 0.1."""
+
+    def address_issues(self, at: str) -> Issues:
+        """Yield mistakes in the servers' addresses and endpoints, for `rollout.engine: server`."""
+        addresses = {f"{at}.urls.{number}": url for number, url in enumerate(self.urls)}
+        if self.dns is not None:
+            addresses[f"{at}.dns"] = self.dns
+        for key, url in addresses.items():
+            if problem := url_problem(url):
+                yield ConfigIssue(key, problem)
+            elif self.token_env is None and not is_loopback(url):
+                text = f"is null, and {url} is not on the loopback: anybody in its network could use the server. Start "
+                text += "it with a token, and name the environment variable that has it."
+                yield ConfigIssue(f"{at}.token_env", text, involves=(key,))
+        if self.dns is not None and urlsplit(self.dns).scheme == "https":
+            text = "found https; a certificate is of a name, not of the addresses behind it."
+            yield ConfigIssue(f"{at}.dns", text)
+        if self.kind == "sglang" and self.transfer == "nccl":
+            text = "found 'nccl', which SGLang's servers are not sent weights by. Use transfer: folder."
+            yield ConfigIssue(f"{at}.transfer", text, involves=(f"{at}.kind",))
 
 
 class PartialConfig(Section):
@@ -422,6 +598,127 @@ class RolloutConfig(Section):
     """With use_dynamic_batching and rollout.engine=hf: memory for keys and values. null: half of the free memory of the
     device that has the least; measured again when less than that is left, and kept on resume."""
 
+    @rule
+    def check_dynamic_batching(self, at: str) -> Issues:
+        """Refuse limits of dynamic batching that contradict each other, or that nothing reads."""
+        if not self.use_dynamic_batching:
+            reason = f"{at}.use_dynamic_batching is false. Use use_dynamic_batching: true."
+            yield from self.unused(at, reason, "min_sequences", "max_sequences", "memory_budget_mb")
+            return
+        if self.min_sequences > self.max_sequences:
+            text = f"found {self.min_sequences}, more than {at}.max_sequences={self.max_sequences}. Lower it, or raise "
+            yield ConfigIssue(f"{at}.min_sequences", f"{text}the other.", involves=(f"{at}.max_sequences",))
+        if self.engine == "vllm" and self.memory_budget_mb is not None:
+            text = f"is set, and vLLM has a cache of its own, of the size that {at}.vllm.gpu_memory_utilization (on a "
+            text += "CPU kv_cache_memory_bytes) says. Leave it out."
+            yield ConfigIssue(f"{at}.memory_budget_mb", text, involves=(f"{at}.engine",))
+
+    @rule
+    def check_adaptive_sampling(self, at: str) -> Issues:
+        """Refuse sampling rules that are not used, and rules after one that holds for every prompt."""
+        rules = self.sampling_rules
+        if not self.adaptive_sampling:
+            reason = f"{at}.adaptive_sampling is false. Use adaptive_sampling: true."
+            yield from self.unused(at, reason, "sampling_rules")
+            return
+        if not rules:
+            text = f"is empty, and {at}.adaptive_sampling is set. Give rules, or leave both out."
+            yield ConfigIssue(f"{at}.sampling_rules", text)
+        if self.function is not None:
+            text = f"is set, and {at}.function draws in its own way. Use one of the two."
+            yield ConfigIssue(f"{at}.adaptive_sampling", text, involves=(f"{at}.function",))
+        for index, entry in enumerate(rules[:-1]):
+            if entry.under is None and entry.over is None:
+                text = "holds for every prompt, so that no rule after it is looked at. Put it last."
+                yield ConfigIssue(f"{at}.sampling_rules.{index}", text)
+
+    @rule
+    def check_servers(self, at: str) -> Issues:
+        """Refuse settings of servers without servers, and settings that servers do not have."""
+        if self.engine != "server":
+            reason = f"{at}.engine is {self.engine}. Use engine: server."
+            yield from self.servers.unused(f"{at}.servers", reason)
+            return
+        yield from self.servers.address_issues(f"{at}.servers")
+        reasons = {
+            "tp": "servers lay their models out themselves: start them with --tensor-parallel-size (SGLang: --tp).",
+            "vllm": "servers have options of their own: start them with these.",
+            "sleep": "servers have devices of their own.",
+            "use_dynamic_batching": "servers choose by themselves; see rollout.servers.max_requests.",
+        }
+        for name, reason in reasons.items():
+            yield from self.unused(at, f"{at}.engine is server: {reason} Leave it out.", name)
+
+    def sampling_issues(self, at: str, sampling: Passthrough) -> Issues:
+        """Yield sampling fields at the key `at` that the engine does not support."""
+        if self.engine == "server" and self.servers.kind == "sglang":
+            for name in sampling.keys() - SGLANG_KNOWS:
+                text = f"is not among what SGLang's server is asked for: {listed(sorted(SGLANG_KNOWS))}. Leave it out."
+                yield ConfigIssue(f"{at}.{name}", text, involves=("rollout.servers.kind",))
+        if self.vllm.get("speculative_config"):
+            key = "rollout.vllm.speculative_config"
+            for name in ("min_p", "logit_bias"):
+                if sampling.get(name):
+                    text = f"is set, and vLLM does not know it together with {key}. Leave one of the two out."
+                    yield ConfigIssue(f"{at}.{name}", text, involves=(key,))
+
+    @rule
+    def check_partial(self, at: str) -> Issues:
+        """Refuse more groups in progress than `max_staleness` lets finish in time."""
+        partial = self.partial
+        limit = self.max_staleness
+        if partial is not None and partial.when_stale == "finish" and partial.over_sample > limit + 1:
+            text = f"found {partial.over_sample}; a group that begins is to be taken at most {limit} steps later "
+            text += f"({at}.max_staleness), so no more than {limit + 1} groups for each of a step can be in progress. "
+            text += f"Lower it, or raise {at}.max_staleness."
+            yield ConfigIssue(f"{at}.partial.over_sample", text, involves=(f"{at}.max_staleness",))
+        if partial is not None:
+            yield from self._continuation_issues(at, f"{at}.partial")
+
+    @rule
+    def check_in_flight_updates(self, at: str) -> Issues:
+        """Refuse updates in the middle of generation where the engines are not ahead of training."""
+        key = f"{at}.in_flight_updates"
+        if not self.in_flight_updates:
+            yield from self.unused(at, "in_flight_updates is false. Use true.", "in_flight_tokens")
+            return
+        yield from self._continuation_issues(at, key)
+        if not self.async_rollout or not self.max_staleness:
+            text = "is set, and the engines are not ahead of training. Use async_rollout: true and a max_staleness of "
+            yield ConfigIssue(key, f"{text}at least 1.", involves=(f"{at}.async_rollout", f"{at}.max_staleness"))
+
+    def _continuation_issues(self, at: str, switch: str) -> Issues:
+        """Yield settings whose responses cannot be continued after an update.
+
+        Args:
+            at: dotted key of this section.
+            switch: the key that asks for the continuation.
+        """
+        has_function = self.function is not None
+        conflicts = (
+            (f"{at}.function", has_function, "a function of your own returns whole responses"),
+            (f"{at}.engine", self.engine == "server", "servers are not asked to go on with a response"),
+        )
+        yield from conflict_issues(switch, conflicts, at_switch=True)
+        for name in sorted(self.sampling.keys() - CONTINUABLE):
+            text = f"looks at a whole response, and with {switch} one may be made in parts. Leave one of the two out."
+            yield ConfigIssue(f"{at}.sampling.{name}", text, involves=(switch,))
+
+    @rule
+    def check_quantization(self, at: str) -> Issues:
+        """Refuse a quantization of weights that the engine cannot apply to weights from the actor."""
+        method = self.vllm.get("quantization")
+        if method is None or (isinstance(method, str) and method in QUANTIZATIONS):
+            return
+        hint = did_you_mean(method, QUANTIZATIONS) if isinstance(method, str) else ""
+        text = f"found {yaml_text(method)}; weights that come from an actor can be {listed(QUANTIZATIONS)}.{hint}"
+        yield ConfigIssue(f"{at}.vllm.quantization", text)
+
+    @rule
+    def check_sampling(self, at: str) -> Issues:
+        """Refuse sampling fields that the engine does not support."""
+        yield from self.sampling_issues(f"{at}.sampling", self.sampling)
+
 
 class EnvironmentConfig(Section):
     """`environment`: tools or games that answer the model's turns."""
@@ -440,6 +737,28 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Positive | None = None
     """Most tokens of one turn; rollout.sampling.max_tokens is for all turns and answers of an episode together. null:
     that over max_turns."""
+
+    @rule
+    def check_name(self, at: str) -> Issues:
+        """Refuse an unknown environment, its options, and settings without an environment."""
+        if self.name is None:
+            yield from self.unused(at, f"{at}.name is null. Name an environment.")
+            return
+        # A user's environment is not imported here: its module may need things that only a started rank has.
+        if ":" in self.name:
+            return
+        names = environment_names()
+        if self.name not in names:
+            text = f"found {yaml_text(self.name)}; there are: {listed(names)}, or a class of your own as module:object."
+            yield ConfigIssue(f"{at}.name", f"{text}{did_you_mean(self.name, names)}")
+            return
+        if self.agents == "own" and len(agents_of(self.name)) == 1:
+            text = f"found 'own', but {self.name} has one agent only. Leave it out."
+            yield ConfigIssue(f"{at}.agents", text)
+        try:
+            check_options(self.name, self.options)
+        except ConfigError as error:
+            yield ConfigIssue(f"{at}.options", str(error))
 
 
 class ReshardConfig(Section):

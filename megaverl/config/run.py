@@ -9,9 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic_core import PydanticCustomError
 
+from megaverl.config.errors import ConfigIssue, conflict_issues, listed, yaml_text
 from megaverl.config.section import (
     AS_LIST,
     Function,
+    Issues,
     LearningRate,
     Minutes,
     NonNegative,
@@ -23,8 +25,10 @@ from megaverl.config.section import (
     Several,
     Text,
     known_or_own,
+    rule,
 )
 from megaverl.config.watching import ProfileConfig
+from megaverl.rewards import reward_names
 
 TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
 Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
@@ -101,6 +105,12 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Let transformers and vLLM run Python files that come with the model, with your rights. Without it none is
     downloaded from a hub."""
+
+    @rule
+    def check_path(self, at: str) -> Issues:
+        """Refuse a run without a model."""
+        if not self.path:
+            yield ConfigIssue(f"{at}.path", f"is not set. Give a Hugging Face folder: {at}.path=DIR.")
 
 
 class SourceConfig(Section):
@@ -237,6 +247,30 @@ class RewardConfig(Section):
         """Name of the reward in metrics."""
         return self.name or ("reward_model" if self.path else str(self.function).rpartition(":")[2])
 
+    @rule
+    def check_kind(self, at: str) -> Issues:
+        """Refuse an entry that is no rule, function or model, and settings that its kind does not have."""
+        if self.path is not None:
+            fields = ("function", "batched", "accuracy", "options", "only_if", "shape", "clip")
+            for name in self.changed(*fields):
+                yield ConfigIssue(f"{at}.{name}", f"is set, and so is {at}.path; a model has none. Leave it out.")
+        elif self.engine != "megatron":
+            text = "is set, and there is no path. It is of a reward model: leave it out."
+            yield ConfigIssue(f"{at}.engine", text)
+        elif self.name is None and self.function is None:
+            text = f"has neither name nor function, and no path. Built in: {listed(reward_names())}."
+            yield ConfigIssue(at, text)
+        elif self.function is not None and not all(self.function.rpartition(":")[::2]):
+            text = f"found {yaml_text(self.function)}; expected module:function or path/to/file.py:function."
+            yield ConfigIssue(f"{at}.function", text)
+
+    @rule
+    def check_clip(self, at: str) -> Issues:
+        """Refuse limits that are not the least and the most."""
+        if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
+            text = f"found {yaml_text(self.clip)}; expected the least and the most: [0, 1]."
+            yield ConfigIssue(f"{at}.clip", text)
+
 
 def rewards_as_list(value: Any) -> Any:
     """Return a list of reward mappings for one reward or several, each a text or a mapping."""
@@ -305,6 +339,33 @@ class LoopConfig(Section):
     replay_rollouts: Text | None = None
     """A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH."""
 
+    @rule
+    def check_pass_at(self, at: str) -> Issues:
+        """Refuse a pass@k of more samples than validation draws."""
+        if any(k > self.validation_samples for k in self.pass_at):
+            text = f"found {self.pass_at}; pass@k needs k samples, and {at}.validation_samples="
+            involves = (f"{at}.validation_samples",)
+            yield ConfigIssue(f"{at}.pass_at", f"{text}{self.validation_samples}.", involves=involves)
+
+    @rule
+    def check_program(self, at: str) -> Issues:
+        """Refuse other changes of the step beside a step of the user's own."""
+        if self.program is None:
+            return
+        why = "a program is the whole step"
+        conflicts = (
+            (f"{at}.operators", bool(self.operators), why),
+            (f"{at}.rollout_only", self.rollout_only, why),
+        )
+        yield from conflict_issues(f"{at}.program", conflicts)
+
+    @rule
+    def check_stored_rollouts(self, at: str) -> Issues:
+        """Refuse to generate rollouts and to replay stored ones in the same run."""
+        if self.rollout_only and self.replay_rollouts is not None:
+            text = f"is set, and so is {at}.replay_rollouts. Use one of them."
+            yield ConfigIssue(f"{at}.rollout_only", text)
+
 
 class SFTConfig(Section):
     """`sft`: supervised fine-tuning, with the actor's grid and optimizer."""
@@ -323,6 +384,18 @@ class SFTConfig(Section):
     """Steps in which the learning rate rises from 0."""
     max_answer_tokens: Positive | None = None
     """Longest answer; a longer one is an error. null: rollout.sampling.max_tokens."""
+
+    @rule
+    def check_warmup(self, at: str) -> Issues:
+        """Refuse a warm-up that is not shorter than the training."""
+        yield from _warmup_issues(at, self.lr_warmup_steps, self.steps)
+
+
+def _warmup_issues(at: str, warmup: int, steps: int) -> Issues:
+    """Yield a mistake if the learning rate rises for `warmup` steps of a training of `steps` steps or fewer."""
+    if warmup >= steps:
+        text = f"found {warmup}; expected below {at}.steps={steps}."
+        yield ConfigIssue(f"{at}.lr_warmup_steps", text, involves=(f"{at}.steps",))
 
 
 # Values of `checkpoint.resume` that are not a folder.
@@ -391,6 +464,18 @@ class PreferenceConfig(Section):
     max_response_tokens: Positive | None = None
     """Longest response; a longer one is an error. null: rollout.sampling.max_tokens."""
 
+    @rule
+    def check_warmup(self, at: str) -> Issues:
+        """Refuse a warm-up that is not shorter than the training."""
+        yield from _warmup_issues(at, self.lr_warmup_steps, self.steps)
+
+    @rule
+    def check_validation(self, at: str) -> Issues:
+        """Refuse validation without held-out pairs."""
+        if self.validate_every and not self.validation:
+            text = f"is set, but {at}.validation is empty. Give held-out pairs."
+            yield ConfigIssue(f"{at}.validate_every", text)
+
 
 class MixConfig(Section):
     """One entry of `mix`: an additional update in the training step, on the responses that it generated and scored."""
@@ -405,6 +490,15 @@ class MixConfig(Section):
     """Factor on the loss."""
     judge: Text = "reward"
     """What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name."""
+
+    @rule
+    def check_update(self, at: str) -> Issues:
+        """Refuse an entry without a kind of update, and a judge of an update that judges nothing."""
+        if self.update is None:
+            yield ConfigIssue(f"{at}.update", "is not set. Known: rejection, preference, reward_model, sft.")
+        if self.update == "sft" and self.changed("judge"):
+            text = "is set, and sft learns the rows' own answers: nothing is judged. Leave it out."
+            yield ConfigIssue(f"{at}.judge", text)
 
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -1,17 +1,42 @@
-"""Base class of all configuration sections, shared number types, and a description of every key for documentation."""
+"""Base class of all configuration sections with its rules, shared number types, and descriptions of every key."""
 
 from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.signatures import class_fields
+
+Issues = Iterator[ConfigIssue]
+Rule = TypeVar("Rule", bound=Callable[[Any, str], Issues])
+_IS_RULE = "_is_configuration_rule"
+
+
+def rule(method: Rule) -> Rule:
+    """Mark a method of a Section as a rule about the section's own fields.
+
+    The method takes the dotted key of its section and yields a mistake for everything that is wrong. A rule that needs
+    another section, a file or the number of ranks is a function of `checks.py` or of a module that it names.
+
+    Example:
+        class KLConfig(Section):
+            coef: NonNegativeFloat = 0.0
+
+            @rule
+            def check_coef(self, at: str) -> Issues:
+                if self.place != "none" and self.coef == 0:
+                    yield ConfigIssue(f"{at}.coef", "found 0.0; expected above 0.")
+    """
+    setattr(method, _IS_RULE, True)
+    return method
 
 
 class Section(BaseModel):
@@ -42,6 +67,48 @@ class Section(BaseModel):
         defaults = {name: fields[name].get_default(call_default_factory=True) for name in names or fields}
         return {name: value for name, other in defaults.items() if (value := getattr(self, name)) != other}
 
+    def issues(self, at: str) -> Issues:
+        """Yield what the rules of this section, and of the sections inside it, find wrong.
+
+        Args:
+            at: dotted key of this section.
+        """
+        for name in _rule_names(type(self)):
+            yield from getattr(self, name)(at)
+        for name, field in type(self).model_fields.items():
+            key = f"{at}.{field.alias or name}"
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                yield from value.issues(key)
+            elif isinstance(value, list):
+                yield from entry_issues(value, key)
+
+    def unused(self, at: str, reason: str, *names: str, involves: tuple[str, ...] = ()) -> Issues:
+        """Yield a mistake for each field that is set although another key takes away its effect.
+
+        Args:
+            at: dotted key of this section.
+            reason: the other key with its value, and what to do.
+            names: fields to look at. None given: all fields.
+            involves: keys of other sections that the mistake depends on.
+        """
+        for name in self.changed(*names):
+            yield ConfigIssue(f"{at}.{name}", f"is set, but {reason}", involves=involves)
+
+
+@cache
+def _rule_names(section: type[Section]) -> tuple[str, ...]:
+    """Return the names of a section's rules, those of its base classes first."""
+    names = {name: None for base in reversed(section.__mro__) for name in vars(base)}
+    return tuple(name for name in names if hasattr(getattr(section, name, None), _IS_RULE))
+
+
+def entry_issues(entries: Sequence[Any], at: str) -> Issues:
+    """Yield what the rules of the sections in a list find wrong. `at` is the list's dotted key."""
+    for index, entry in enumerate(entries):
+        if isinstance(entry, Section):
+            yield from entry.issues(f"{at}.{index}")
+
 
 # A single text is accepted in place of a list: `data.train=train.jsonl` means `data.train=[train.jsonl]`.
 AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -71,6 +138,11 @@ Text = Annotated[str, Field(min_length=1)]
 Paths = Annotated[list[Text], AS_LIST]
 # Function of the user, written module:function.
 Function = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is an int or a float. Booleans, which are ints in Python, are not numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def over(defaults: dict[str, Any]) -> BeforeValidator:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from shutil import which
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
 from megaverl.config.errors import ConfigIssue, yaml_text
-from megaverl.config.section import AS_LIST, NonNegative, Positive, Section, Text
-
-if TYPE_CHECKING:
-    from megaverl.config.schema import Config
+from megaverl.config.section import AS_LIST, Issues, NonNegative, Positive, Section, Text, rule
 
 # A single integer is accepted in place of a list: `run.profile.steps: 5`.
 Numbers = BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value)
@@ -40,6 +36,12 @@ class ProfileConfig(Section):
     profile_memory: bool = False
     """With torch: what operators allocate."""
 
+    @rule
+    def check_tools(self, at: str) -> Issues:
+        """Refuse a profiler that is not installed."""
+        if "py_spy" in self.tools and self.steps and py_spy() is None:
+            yield ConfigIssue(f"{at}.tools", "py_spy is not installed: pip install 'megaverl[profile]'.")
+
 
 class AlertConfig(Section):
     """One entry of `alerts`: a condition to watch.
@@ -54,6 +56,28 @@ class AlertConfig(Section):
     post: Text | None = None
     """URL that gets a POST of JSON: run, when, step, value, and text, as Slack reads it. $NAME: the URL stands in that
     variable of the environment. null: only the console and the logs tell."""
+
+    @rule
+    def check_condition(self, at: str) -> Issues:
+        """Refuse a condition that cannot be read."""
+        try:
+            read_condition(self.when)
+        except ValueError as error:
+            yield ConfigIssue(f"{at}.when", f"found {yaml_text(self.when)}; {error}.")
+
+    @rule
+    def check_address(self, at: str) -> Issues:
+        """Refuse an address that is no URL, and one in a variable that is not set."""
+        if self.post is None:
+            return
+        is_variable = self.post.startswith("$")
+        url = post_address(self.post)
+        address = urlsplit(url)
+        if is_variable and not url:
+            yield ConfigIssue(f"{at}.post", f"found {yaml_text(self.post)}, which is not set. Export it.")
+        elif address.scheme not in ("http", "https") or not address.hostname:
+            shown = f"what {self.post} holds" if is_variable else yaml_text(self.post)
+            yield ConfigIssue(f"{at}.post", f"found {shown}; expected http://... or https://...")
 
 
 class Condition(NamedTuple):
@@ -125,34 +149,6 @@ def read_condition(text: str) -> Condition:
 def post_address(post: str) -> str:
     """Return the URL for an alert's `post`. `$NAME` is read from the environment and gives "" if it is not set."""
     return os.environ.get(post[1:], "") if post.startswith("$") else post
-
-
-def watching_mistakes(config: Config, command: str, world_size: int | None) -> Iterator[ConfigIssue]:
-    """Yield mistakes in `alerts` and `run.profile`, such as unreadable conditions or ranks that do not exist."""
-    profile = config.run.profile
-    planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
-    steps = planned.get(command, config.trainer.steps)
-    for number, alert in enumerate(config.alerts):
-        try:
-            read_condition(alert.when)
-        except ValueError as error:
-            yield ConfigIssue(f"alerts.{number}.when", f"found {yaml_text(alert.when)}; {error}.")
-        if alert.post is None:
-            continue
-        address = urlsplit(post_address(alert.post))
-        if alert.post.startswith("$") and not post_address(alert.post):
-            yield ConfigIssue(f"alerts.{number}.post", f"found {yaml_text(alert.post)}, which is not set. Export it.")
-        elif address.scheme not in ("http", "https") or not address.hostname:
-            what = yaml_text(alert.post) if not alert.post.startswith("$") else f"what {alert.post} holds"
-            yield ConfigIssue(f"alerts.{number}.post", f"found {what}; expected http://... or https://...")
-    if late := [step for step in profile.steps if step > steps]:
-        yield ConfigIssue("run.profile.steps", f"found {yaml_text(late)}; the run has {steps} steps.")
-    if world_size is not None and (far := [rank for rank in profile.ranks or () if rank >= world_size]):
-        yield ConfigIssue("run.profile.ranks", f"found {yaml_text(far)}; the ranks are 0 to {world_size - 1}.")
-    if profile.steps and config.trainer.rollout_only:
-        yield ConfigIssue("run.profile.steps", "is set, and trainer.rollout_only trains no step. Leave it out.")
-    if "py_spy" in profile.tools and profile.steps and py_spy() is None:
-        yield ConfigIssue("run.profile.tools", "py_spy is not installed: pip install 'megaverl[profile]'.")
 
 
 def py_spy() -> str | None:

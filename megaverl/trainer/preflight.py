@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaverl.config import Config
-from megaverl.config.checks import package_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, listed
 from megaverl.config.field_needs import FieldMachine, need_mistakes, without_repeats
+from megaverl.config.files_and_packages import package_issues
 from megaverl.config.grids import used_roles
 from megaverl.config.roles import GridConfig
 from megaverl.config.run import is_hub_name
@@ -76,7 +76,7 @@ def check_packages(config: Config, command: str) -> None:
     Raises:
         InvalidConfig: lists the missing packages and how to install them.
     """
-    if mistakes := list(package_mistakes(config, command)):
+    if mistakes := list(package_issues(config, command)):
         raise InvalidConfig(mistakes, "packages")
 
 

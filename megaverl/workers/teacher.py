@@ -26,7 +26,7 @@ import torch
 from megaverl.algorithms import divergences
 from megaverl.algorithms.model_rewards import LOWEST
 from megaverl.config import Config
-from megaverl.config.training_checks import other_tokenizer_mistakes
+from megaverl.config.actor_and_teacher import other_tokenizer_issues
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.images import COLUMN
 from megaverl.data.prefix_packing import SequenceLengths
@@ -240,7 +240,7 @@ def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: Mode
     theirs = {number: token for token, number in own.backend.get_vocab().items()}
     if all(theirs.get(number, token) == token for token, number in student.backend.get_vocab().items()):
         return None
-    if mistakes := list(other_tokenizer_mistakes(config)):
+    if mistakes := list(other_tokenizer_issues(config)):
         lines = [f"  - {mistake}" for mistake in mistakes]
         raise ConfigError("\n".join([f"reference.path: {path} has other tokens than {student.source}:", *lines]))
     check_fits(own, spec.vocab_size, model=path)

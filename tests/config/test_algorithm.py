@@ -11,7 +11,7 @@ import pytest
 from megaverl import algorithms
 from megaverl.algorithms import registry
 from megaverl.config.algorithm import PRESETS, AlgorithmName
-from megaverl.config.algorithm_checks import ESTIMATOR_INPUTS
+from megaverl.config.named_functions import ESTIMATOR_INPUTS
 from megaverl.config.signatures import registered, user_function_signature
 
 REGISTRIES = (
@@ -238,7 +238,7 @@ LAST = ""  # the key that the last override sets
         ([G, "mix=[{update: preference}]", "preference.loss=dop"], LAST, "Did you mean `dpo`?"),
         ([G, "mix=[{update: preference}]", "preference.options.bta=1"], LAST, "Did you mean `beta`"),
         (["environment={name: guess, agents: own}"], "environment.agents", "has one agent only"),
-        (["environment={name: signals, agents: own}", "trainer.rollout_only=true"], LAST, "which has no one actor"),
+        (["environment={name: signals, agents: own}", "trainer.rollout_only=true"], LAST, "an actor of its own"),
         (
             ["environment={name: guess}", G, "algorithm={name: dapo, dynamic_sampling: {metric: acc}}"],
             "algorithm.dynamic_sampling.metric",
@@ -272,14 +272,14 @@ LAST = ""  # the key that the last override sets
         ([*N, "rollout.engine=vllm"], LAST, "draws from one model. Use hf"),
         ([*N, "algorithm.group_size=3"], LAST, "half of each group are opponents"),
         ([*N, IN_REWARD], "algorithm.kl.in", "would count in who is preferred"),
-        ([*N, "environment.name=guess"], LAST, "what goes on where it left off is the policy's own"),
-        ([*N, "rollout.partial=true"], LAST, "what goes on where it left off"),
+        ([*N, "environment.name=guess"], LAST, "a response that is continued is the policy's own"),
+        ([*N, "rollout.partial=true"], LAST, "a response that is continued"),
         (["algorithm.name=grpo", G, OTHER], "reference.tokenizer", "compared by its text; grpo reads"),
         ([*D, "algorithm.distillation={divergence: reverse_kl, top_k: 8}"], f"{TAUGHT}.divergence", "no probabilities"),
         (
             [*D, "algorithm.kl={in: loss, coef: 0.1}"],
             "algorithm.kl.in",
-            "does not go together with reference.tokenizer",
+            "cannot be combined with reference.tokenizer",
         ),
         ([*D, "mix=[{update: preference}]", G], "mix", "no log-probs of both responses of a pair"),
         ([*D, "rollout.sampling.top_k=5"], LAST, "the teacher's over all of its own"),
@@ -372,6 +372,7 @@ def test_near_what_is_refused_stands_what_is_not(load):
         ["algorithm={advantage: none, kl: {in: loss, coef: 0.1}}", T],
         ["algorithm.kl={in: none, coef: 0.0, kind: k1, gain: 0.5}"],  # what switches a recipe's penalty off
         ["algorithm.kl={in: reward, coef: 0.1, kind: k2, allow_biased: true}"],
+        ["algorithm.kl={in: reward, coef: 0.1, allow_biased: true}"],
         ["algorithm={loss_aggregation: fixed_length, loss_length: 9}"],
         ["algorithm.name=reinforce_plus_plus", G, "data.prompts_per_step=1"],
     ):

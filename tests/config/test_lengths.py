@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaverl.cli.main import main
 from megaverl.config import load_config
-from megaverl.config.rollout_checks import PROMPT, RESPONSE, fitted_lengths
+from megaverl.config.lengths import PROMPT, RESPONSE, fitted_lengths
 from tests.config.conftest import LLAMA
 
 LENGTH = st.none() | st.integers(1, 2000)

@@ -67,6 +67,10 @@ def test_which_roles_a_loss_needs(load, pairs):
             for command in ("reward", "train", "dpo", "generate")
         ),
         ("reward", ["reward_model.lr=1"], "reward_model.lr", "reward_model.optimizer.lr"),
+        ("reward", ["actor.tp=5"], "reward_model.tp", "Sizes that fit: 1, 2, 3, 6, 12."),
+        ("reward", ["actor={engine: fsdp, pp: 2}"], "reward_model.pp", "has no pipeline-parallel groups"),
+        ("reward", ["actor.micro_batch_tokens=767"], "reward_model.micro_batch_tokens", "found 767"),
+        ("reward", ["actor.megatron={fp8: e4m3, fp8_recipe: delayed}"], "reward_model.megatron.fp8_recipe", "delayed"),
         ("dpo", [f"preference.loss={OWN}:of_weather"], "preference.loss", "reads weather; it is given: chosen_log_pro"),
         ("dpo", [f"preference.loss={OWN}:of_ranks"], "preference.loss", "reads chosen_rewards, rejected_rewards, marg"),
         ("dpo", [f"preference.loss={OWN}:with_slope"], "preference.options.slope", "is not set, and"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.config.checks import _source_problem
+from megaverl.config.files_and_packages import source_problem
 from megaverl.data.sources import kind_of, open_source
 from megaverl.errors import ConfigError, DataError
 from megaverl.rollout.environments import check_options
@@ -32,14 +32,14 @@ def tasksets_are_installed() -> Iterator[None]:
 
 
 def test_how_a_taskset_is_written() -> None:
-    assert kind_of(TASKSET) == "verifiers" and _source_problem(TASKSET) == ""
+    assert kind_of(TASKSET) == "verifiers" and source_problem(TASKSET) == ""
     assert read_taskset("verifiers:owner/name-v1@2?size=7&split=test&k=[1]") == (
         {"id": "owner/name-v1@2", "split": "test", "k": [1]},
         7,
     )
-    assert "found size=0" in _source_problem("verifiers:a?size=0")
+    assert "found size=0" in source_problem("verifiers:a?size=0")
     for wrong in ("verifiers:", "verifiers:a b", "verifiers:a?size=many", "verifiers:a?size=0", "verifiers:a?x"):
-        assert "expected verifiers:" in _source_problem(wrong)
+        assert "expected verifiers:" in source_problem(wrong)
 
 
 def test_tasks_are_rows() -> None:

@@ -1,0 +1,189 @@
+"""Rules that span generation and training: what engines, environments, weights in flight and programs rule out."""
+
+from __future__ import annotations
+
+from megaverl.config.errors import ConfigIssue, conflict_issues, yaml_text
+from megaverl.config.grids import is_placed
+from megaverl.config.schema import Config
+from megaverl.config.section import Issues, is_number
+from megaverl.sharding.model_spec import ModelSpec
+
+
+def rollout_and_training_issues(config: Config, command: str, spec: ModelSpec | None) -> Issues:
+    """Yield mistakes in what the rollouts of a training step are combined with.
+
+    Args:
+        spec: the model's sizes, or None if they are not known.
+    """
+    yield from _training_sampling_issues(config)
+    yield from _stored_rollout_issues(config)
+    yield from _continuation_issues(config)
+    yield from _overlap_issues(config)
+    yield from _environment_issues(config)
+    yield from _router_replay_issues(config, spec)
+    yield from _program_issues(config, command)
+
+
+def validation_sampling_issues(config: Config) -> Issues:
+    """Yield fields of `trainer.validation_sampling` that the engine does not support."""
+    yield from config.rollout.sampling_issues("trainer.validation_sampling", config.trainer.validation_sampling)
+
+
+def server_issues(config: Config) -> Issues:
+    """Yield settings that cannot be combined with external servers."""
+    if config.rollout.engine == "server" and config.environment.agents == "own":
+        text = "found 'own'; servers hold one actor's weights. Use agents: shared."
+        yield ConfigIssue("environment.agents", text, involves=("rollout.engine",))
+
+
+def _training_sampling_issues(config: Config) -> Issues:
+    """Yield a mistake for sampling and weights of the engine that a loss cannot follow."""
+    temperature = config.rollout.sampling["temperature"]
+    if not (is_number(temperature) and temperature > 0):
+        text = f"found {yaml_text(temperature)}; expected above 0, since the loss divides logits by it. "
+        text += "For greedy validation use trainer.validation_sampling.temperature=0."
+        yield ConfigIssue("rollout.sampling.temperature", text)
+    method = config.rollout.vllm.get("quantization")
+    if method is not None and config.model.dtype == "float32":
+        text = f"found {yaml_text(method)}, and vLLM quantises engines of 16 bits only. Set model.dtype=bfloat16."
+        yield ConfigIssue("rollout.vllm.quantization", text, involves=("model.dtype",))
+
+
+def _stored_rollout_issues(config: Config) -> Issues:
+    """Yield a mistake if a run without training is to resume from trained weights."""
+    resume = config.checkpoint.resume
+    if config.trainer.rollout_only and resume not in ("auto", "unfinished", "never"):
+        text = f"found {yaml_text(resume)}; trainer.rollout_only generates with the weights of model.path. "
+        yield ConfigIssue("checkpoint.resume", f"{text}Name a checkpoint's Hugging Face folder there.")
+
+
+def _continuation_issues(config: Config) -> Issues:
+    """Yield settings of other sections that rule out continuing unfinished responses after an update."""
+    rollout = config.rollout
+    switches = {"rollout.partial": rollout.partial is not None, "rollout.in_flight_updates": rollout.in_flight_updates}
+    rounds = config.algorithm.dynamic_sampling.metric is not None
+    for switch in (key for key, is_set in switches.items() if is_set):
+        yield from conflict_issues(
+            switch,
+            (
+                ("environment.name", config.environment.name is not None, "an episode's turns go on by themselves"),
+                ("algorithm.dynamic_sampling.metric", rounds, "its rounds end"),
+                (
+                    "trainer.rollout_only",
+                    config.trainer.rollout_only,
+                    "there is no update after which responses go on",
+                ),
+                (
+                    "trainer.replay_rollouts",
+                    config.trainer.replay_rollouts is not None,
+                    "stored responses are whole",
+                ),
+            ),
+            at_switch=True,
+        )
+    if rollout.partial is not None and config.placement.is_given:
+        text = "is set, and so is placement: engines and actor take turns on the same ranks. Leave one of the two out; "
+        text += "engines of their own ranks have rollout.async_rollout and rollout.in_flight_updates."
+        yield ConfigIssue("rollout.partial", text, involves=("placement",))
+
+
+def _overlap_issues(config: Config) -> Issues:
+    """Yield settings that cannot be combined with `reshard.overlap`.
+
+    With it, engine weights are overwritten while the actor's optimizer step is still running.
+    """
+    if not config.reshard.overlap:
+        return
+    rollout = config.rollout
+    is_quantized = rollout.vllm.get("quantization") is not None
+    updates_again = any(entry.update != "reward_model" for entry in config.mix)
+    has_own_agents = config.environment.agents == "own"
+    yield from conflict_issues(
+        "reshard.overlap",
+        (
+            ("rollout.async_rollout", rollout.async_rollout, "engines generate with the old weights all the time"),
+            ("rollout.sleep", rollout.sleep, "the engine's memory is for training until both updates are over"),
+            ("rollout.engine", rollout.engine == "server", "servers read their weights from a folder"),
+            (
+                "rollout.vllm.quantization",
+                is_quantized,
+                "weights are quantised, and compared, where they land part by part",
+            ),
+            ("actor.offload", config.actor.offload.parameters, "the actor's weights leave the device after its update"),
+            ("environment.agents", has_own_agents, "actors take turns on one engine"),
+            ("mix", updates_again, "the actor is updated once more"),
+        ),
+        at_switch=True,
+    )
+
+
+def _environment_issues(config: Config) -> Issues:
+    """Yield mistakes in the length of turns, and settings that cannot be combined with an actor for each agent."""
+    environment = config.environment
+    if environment.name is None:
+        return
+    total = config.rollout.sampling["max_tokens"]
+    turn = environment.max_turn_tokens
+    involves = ("rollout.sampling.max_tokens",)
+    if turn is not None and isinstance(total, int) and turn > total:
+        text = f"found {turn}, more than rollout.sampling.max_tokens={total}, which all turns together have."
+        yield ConfigIssue("environment.max_turn_tokens", text, involves=involves)
+    if turn is None and isinstance(total, int) and total < environment.max_turns:
+        text = f"found {environment.max_turns}, more than rollout.sampling.max_tokens={total}: no token for each turn."
+        yield ConfigIssue("environment.max_turns", text, involves=involves)
+    if environment.agents != "own":
+        return
+    why = "each agent has an actor of its own. Use agents: shared"
+    conflicts = (
+        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, why),
+        ("trainer.rollout_only", config.trainer.rollout_only, why),
+        ("actor.lora", config.actor.lora is not None, why),
+        ("mix", bool(config.mix), why),
+        ("algorithm.advantage", config.estimator_reads("implicit_rewards"), why),
+    )
+    yield from conflict_issues("environment.agents", conflicts)
+
+
+def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
+    """Yield settings that rule out router replay: the engine reports no experts, or the actor cannot replay them."""
+    key = "actor.router_replay"
+    mode = config.actor.router_replay
+    rollout = config.rollout
+    if mode == "off":
+        return
+    is_drafted = bool(rollout.vllm.get("speculative_config"))
+    parts = "experts of a response's parts are not put together"
+    for wrong, involved, why in (
+        (config.actor.engine != "megatron", "actor.engine", "routers are told by megatron-core alone"),
+        (rollout.engine != "vllm", "rollout.engine", "vLLM in the run's own processes alone says what it took"),
+        (config.environment.name is not None, "environment.name", "experts of turns are not put together"),
+        (rollout.function is not None, "rollout.function", "a function's responses come without experts"),
+        (
+            is_drafted,
+            "rollout.vllm.speculative_config",
+            "experts of drafts that are not taken come between the others",
+        ),
+        (rollout.partial is not None, "rollout.partial", parts),
+        (rollout.in_flight_updates, "rollout.in_flight_updates", parts),
+    ):
+        if wrong:
+            yield ConfigIssue(key, f"found {yaml_text(mode)}, and {why}. Leave it out.", involves=(involved,))
+            return
+    if spec is not None and spec.is_tabled and spec.moe is None:
+        yield ConfigIssue(key, f"found {yaml_text(mode)}, and the model has no routed experts. Leave it out.")
+    is_one_update = config.algorithm.num_epochs == config.algorithm.num_mini_batches == 1
+    if mode == "old_log_probs" and is_one_update and config.algorithm.kl.place != "reward":
+        text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
+        yield ConfigIssue(key, text, involves=("algorithm.num_mini_batches",))
+
+
+def _program_issues(config: Config, command: str) -> Issues:
+    """Yield settings that a step of the user's own cannot do yet if roles have ranks of their own."""
+    if config.trainer.program is None or not is_placed(config, command):
+        return
+    why = "roles have ranks of their own, and a program cannot do it there yet"
+    conflicts = (
+        ("rollout.in_flight_updates", config.rollout.in_flight_updates, why),
+        ("placement.actor_islands", config.placement.actor_islands > 1, why),
+    )
+    yield from conflict_issues("trainer.program", conflicts)
