@@ -118,7 +118,7 @@ class Coordinator:
         # Only the reporting rank talks to the coordinator. The others receive the decision along a tree rooted at it.
         if self.fabric.rank == reporter.rank:
             if report is None:
-                raise ValueError(f"the first rank of {reporter} reports")
+                raise ValueError(f"only the first rank of {reporter} may report")
             together = {role, *partners}
             bits = sum(1 << n for n, other in enumerate(self.participants) if other.role in together)
             decision = self._ask(number, replace(report, partners=bits))
@@ -195,7 +195,7 @@ class Coordinator:
         for number, participant in enumerate(self.participants):
             if participant.role == role and participant.rank in self.fabric.world.ranks:
                 return number
-        raise ValueError(f"nobody reports on {role} in the world {self.fabric.world.name}")
+        raise ValueError(f"no rank of the role group {self.fabric.world.name} reports for {role}")
 
     def _ask(self, number: int, report: GradientReport) -> Decision:
         reporter = self.participants[number]

@@ -319,7 +319,7 @@ class _Planner(Sequence[Plan]):
                     for tensor in group.tensors
                 ]
         if problems:
-            raise ReshardError(f"the source lacks what the destination needs: {'; '.join(listed(problems))}.")
+            raise ReshardError(f"the source does not hold what the destination needs: {'; '.join(listed(problems))}.")
 
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:

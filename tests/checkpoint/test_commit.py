@@ -169,7 +169,7 @@ def test_damage_is_named_and_the_newest_whole_one_is_used(
     assert resume(launch, folder, run, actor={"tp": 1})["path"].endswith("step_00000001")
     shutil.rmtree(run / "checkpoints" / "step_00000001")
     found = resume(launch, folder, run)
-    assert "no checkpoint is whole" in found["text"] and text in found["text"]
+    assert "no checkpoint is intact" in found["text"] and text in found["text"]
 
 
 class Payload:
