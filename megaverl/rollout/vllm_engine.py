@@ -381,6 +381,9 @@ def prepare_vllm() -> None:
     """Set vLLM's environment and adapt it to this machine. Call before vLLM is imported."""
     # vLLM reads the environment when it is imported, and again when an engine is made.
     os.environ.update(ENVIRONMENT)
+    # Numba, which looks for n-grams, shares OpenMP's threads with torch: each search left one for every core. With more
+    # threads than at its start, the CPU build's attention computed wrong values (0.32).
+    os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     platform.adapt_vllm()
 
 

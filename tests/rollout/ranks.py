@@ -86,11 +86,13 @@ def speculate(
 ) -> dict[str, Any]:
     """The answers of an engine with a speculator, whose weights are written into it; to `many` as tokens alone; what
     became of its drafts."""
+    threads = torch.get_num_threads()
     made = engine(folder, tp, load_weights=False, speculative_config=speculation)
     fill(made, folder)
     found = [answers(made, **request) for request in requests]
     made.saved_work = SavedWork()
     drawn = made.generate(many["prompts"], SamplingOptions(**many["sampling"]), many["seeds"])
+    assert torch.get_num_threads() == threads, "a search for drafts leaves OpenMP's threads as they are"
     return {"answers": found, "many": [one.token_ids for one in drawn], "work": asdict(made.saved_work)}
 
 
