@@ -154,7 +154,7 @@ def flip_a_bit(folder: Path) -> None:
         (lose_the_manifest, "it has no manifest.json"),
         (tear_the_manifest, "manifest.json: damaged"),
         (newer_format, "format 7, written by a newer megaverl"),
-        (lie_in_the_manifest, "its own checksum does not agree"),
+        (lie_in_the_manifest, "its checksum does not match"),
         (flip_a_bit, "__0_0.distcp: actor."),
     ],
 )

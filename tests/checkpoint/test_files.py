@@ -310,7 +310,7 @@ def test_what_a_run_cannot_take_is_listed(tmp_path: Path) -> None:
     actor = ROLES["actor"]
     several = said({"critic": {}, "actor": actor | {"model": {"hidden_size": 48, "num_layers": 3}}})
     for part in (
-        f"{tmp_path}: of another model",
+        f"{tmp_path}: was saved with another model",
         "it holds actor, but no critic",
         "actor.hidden_size is 32, this run has 48",
         "actor.num_layers is 2, this run has 3",
