@@ -166,5 +166,5 @@ def test_a_package_for_another_torch_is_named_before_anything_starts(
     monkeypatch.setattr(quickstart, "prepare", lambda config: (started.append("inputs"), prepare(config))[1])
     monkeypatch.setattr(elastic_agent, "launch", lambda *given: started.append("ranks") or 0)
     assert (cli.main(["quickstart"]), started) == ((2, []) if wrong else (0, ["inputs", "ranks"]))
-    said = f"torchvision {vision}: built for CUDA, beside a torch for the processor"
+    said = f"torchvision {vision}: these are CUDA builds, but torch is a CPU build"
     assert (said in (error := capsys.readouterr().err)) == wrong and ("pip uninstall -y torchvision" in error) == wrong

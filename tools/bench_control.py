@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cost of agreements, heartbeats and process groups for a rank, by the number of ranks: real processes over gloo.
 
-The tables of docs/scale.md:
+The tables of docs/scaling.md:
 
     python tools/bench_control.py                          # up to 1,024 processes: 6 GB of memory, some minutes
     python tools/bench_control.py --ranks 8,64,256         # a minute

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Data that one rank of N receives and processes in a step, at N = 8, 128 and 1,024: the table of docs/scale.md.
+"""Data that one rank of N receives and processes in a step, at N = 8, 128 and 1,024: the table of docs/scaling.md.
 
     python tools/bench_scale.py                          # about a minute and 6 GB of memory for 1,024 ranks
     python tools/bench_scale.py --ranks 8 128 --only samples

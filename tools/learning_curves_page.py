@@ -12,32 +12,33 @@ from tools.learning_curves_settings import ALGORITHMS, GROUP, IN_TURNS, STEPS, T
 WANTED_GAIN, WANTED_SEEDS = 0.30, 3
 # What is known of those that gained less than was wanted, shown where they did.
 BELOW = {
-    "remax": "its baseline is the reward of the greedy response, and after the warm-up the greedy response is far "
-    "better than a sampled one (rewards of 1.5 to 2.0 against 0.5 to 0.8). So nearly every response is pushed down at "
-    "first, with gradient norms of 20 to 25 (RLOO from the same start: 5) of which clipping leaves 1, and accuracy "
-    "falls for 20 steps on every seed before it climbs. It is still climbing at step 100. This is the algorithm as "
-    "published; a longer budget or a policy nearer to its greedy one suits it better.",
+    "remax": "its baseline is the reward of the greedy response, which is far better than a sampled one after the "
+    "warm-up (rewards of 1.5 to 2.0 instead of 0.5 to 0.8). Nearly every response therefore has a negative advantage "
+    "at first, with gradient norms of 20 to 25 before clipping (RLOO from the same start: 5). Accuracy falls for 20 "
+    "steps on every seed before it rises, and is still rising at step 100. This is the published algorithm; it needs "
+    "more steps, or a policy that is closer to its greedy one.",
     "best_of_group": f"it does not optimise accuracy; see pass@{GROUP} below.",
 }
 
 # What some algorithms need and the quickstart's task does not have.
 ADDED = (
-    f"Two need a teacher: `{'` and `'.join(TAUGHT)}` learn from the model that `{TEACHER}` has made of the same warm "
-    "start on the same budget, exported and given as the reference; rewards are measured, and train nothing. Two need "
-    f"turns: for `{'` and `'.join(IN_TURNS)}` the same answer is written in turns of two tokens, to which nothing is "
-    "said, and the same rewards are paid turn by turn (`tools/learning_curves_turns.py`)."
+    f"`{'` and `'.join(TAUGHT)}` need a teacher: the model that `{TEACHER}` trained from the same warm start with the "
+    "same number of steps. Their rewards are measured, and do not train. "
+    f"`{'` and `'.join(IN_TURNS)}` need turns: the model writes the same answer in turns of two tokens, without "
+    "replies, and receives the same rewards turn by turn (`tools/learning_curves_turns.py`)."
 )
 # What this task cannot show, measured once by `megaverl quickstart --config FILE run.nproc=1 actor.tp=1
 # rollout.engine=hf`.
 ELSEWHERE = (
-    "With turns that are answered, on the guessing game (`configs/games/guessing_game.yaml`, "
-    "`turn_grpo_guessing_game.yaml`; one seed, one process), accuracy goes from 32.3% to 62.3% with `turn_ppo` and to "
+    "On the guessing game, whose turns have replies (`configs/games/guessing_game.yaml`, "
+    "`turn_grpo_guessing_game.yaml`; one seed, one process), accuracy rises from 32.3% to 62.3% with `turn_ppo` and to "
     "60.0% with `turn_grpo` in 80 steps."
 )
 REMARKS = {
-    "distillation": "credits a sampled token with the teacher's log-prob less its own, down to -20: where the teacher "
-    "is sure, nearly all is pushed down at first. On seed 1 accuracy has fallen to 2% at step 20, with gradient norms "
-    "of 13 to 31, before it climbs; `gkd`, with the same teacher's whole distributions, has no such dip.",
+    "distillation": "credits a sampled token with the teacher's log-prob minus its own, down to -20. If the teacher is "
+    "certain, nearly all tokens have a negative advantage at first. On seed 1 accuracy falls to 2% at step 20, with "
+    "gradient norms of 13 to 31, before it rises. `gkd`, with the same teacher's whole distributions, does "
+    "not show this.",
 }
 
 
@@ -116,7 +117,10 @@ def below(results: list[Result]) -> list[str]:
     lines: list[str] = []
     for name, runs in by_algorithm(results).items():
         if name in BELOW and not enough(runs):
-            lines += [*textwrap.wrap(f"`{name}` gains less than 30 points on some seed: {BELOW[name]}", 110), ""]
+            lines += [
+                *textwrap.wrap(f"`{name}` gains less than 30 points on at least one seed: {BELOW[name]}", 110),
+                "",
+            ]
     return lines
 
 
@@ -143,14 +147,12 @@ def passes(results: list[Result]) -> list[str]:
     if not lines:
         return []
     text = (
-        "`best_of_group` pays a response for what the group's maximum would lose without it: its lead over the second "
-        f"best. Where two of the {GROUP} are right nobody is paid: at an accuracy p a share of (1 - p)^8 + 8 p "
-        "(1 - p)^7 of the groups tells something, 74% at p = 12.5%, 4% at p = 50%. So its accuracy levels off as soon "
-        "as most groups hold two right responses, and the gradient with it (on seed 0 it is 0 at the end). "
-        "`pass_at_k` asks for one right response of 4, and levels off later. Nothing is wrong with either, and more "
-        "steps would not help: accuracy is not what they optimise. "
-        f"pass@{GROUP}, the chance that one of {GROUP} responses is right, is; for these runs accuracy is the mean of "
-        f"{GROUP} responses to each prompt."
+        "`best_of_group` rewards only a single best response, with its lead over the second best. If two of the "
+        f"{GROUP} responses are right, none is rewarded: at an accuracy p, a share of (1 - p)^8 + 8 p (1 - p)^7 of the "
+        "groups has a gradient, 74% at p = 12.5% and 4% at p = 50%. Its accuracy therefore levels off as soon as most "
+        "groups have two right responses. `pass_at_k` needs one right response of 4, and levels off later. More steps "
+        f"would not help, because neither optimises accuracy. Both optimise pass@{GROUP}, the probability that one of "
+        f"{GROUP} responses is right. In this table, accuracy is the mean of {GROUP} responses per prompt."
     )
     return [
         f"## pass@{GROUP}",
@@ -178,11 +180,11 @@ def page(results: list[Result]) -> str:
         [
             "# Learning curves",
             "",
-            "Every on-policy algorithm on the quickstart's task (write five digits backwards; a model of two layers",
-            "after a short supervised warm-up), all from the same warm start of a seed, all with the same learning",
-            f"rate, {STEPS} steps of 32 prompts x 8 responses and two mini-batches. Nothing is tuned for any of them.",
-            "Accuracy on 256 held-out prompts, sampled at temperature 1. Steps are the budget: DAPO generates further",
-            "groups in a step, ReMax a greedy response to each prompt, and PRIME trains a second model.",
+            "This page shows every on-policy algorithm on the quickstart's task: write five digits backwards, with a",
+            "model of two layers after a short supervised warm-up. For each seed, all algorithms start from the same",
+            f"model and take {STEPS} steps of 32 prompts x 8 responses in two mini-batches, at one learning rate.",
+            "No algorithm is tuned. Accuracy is measured on 256 held-out prompts at temperature 1. Some cost more:",
+            "DAPO generates further groups, ReMax a greedy response per prompt, and PRIME trains a second model.",
             "",
             *unfinished,
             summary(results),
@@ -197,8 +199,8 @@ def page(results: list[Result]) -> str:
             *textwrap.wrap(ELSEWHERE, 110, break_on_hyphens=False),
             "",
             *(["Runs that ended with an error:", "", *errors, ""] if errors else []),
-            f"{len(results)} runs, {seconds / 60:.0f} minutes on one CPU core. Made by `tools/learning_curves.py`:",
-            "`run` until all are done, then `report`.",
+            f"{len(results)} runs took {seconds / 60:.0f} minutes on one CPU core. To repeat them, use",
+            "`tools/learning_curves.py run` until all are done, then `tools/learning_curves.py report`.",
             "",
         ]
     )

@@ -19,14 +19,12 @@ SAMPLES = 256  # all held-out ones are written down, for their turns
 COMMAND = "tools/learning_curves.py run --task recipes --out FOLDER"
 HEADING = "## Recipes\n"
 TEXT = """
-Recipes as they are written, on one process with transformers' generation; each seed begins with other
-weights. Accuracy on held-out prompts, sampled at temperature 1, after the warm-up and after the last step.
-Tool use: the share of held-out episodes of more than one turn, which are those that called the calculator.
+Each recipe runs unchanged on one process with transformers' generation; each seed starts from other weights.
+Accuracy is measured on held-out prompts at temperature 1, after the warm-up and after the last step. Tool use
+is the share of held-out episodes of more than one turn, which are those that called the calculator.
 
-The warm-up of the calculator once had other tokens than an episode: no end of sequence after a call, other
-spaces around it. Seed 1 then ended at 0.0%, after 200 steps of warm-up as after 300: it did not find what to
-copy, and unlearned the tool, whose errors cost 0.1. A model whose warm-up has not taught it to copy still
-ends there.
+The warm-up must teach the calculator's model to copy the tool's result. A model that has not learned this
+unlearns the tool, because errors cost 0.1, and ends at an accuracy of 0.
 """
 
 

@@ -1,4 +1,4 @@
-"""Write the parts of the documents that follow from the code: docs/keys.md, a table of docs/checkpoints.md, pictures.
+"""Write the generated parts of the documentation: docs/keys.md, a table of docs/checkpoints.md, and pictures.
 
 python tools/write_docs.py [--check]
 """
@@ -22,15 +22,17 @@ TABLE_BEGINS, TABLE_ENDS = '<div class="keys" markdown>', "</div>"
 INTRODUCTION = """\
 # Every key of the configuration
 
-Made by `tools/write_docs.py` from the schema: edit that, not this. `megaverl keys PREFIX` shows the same in a
-terminal, and for a place that hands its fields to another library (below) those of the installed version.
+This page is generated from the schema by `tools/write_docs.py`. `megaverl keys PREFIX` shows the same in a terminal,
+and also the fields of other libraries (below) for the installed version.
 
-N in a key is the number of an entry in a list. A key is written in YAML under its sections, or on the command line as
-`key=value`. A file may be laid over another one, as the recipes in `configs/` are: `base: FILE`, named from the file's
-own folder. Mappings merge, all else is replaced; a base may have a base. What a base sets cannot be taken out, only set
-otherwise.
+- Write a key in YAML under its sections, or on the command line as `key=value`. N is the number of an entry in a list.
+- `base: FILE` builds a configuration on another file, relative to its own folder, like the recipes in `configs/`.
+  Mappings are merged and all other values are replaced. A base can have a base. A key of the base can be changed
+  but not removed.
 
-| place | fields of |
+These keys accept fields of other libraries:
+
+| Key | Fields of |
 | --- | --- |
 {places}
 """
@@ -48,7 +50,7 @@ def keys_page() -> str:
             lines += ["", TABLE_ENDS] if section is not None else []
             section = top
             lines += [f"## {top}", "", meanings[top], "", TABLE_BEGINS, ""]
-            lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+            lines += ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
         cells = (f"`{entry.key}`", entry.type, f"`{entry.default}`", entry.meaning)
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join([*_spaced(lines), "", TABLE_ENDS]) + "\n"
@@ -154,18 +156,18 @@ def grids_picture() -> str:
     return str(picture)
 
 
-def worlds_picture() -> str:
+def roles_picture() -> str:
     """Draw roles on nodes of their own."""
-    picture = Picture(900, 230, "three worlds of ranks and the fabric that joins them")
-    worlds = (
+    picture = Picture(900, 230, "three role groups with ranks of their own, and the group that joins them")
+    role_groups = (
         ("rollout", "vLLM, 8 ranks", "o"),
         ("actor, reference", "Megatron, 16 ranks", "a"),
         ("critic, reward", "8 ranks", "g"),
     )
-    for number, (name, small, kind) in enumerate(worlds):
+    for number, (name, small, kind) in enumerate(role_groups):
         x = 30 + 295 * number
         picture.box(x, 25, 250, 95, name, small, kind)
-        picture.text(x + 125, 112, "its own default group: knows of no other", small=True)
+        picture.text(x + 125, 112, "separate default process group", small=True)
         picture.arrow((x + 100, 122), (x + 100, 158))
         picture.arrow((x + 150, 158), (x + 150, 124))
     picture.box(
@@ -174,14 +176,16 @@ def worlds_picture() -> str:
         840,
         50,
         "one group over all ranks",
-        "batches as rows, weights as boxes; the coordinator decides",
+        "transfers rows of batches and boxes of weights",
     )
     return str(picture)
 
 
 def reshard_picture() -> str:
     """Draw one weight, cut in two ways, and the pieces that travel."""
-    picture = Picture(900, 270, "a weight cut by Megatron in four, by vLLM in two, and the boxes that travel")
+    picture = Picture(
+        900, 270, "a weight split by Megatron over four ranks and by vLLM over two, and the boxes that are sent"
+    )
     picture.text(150, 28, "Megatron: tp 2, pp 2")
     picture.text(740, 28, "vLLM: tp 2")
     for number in range(4):
@@ -209,7 +213,7 @@ def reshard_picture() -> str:
     picture.text(
         450,
         262,
-        "plan = intersection of two layouts: each element once, from the nearest holder, into its place",
+        "plan = intersection of two layouts: each missing element is received once, from the nearest rank that has it",
         small=True,
     )
     return str(picture)
@@ -217,7 +221,7 @@ def reshard_picture() -> str:
 
 def pages() -> dict[Path, str]:
     """Return the path and the text of every file that this tool writes."""
-    pictures = {"step": step_picture, "grids": grids_picture, "worlds": worlds_picture, "reshard": reshard_picture}
+    pictures = {"step": step_picture, "grids": grids_picture, "roles": roles_picture, "reshard": reshard_picture}
     texts = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
     checkpoints = ROOT / "docs" / "checkpoints.md"
     texts[checkpoints] = checkpoints_page(checkpoints.read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ class Manifest:
             version = int(content["format"])
             if version == FORMAT_VERSION:
                 if content.pop("crc32") != crc32_of_json(content):
-                    raise ValueError("its own checksum does not agree with what it says")
+                    raise ValueError("its checksum does not match its contents")
                 return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {USE_ANOTHER}") from error
@@ -129,7 +129,9 @@ class Manifest:
                 name = role if key == "model" else f"{role}.{key}"
                 wrong += _differences(name, saved.get(key), description.get(key))
         if wrong:
-            raise CheckpointError(f"{folder}: of another model or algorithm: {'; '.join(wrong)}. {USE_ANOTHER}")
+            raise CheckpointError(
+                f"{folder}: was saved with another model or algorithm: {'; '.join(wrong)}. {USE_ANOTHER}"
+            )
 
 
 def _differences(name: str, saved: Any, wanted: Any) -> Iterator[str]:

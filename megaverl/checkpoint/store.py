@@ -304,7 +304,7 @@ class CheckpointStore:
             if resume == "latest":
                 raise CheckpointError(
                     f"checkpoint.resume=latest: {self.root} holds no checkpoint ({PREFIX}NNNNNNNN folders). "
-                    "With auto, a run without one starts anew."
+                    "With auto, a run without one starts from the beginning."
                 )
             return None
         path = Path(resume)
@@ -382,7 +382,7 @@ class CheckpointStore:
             warned = len(problems)
             problems.append((yield folder))
         if problems and not job:
-            raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
+            raise CheckpointError("\n".join([f"{root}: no checkpoint is intact.", *problems]))
         for problem in problems[warned:]:
             self._warn(f"passed over {problem}")
 

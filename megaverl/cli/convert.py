@@ -15,16 +15,16 @@ from megaverl.cli.options import Subcommand
 from megaverl.errors import FAILED, INTERRUPTED, ConfigError, MegaverlError
 
 DESCRIPTION = """\
-Convert a model. The output appears only when it is whole, and takes configuration, tokenizer and chat template along.
+Convert a model, with its configuration, tokenizer and chat template. The output appears only when it is complete.
 
   megaverl convert models/Qwen3-8B out/megatron --tp 4 --pp 2     Hugging Face to Megatron (torch_dist)
   megaverl convert Qwen/Qwen3-8B out/megatron                     the same, from the hub
-  megaverl convert runs/mine out/hf --verify                      the newest checkpoint of a run, to Hugging Face
+  megaverl convert runs/mine out/hf --verify                      newest checkpoint of a run to Hugging Face
   megaverl convert out/megatron out/other --to megatron --ep 8    Megatron to Megatron, on another grid
   megaverl convert model.Q8_0.gguf out/hf --dtype bfloat16        GGUF to Hugging Face
 
-A critic or reward model (score.weight) is known by its files. Runs without torchrun; under torchrun (--nproc-per-node
-N, one or more machines on one file system) the ranks share the work.
+Critics and reward models (score.weight) are recognised by their files. torchrun is not needed; under torchrun
+(--nproc-per-node N, one or more machines on one file system) the ranks share the work.
 """
 GRID = ("tp", "pp", "ep", "etp", "vpp")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,25 +44,29 @@ def _options(parser: argparse.ArgumentParser) -> None:
     grid = parser.add_argument_group("a Megatron target's grid (any other grid can read the checkpoint too)")
     for name in GRID:
         grid.add_argument(f"--{name}", type=int, metavar="N", default=None if name in ("etp", "vpp") else 1)
-    grid.add_argument("--prefix", default="", help="in front of every key, such as actor.")
+    grid.add_argument("--prefix", default="", help="prefix of every key, such as actor.")
     grid.add_argument(
         "--layer-spec",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="whose names the keys have, where they differ (%(default)s)",
+        help="layer spec whose names the keys use (%(default)s)",
     )
-    parser.add_argument("--role", help="whose weights to take from a run's checkpoint (actor, critic)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where config.json is, if not with the source")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit, of a model on the hub")
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="carry this tokenizer instead")
-    parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 5GB; default: as the model came")
+    parser.add_argument("--role", help="role whose weights to convert from a run's checkpoint (actor, critic)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as stored")
     parser.add_argument(
-        "--verify", action="store_true", help="read checksums and the output too, and compare every byte"
+        "--model", type=Path, metavar="FOLDER", help="folder with config.json, if it is not in the source"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model on the hub")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="use this tokenizer instead")
+    parser.add_argument(
+        "--shard-size", metavar="SIZE", help="maximum size of a file, such as 5GB; default: as in the source"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="verify checksums, read the output again and compare every byte"
     )
     parser.add_argument("--logits", action="store_true", help="run both models and compare logits (implies --verify)")
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from megaverl.models.folder import Support
 
 KEYS = """\
-The configuration's keys: type, default, meaning; other libraries' included.
+Explain configuration keys: type, default and meaning, including fields of other libraries.
 
-  megaverl keys                        all of this project's keys
+  megaverl keys                        all keys of megaverl
   megaverl keys algorithm.kl           one section
-  megaverl keys rollout.sampling       those of vLLM's SamplingParams, as installed"""
+  megaverl keys rollout.sampling       fields of the installed vLLM's SamplingParams"""
 MODELS = """\
-Which models train under which engine, which generate, and which are converted.
+List which models train on which engine, which generate and which can be converted.
 
-  megaverl models                      all that is known by name, and what holds for any other
-  megaverl models FOLDER               one model, tried without its weights: what its config.json says is built"""
+  megaverl models                      all known models, and what applies to others
+  megaverl models FOLDER               test one model: build it from its config.json, without weights"""
 COMPLETION = """\
-Print what makes the shell complete commands, options and the configuration's keys.
+Print a script that completes commands, options and configuration keys in the shell.
 
-  source <(megaverl completion bash)          for this shell; put it into ~/.bashrc for all
+  source <(megaverl completion bash)          for this shell; add it to ~/.bashrc for all
   source <(megaverl completion zsh)           the same for zsh
   megaverl completion fish > ~/.config/fish/completions/megaverl.fish
 """
@@ -70,7 +70,9 @@ TAKE_KEYS = ("train", "sft", "eval", "generate", "quickstart", "plan", "flow", "
 
 
 def _keys_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", nargs="?", default="", help="such as actor, algorithm.kl or rollout.vllm")
+    parser.add_argument(
+        "prefix", nargs="?", default="", help="section or key, such as actor, algorithm.kl or rollout.vllm"
+    )
 
 
 def _keys(arguments: argparse.Namespace) -> int:

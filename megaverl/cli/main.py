@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 # Maps a command's name to the module of this folder whose `COMMANDS` holds it, and to its line in `megaverl --help`.
 COMMANDS = {
-    "train": ("train", "reinforcement learning: PPO, GRPO and their kin"),
-    "sft": ("train", "a warm-up by supervised fine-tuning on prompt/answer pairs"),
-    "dpo": ("train", "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO and 15 more"),
-    "reward": ("train", "a reward model from pairs of responses"),
-    "init": ("start", "a recipe for your own model and data, and what to type next"),
-    "recipes": ("start", "the recipes that come along: what each shows, and where it runs"),
-    "quickstart": ("train", "the whole job on a tiny model made on the spot; downloads nothing"),
-    "generate": ("train", "responses to prompts"),
-    "eval": ("train", "validation only: mean reward, accuracy, pass@k"),
-    "plan": ("plan", "memory, bytes and seconds of a configuration on a given cluster, before there is one"),
-    "convert": ("convert", "Hugging Face <-> Megatron checkpoint on any grid, Megatron <-> Megatron, GGUF"),
-    "check-plugin": ("plan", "whether a reward, loss, environment, ... of your own keeps to its contract"),
-    "data": ("plan", "check: what is wrong with which rows of a data set"),
-    "flow": ("plan", "show: the operators of a configuration's training step"),
-    "rollout-pool": ("serve", "add, remove, list: the inference servers of a run, while it goes on"),
-    "serve": ("serve", "vLLM's server: for a run's responses, or a reward or judge model that several jobs share"),
-    "report": ("report", "one HTML page about a run, or about several side by side"),
-    "watch": ("report", "a run that goes on, in the terminal: curves, stages, who waits"),
-    "trace": ("report", "one trace of all ranks of a profiled step, for Perfetto"),
-    "doctor": ("report", "what this machine has and lacks, and how to fix it"),
-    "completion": ("keys", "what makes bash, zsh or fish complete commands and keys"),
-    "models": ("keys", "which models train under which engine, generate and convert; or one folder's, tried"),
-    "keys": ("keys", "every key of the configuration: type, default, meaning"),
+    "train": ("train", "train by reinforcement learning: PPO, GRPO and similar algorithms"),
+    "sft": ("train", "fine-tune on prompt/answer pairs"),
+    "dpo": ("train", "train on pairs of responses: DPO, IPO, KTO, SimPO, ORPO and 15 more"),
+    "reward": ("train", "train a reward model on pairs of responses"),
+    "init": ("start", "write a configuration for your own model and data"),
+    "recipes": ("start", "list the included recipes, what each shows and where it runs"),
+    "quickstart": ("train", "train a tiny generated model; downloads nothing"),
+    "generate": ("train", "generate responses to prompts"),
+    "eval": ("train", "evaluate: mean reward, accuracy, pass@k"),
+    "plan": ("plan", "predict memory, traffic and time of a configuration, without a cluster"),
+    "convert": ("convert", "convert between Hugging Face, Megatron (any grid) and GGUF"),
+    "check-plugin": ("plan", "test a reward, loss, environment, ... of your own"),
+    "data": ("plan", "check: list the rows of a data set that cannot be used"),
+    "flow": ("plan", "show: print the operators of a training step"),
+    "rollout-pool": ("serve", "add, remove, list: manage the inference servers of a running job"),
+    "serve": ("serve", "start vLLM's server for rollouts, or for a shared reward or judge model"),
+    "report": ("report", "write one HTML page about one or several runs"),
+    "watch": ("report", "show a running job in the terminal: curves, stages, waiting ranks"),
+    "trace": ("report", "write one trace of all ranks of a profiled step, for Perfetto"),
+    "doctor": ("report", "check this machine, and print how to fix what fails"),
+    "completion": ("keys", "print shell completion for bash, zsh or fish"),
+    "models": ("keys", "list which models train, generate and convert; or test one folder"),
+    "keys": ("keys", "explain every key of the configuration"),
 }
 
 _USAGE = """usage: megaverl COMMAND [--config FILE] [key=value ...]
@@ -53,12 +53,12 @@ _USAGE = """usage: megaverl COMMAND [--config FILE] [key=value ...]
 {commands}
 
 examples:
-  megaverl quickstart                                          a tiny model learns a task, from nothing
+  megaverl quickstart                                          train a tiny model from nothing
   megaverl train --config configs/gsm8k_smollm2/grpo_pp2.yaml model.path=DIR 'data.train=[train.jsonl]'
-  megaverl train --config FILE --dry-run                       check everything that a start checks, and stop
-  megaverl report runs/quickstart                              what came of it, as one HTML page
+  megaverl train --config FILE --dry-run                       check everything, start nothing
+  megaverl report runs/quickstart                              write one HTML page about a run
 
-megaverl COMMAND --help shows a command's options; megaverl --version the version.
+megaverl COMMAND --help shows the options of a command; megaverl --version shows the version.
 """
 
 

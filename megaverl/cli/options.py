@@ -41,7 +41,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="laid over the file, such as actor.tp=2 (`megaverl keys`)",
+        help="override a key of the file, such as actor.tp=2 (see `megaverl keys`)",
     )
 
 
@@ -52,12 +52,12 @@ def add_nproc(parser: argparse.ArgumentParser, help: str = "processes to start o
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run` and the two options that go with it."""
-    parser.add_argument("--dry-run", action="store_true", help="check everything that a start checks, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="make every check of a start, and start nothing")
     parser.add_argument("--print", action="store_true", help="with --dry-run: print the resolved configuration")
     parser.add_argument(
         "--no-file-checks",
         action="store_true",
-        help="with --dry-run: the model folder and the data files need not be here",
+        help="with --dry-run: do not require the model folder and the data files",
     )
 
 
@@ -93,9 +93,9 @@ def read_config(
         ConfigError: lists every mistake.
     """
     if getattr(arguments, "no_file_checks", False) and not arguments.dry_run:
-        raise ConfigError("--no-file-checks: only together with --dry-run; a run needs its files.")
+        raise ConfigError("--no-file-checks: use it only with --dry-run; a run needs its files.")
     if getattr(arguments, "print", False) and not arguments.dry_run:
-        raise ConfigError("--print: only together with --dry-run; a run writes its configuration into its folder.")
+        raise ConfigError("--print: use it only with --dry-run; a run writes its configuration into its folder.")
     overrides = list(arguments.overrides)
     # Added last, so that an option wins over the same key given as key=value.
     for option, key in (("nproc", "run.nproc"), ("resume", "checkpoint.resume")):

@@ -38,7 +38,7 @@ PLAN_EXAMPLES = """\
 examples:
   megaverl plan --config configs/llama3_70b/grpo_128_nodes.yaml --nodes 128
   megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png
-  megaverl plan --config FILE --nodes 16 --hardware h100 --response-tokens 1500   what a step takes, too
+  megaverl plan --config FILE --nodes 16 --hardware h100 --response-tokens 1500   also predict the time of a step
   megaverl plan --calibrate here.json                     measure this machine, for --hardware here.json
   megaverl plan --config FILE --auto --nodes 16 --write chosen.yaml     choose grids, micro-batches and engines"""
 PICTURES = (".svg", ".png")
@@ -47,14 +47,14 @@ ONLY_TRAIN_NEEDS = ("data.train", "reward")
 # Fields of `Machine` that are options given in GB or GB/s, with their help.
 MACHINE = {
     "memory": "memory of a GPU, GB of 1e9 bytes",
-    "reserve": "of it, kept for CUDA's context, NCCL, workspaces and graphs; by default what each rank needs",
-    "nvlink": "GB/s of a GPU to its node, each way",
+    "reserve": "part of it for CUDA's context, NCCL, workspaces and graphs; default: computed per rank",
+    "nvlink": "GB/s between a GPU and its node, each direction",
     "network": "GB/s of a GPU to other nodes, each way",
     "hbm": "GB/s of a GPU's memory",
 }
 FLOW = """\
-Show the training step of a configuration: its operators, on which role each runs, what it takes and gives, which run
-side by side, and what moves between ranks where roles have ranks of their own (`placement`).
+Show the training step of a configuration: operators, their roles, inputs and outputs, which run at the same time, and
+what is sent between ranks if roles have ranks of their own (`placement`).
 
   megaverl flow show --config configs/gsm8k_smollm2/ppo.yaml
   megaverl flow show --config FILE --nproc 4 'placement={actor: [0, 1], rollout: [2, 3]}'
@@ -64,21 +64,29 @@ side by side, and what moves between ranks where roles have ranks of their own (
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--model-config", metavar="FILE", help="a config.json, where model.path is not here")
-    parser.add_argument("--nodes", type=int, metavar="N", help="without it run.nproc, or the fewest ranks that do")
+    parser.add_argument("--model-config", metavar="FILE", help="a config.json, if model.path is not on this machine")
+    parser.add_argument("--nodes", type=int, metavar="N", help="default: run.nproc, or as few ranks as possible")
     parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(known())}, or a file: predict a step's time")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine for --hardware FILE: some minutes")
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean; by default half the limit")
-    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; by default 40 %% of the limit")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default 8, or the hardware's")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine for --hardware FILE; takes minutes")
+    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length; default: half of the limit")
+    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean length; default: 40 %% of the limit")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or the hardware's number")
     for name, meaning in MACHINE.items():
         default = getattr(Machine, name)
         text = meaning if default is None else f"{meaning} ({default / GB:g}, or the hardware's)"
         parser.add_argument(f"--{name}", type=float, metavar="GB", help=text)
-    parser.add_argument("--auto", action="store_true", help="choose the layout: the five best by predicted time")
-    parser.add_argument("--staleness", type=int, default=0, metavar="N", help="--auto: engines apart, N steps ahead")
-    parser.add_argument("--write", metavar="FILE", help="--auto: a recipe with the best, laid over --config's")
-    parser.add_argument("--picture", metavar="FILE", help="placement and traffic, as .svg or .png")
+    parser.add_argument("--auto", action="store_true", help="search for the best layouts by predicted time")
+    parser.add_argument(
+        "--staleness",
+        type=int,
+        default=0,
+        metavar="N",
+        help="--auto: also try engines on ranks of their own, N steps ahead",
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", help="--auto: write a configuration with the best layout, based on --config"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="draw placement and traffic as .svg or .png")
     add_json(parser, "the same for machines: bytes and seconds")
 
 
@@ -242,7 +250,7 @@ def _flow(arguments: argparse.Namespace) -> int:
 
 
 PLUGIN = """\
-Run the contract tests of a plug-in: what every reward, loss, environment, ... must keep to, tried on your own.
+Run the contract tests of a plug-in: a reward, loss, environment, ... of your own.
 
   megaverl check-plugin reward my_rewards.py:score
   megaverl check-plugin reward my_rewards.py:score_many batched=true
@@ -252,19 +260,19 @@ Run the contract tests of a plug-in: what every reward, loss, environment, ... m
 Kinds, and the keys that name them in a configuration:
 {kinds}
 
-Exit code: 0 where all holds, 1 where something does not, 2 for a mistake in the command.
+Exit code: 0 if all tests pass, 1 if one fails, 2 for a mistake in the command.
 """
 DATA = """\
-Read every row of a data set, and say what is wrong with which rows: missing columns, wrong types, lengths, prompts that
-stand twice, held-out prompts that stand among the training ones. With a tokenizer prompts are rendered and counted in
-tokens, as a run would. Rows without an answer may have a chosen and a rejected response, or a completion and its label.
+Read every row of a data set and list problems: missing columns, wrong types, lengths, duplicate prompts, held-out
+prompts in the training data. With a tokenizer, prompts are rendered and counted in tokens, as in a run. Rows without an
+answer may have a chosen and a rejected response, or a completion and its label.
 
   megaverl data check train.jsonl
   megaverl data check 'data/*.parquet' --prompt-key question --answer-key solution --tokenizer models/small
-  megaverl data check --config run.yaml                    the data and preference files of a run, its own settings
+  megaverl data check --config run.yaml                    data and preference files of a run, with its settings
   megaverl data check org/name --json > found.json         a data set on the hub
 
-Exit code: 0 where every row can be used, 1 where some cannot, 2 for a mistake in the command.
+Exit code: 0 if every row can be used, 1 if some cannot, 2 for a mistake in the command.
 """
 # Number of problems per data source that are printed without --all.
 SHOWN = 20
@@ -273,7 +281,7 @@ SHOWN = 20
 def _plugin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=tuple(KINDS), metavar="KIND")
     parser.add_argument("name", metavar="module:object", help="or path/to/file.py:object")
-    parser.add_argument("options", nargs="*", metavar="key=value", help="options that it is called with")
+    parser.add_argument("options", nargs="*", metavar="key=value", help="options to call it with")
 
 
 def _plugin(arguments: argparse.Namespace) -> int:
@@ -313,17 +321,17 @@ def _key_values(texts: Sequence[str]) -> Mapping[str, object]:
 def _data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check",))
     parser.add_argument(
-        "sources", nargs="*", help="files, patterns, folders, names on the hub; with --config key=value"
+        "sources", nargs="*", help="files, patterns, folders or names on the hub; with --config: key=value"
     )
-    parser.add_argument("--config", metavar="FILE", help="of a run: its data, and how it reads them")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="count in tokens; a model folder, or a .model file")
+    parser.add_argument("--config", metavar="FILE", help="configuration of a run, whose data and settings are used")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="model folder or .model file; count in tokens")
     parser.add_argument("--prompt-key", default="prompt", metavar="COLUMN")
     parser.add_argument("--answer-key", default="answer", metavar="COLUMN", help="'' if there is none")
-    parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longer ones are counted as too long")
-    parser.add_argument("--split", default="train", help="of a data set on the hub")
+    parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="report longer prompts")
+    parser.add_argument("--split", default="train", help="split of a data set on the hub")
     parser.add_argument("--subset", help="configuration of a data set on the hub")
     parser.add_argument("--revision", help="commit, tag or branch of a data set on the hub")
-    parser.add_argument("--all", action="store_true", help=f"show every problem, not the first {SHOWN}")
+    parser.add_argument("--all", action="store_true", help=f"show all problems instead of the first {SHOWN}")
     add_json(parser)
 
 

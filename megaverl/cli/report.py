@@ -20,45 +20,45 @@ from megaverl.cli.options import Subcommand, UsageError, add_json
 from megaverl.errors import FAILED
 
 REPORT = """\
-Write one HTML page about a run: curves, where time and memory went, who was busy when, samples with their rewards,
-configuration, versions, warnings. It needs nothing but itself: mail it, or open it from a disk.
+Write one HTML page about a run: curves, time and memory of each stage, a timeline of the ranks, samples with their
+rewards, configuration, versions and warnings. The page loads nothing from elsewhere.
 
   megaverl report runs/quickstart                     writes runs/quickstart/report.html
   megaverl report runs/a runs/b --output compare.html two runs side by side
-  megaverl report runs/quickstart --serve             a page at http://127.0.0.1:8000/ while the run goes on
+  megaverl report runs/quickstart --serve             serve the page at http://127.0.0.1:8000/, updated
 """
 WATCH = """\
-A run that goes on, in the terminal: curves, where the last step's time went, what each rank does and who waits.
+Show a running job in the terminal: curves, the time of each stage of the last step, and what each rank does.
 
   megaverl watch runs/quickstart
-  megaverl watch runs/quickstart --once               once, for a script or a log
+  megaverl watch runs/quickstart --once               show it once, for a script or a log
 
-q or Ctrl-C ends it. The run goes on.
+q or Ctrl-C ends the display. The job continues.
 """
 TRACE = """\
-Write one trace of all ranks of a step: operators, kernels and stages. `run.profile.steps` says of which steps there are
-any; of others, the stages alone. Open it at https://ui.perfetto.dev (nothing is sent away) or in chrome://tracing.
+Write one trace of all ranks of a step. Steps in `run.profile.steps` have operators and kernels; other steps have only
+stages. Open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
 
   megaverl train ... run.profile.steps=12             records step 12
   megaverl trace runs/NAME --step 12                  writes runs/NAME/trace_12.json.gz
 """
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DOCTOR = """\
-Look at this machine and try it: versions, devices, kernels, network, storage, an all-reduce of two ranks and one
-generated token. Every line that warns or fails says how to fix it. Something to paste into a bug report.
+Check this machine: versions, devices, kernels, network and storage; try an all-reduce of two ranks and generate one
+token. Every line that warns or fails says how to fix it. Attach the output to bug reports.
 
-  megaverl doctor                     all of it, in under 30 seconds
+  megaverl doctor                     all checks
   megaverl doctor --gpu               also driver, ECC, clocks, NVLink, InfiniBand, and NCCL's rates between all GPUs
   megaverl doctor --json > doctor.json
-  megaverl doctor --no-trials         only look, start no process
-  megaverl doctor --timeout 120       a slow or busy machine
+  megaverl doctor --no-trials         start no processes
+  megaverl doctor --timeout 120       for a slow or busy machine
 
-Exit code: 0 where nothing fails, else 1.
+Exit code: 0 if nothing fails, else 1.
 """
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)")
     parser.add_argument(
         "--output",
         "-o",
@@ -66,11 +66,11 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: report.html in the (first) run's folder",
     )
-    parser.add_argument("--serve", action="store_true", help="write nothing; serve the page while the runs go on")
+    parser.add_argument("--serve", action="store_true", help="serve the page instead of writing it, and update it")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="with --serve (%(default)s); others need the token it prints"
+        "--host", default="127.0.0.1", help="with --serve (%(default)s); other addresses need the printed token"
     )
-    parser.add_argument("--port", type=int, default=8000, help="with --serve (%(default)s; 0: any that is free)")
+    parser.add_argument("--port", type=int, default=8000, help="with --serve (%(default)s; 0: any free port)")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -111,9 +111,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _watch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
-    parser.add_argument("--once", action="store_true", help="show it once, and end")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between looks (%(default)s)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)")
+    parser.add_argument("--once", action="store_true", help="show it once and exit")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="interval of updates (%(default)s)")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -173,7 +173,7 @@ def _is_key_pressed(key: str, seconds: float) -> bool:
 
 
 def _trace_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)")
     parser.add_argument("--step", type=int, metavar="N", help="counted from 1; default: the last that was profiled")
     parser.add_argument(
         "--output",
@@ -204,11 +204,13 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "the findings as JSON")
-    parser.add_argument("--gpu", action="store_true", help="look at GPUs and links, and measure NCCL between them")
+    parser.add_argument("--gpu", action="store_true", help="check GPUs and links, and measure NCCL between them")
     parser.add_argument("--no-trials", action="store_true", help="start no other processes")
-    parser.add_argument("--no-generation", action="store_true", help="leave the engine out of the trials")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each trial (90)")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs would write")
+    parser.add_argument("--no-generation", action="store_true", help="do not try the engine")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="limit for each trial (90)")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="folder in which runs would be written"
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

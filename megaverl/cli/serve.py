@@ -41,13 +41,13 @@ ROLLOUT_ARGUMENTS = (
 SERVE = """\
 Start vLLM's server.
 
-rollout: a server that generates for runs with rollout.engine=server, and takes their weights.
+rollout: a server for runs with rollout.engine=server. It generates responses and receives the runs' weights.
 
   megaverl serve rollout MODEL --port 8000
   megaverl train ... rollout.engine=server 'rollout.servers.urls=["http://127.0.0.1:8000"]'
 
-reward: a model that several jobs share. A sequence classifier with one label, whose number is a reward, or with --judge
-a language model that grades.
+reward: a model that several jobs share: a sequence classifier with one label, whose output is the reward, or with
+--judge a language model.
 
   megaverl serve reward runs/rm/hf --port 8001
   megaverl train ... 'reward={url: "http://127.0.0.1:8001", model: runs/rm/hf}'
@@ -55,22 +55,24 @@ a language model that grades.
   REWARD_TOKEN=... megaverl serve reward my/judge --judge --host 10.0.0.5 --token-env REWARD_TOKEN
   megaverl train ... 'reward={judge: {url: "http://10.0.0.5:8001/v1", model: my/judge, token_env: REWARD_TOKEN}}'
 
-It listens at the interface that --host names, and beyond the loopback only with a token. It takes a part of the memory
-that is free when it starts. --vllm='--max-model-len 4096' and the like go to `vllm serve` as they are, and replace the
-defaults. Ctrl-C or SIGTERM ends it.
+The server listens on the interface of --host; other than the loopback it needs a token. It uses a part of the memory
+that is free when it starts. --vllm='--max-model-len 4096' passes arguments to `vllm serve`, which override megaverl's
+defaults. Ctrl-C or SIGTERM ends the server.
 """
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(PORTS))
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name; also its name in requests")
-    parser.add_argument("--judge", action="store_true", help="reward: a language model, asked by chat/completions")
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, or org/name; also its name in requests")
+    parser.add_argument("--judge", action="store_true", help="reward: serve a language model with chat/completions")
     parser.add_argument("--host", default="127.0.0.1", help="address of the interface (127.0.0.1)")
     parser.add_argument("--port", type=int, help="8000 for rollout, 8001 for reward")
-    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that jobs must have")
-    parser.add_argument("--per-job", type=int, default=64, metavar="N", help="reward: requests of one job at once (64)")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="what vLLM prints (runs/serve/NAME_PORT.log)")
-    parser.add_argument("--vllm", default="", metavar="ARGUMENTS", help="further ones of vllm serve, in one text")
+    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that jobs must send")
+    parser.add_argument(
+        "--per-job", type=int, default=64, metavar="N", help="reward: concurrent requests of one job (64)"
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="file for vLLM's output (runs/serve/NAME_PORT.log)")
+    parser.add_argument("--vllm", default="", metavar="ARGUMENTS", help="further arguments of vllm serve, as one text")
 
 
 def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -203,21 +205,21 @@ class JobQueues(TokenGuard):
 # Commands that generate, and write their configuration into the run's folder under their own name.
 GENERATING = ("train", "eval", "generate")
 ROLLOUT_POOL = """\
-The inference servers of a run with rollout.engine=server, while it goes on. A server that is added gets the current
-weights before it is used; one that is removed answers what it has been asked.
+Manage the inference servers of a running job with rollout.engine=server. An added server receives the current weights
+before it is used. A removed server finishes the requests it has.
 
   megaverl rollout-pool list runs/mine
   megaverl rollout-pool add runs/mine http://10.0.0.7:8000
   megaverl rollout-pool remove runs/mine http://10.0.0.5:8000
 
-It writes the file that the run watches (rollout.servers.file); an editor does as well.
+The command edits the file that the run watches (rollout.servers.file).
 """
 
 
 def _pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("add", "remove", "list"))
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
-    parser.add_argument("urls", nargs="*", metavar="URL", help="a server's root, with its port")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="base URL of a server, with its port")
     add_json(parser)
 
 

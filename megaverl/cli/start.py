@@ -29,40 +29,40 @@ from megaverl.errors import MegaverlError
 from megaverl.gpus import count_gpus
 
 INIT = """\
-Write a recipe for your own model and data: train.yaml, every key with its meaning, and rewards.py where the reward is a
-function of yours. On a terminal it asks for what no option says; it looks at the model, the rows and this machine, and
-says the next command. Files that are there stay as they are.
+Write a configuration for your own model and data: train.yaml, with a comment for each key, and rewards.py if the reward
+is your own function. On a terminal the command asks for missing options. It looks at the model, the rows and this
+machine, and prints the next command. Existing files are not overwritten.
 
   megaverl init
   megaverl init mine --model runs/quickstart/hf --data train.jsonl --reward exact_match --algorithm grpo --nproc 2
 """
 RECIPES = """\
-The recipes that come along, each with what it shows and where it runs; or the text of one.
+List the included recipes, what each shows and where it runs; or print one.
 
   megaverl recipes                        all of them
-  megaverl recipes qwen                   those with this in their name
-  megaverl recipes gsm8k_smollm2/dapo     one, as it is written: lay yours over it with `base:`
+  megaverl recipes qwen                   recipes with this text in their name
+  megaverl recipes gsm8k_smollm2/dapo     print one; use it as `base:` of your own
 """
 # Column names that are tried for the prompt and the reference answer, the most likely ones first.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "response", "output", "target", "label")
 # Maps the choices of `--reward` to their meaning.
 JUDGES = {
-    "function": "a function of yours, in rewards.py",
-    "exact_match": "1 where the response is the answer, to the letter",
-    "math_verify": "1 where the last formula or number is worth as much as the answer",
-    "gsm8k": "1 where the last number is the one behind #### in the answer",
+    "function": "your own function, in rewards.py",
+    "exact_match": "1 if the response equals the answer",
+    "math_verify": "1 if the last formula or number equals the answer in value",
+    "gsm8k": "1 if the last number equals the one after #### in the answer",
 }
 # Content of rewards.py.
 FUNCTION = '''\
-"""The reward. Tried on odd responses by: megaverl check-plugin reward {path}:score"""
+"""Reward. To test it on odd responses: megaverl check-plugin reward {path}:score"""
 
 
 def score(prompt, response, reference, extra):
-    """How good a response is: a number.
+    """Return the reward of a response, a number.
 
     Args:
-        reference: the row's answer. extra: its other columns.
+        reference: answer of the row. extra: its other columns.
     """
     return float(response.strip() == str(reference).strip())
 '''
@@ -72,23 +72,25 @@ LENGTHS = {"data.max_prompt_tokens": 512, "rollout.sampling.max_tokens": 512}
 ON_GPUS = {"rollout.sleep": True, "rollout.vllm.gpu_memory_utilization": 0.6}
 # Comments for keys that hold lists, or whose own description is written by another library.
 MEANINGS = {
-    "data.train": "Rows with a prompt and an answer; `megaverl data check` looks at them",
-    "reward": "How a response is judged; several are summed",
-    "actor.optimizer.lr": "The learning rate",
-    "rollout.sampling.max_tokens": "Longest response",
-    "rollout.vllm.gpu_memory_utilization": "vLLM's share of a GPU's memory",
+    "data.train": "Rows with a prompt and an answer; check them with `megaverl data check`",
+    "reward": "Rewards, which are summed",
+    "actor.optimizer.lr": "Learning rate",
+    "rollout.sampling.max_tokens": "Maximum response length in tokens",
+    "rollout.vllm.gpu_memory_utilization": "Share of a GPU's memory for vLLM",
 }
 
 
 def _init_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=".", help="where the files go; made if need be (.)")
-    parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, or org/name on the hub")
+    parser.add_argument("folder", nargs="?", default=".", help="folder for the files, created if necessary (.)")
+    parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder, or org/name on the hub")
     parser.add_argument("--data", metavar="FILE", help="rows of prompts: JSONL, Parquet, a folder, or org/name")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="of the prompt, where its name does not say so")
-    parser.add_argument("--answer-key", metavar="COLUMN", help="of the reference answer")
-    parser.add_argument("--reward", choices=tuple(JUDGES), help="how a response is judged")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the prompt, if its name is not a usual one")
+    parser.add_argument("--answer-key", metavar="COLUMN", help="column of the reference answer")
+    parser.add_argument("--reward", choices=tuple(JUDGES), help="reward of a response")
     parser.add_argument("--algorithm", metavar="NAME", help="grpo, ppo, ... (megaverl keys algorithm.name)")
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes on this machine: one for each GPU, else 2")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="processes on this machine; default: one per GPU, else 2"
+    )
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -97,17 +99,17 @@ def _init(arguments: argparse.Namespace) -> int:
     recipe_file = folder / "train.yaml"
     rewards_file = folder / "rewards.py"
     if recipe_file.exists():
-        raise UsageError(f"{recipe_file} is there, and stays as it is. Name another folder, or remove it")
-    question = "The model: a Hugging Face folder, or org/name on the hub"
+        raise UsageError(f"{recipe_file} already exists and is not overwritten. Name another folder, or remove it")
+    question = "Model (a Hugging Face folder, or org/name on the hub)"
     model = _ask(arguments.model, "--model", question, wrong=_wrong_model)
-    question = "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub"
+    question = "Prompts (a JSONL or Parquet file, a folder, or org/name on the hub)"
     data = _ask(arguments.data, "--data", question, wrong=_wrong_data)
     columns, answers = _columns(data, arguments.prompt_key, arguments.answer_key)
     # GSM8K's answers end in "#### NUMBER".
     likely = "gsm8k" if "####" in answers else "function"
-    question = f"How a response is judged: {', '.join(JUDGES)}"
+    question = f"Reward ({', '.join(JUDGES)})"
     judge = _ask(arguments.reward, "--reward", question, likely, wrong=_one_of(JUDGES))
-    question = "The algorithm: grpo, ppo, ..."
+    question = "Algorithm (grpo, ppo, ...)"
     algorithm = _ask(arguments.algorithm, "--algorithm", question, "grpo", wrong=_one_of(PRESETS))
     ranks = str(count_gpus() or min(2, os.cpu_count() or 1))
     nproc_option = None if arguments.nproc is None else str(arguments.nproc)
@@ -190,10 +192,10 @@ def _ask(
         if value and not (mistake := wrong(value)):
             return value
         if not value:
-            mistake = f"{question[0].lower()}{question[1:]}."
+            mistake = f"not given: {question[0].lower()}{question[1:]}."
         if not asks:
-            nobody = "" if value else " There is no terminal to ask on: give it"
-            raise UsageError(f"{option}: {mistake}{nobody}")
+            hint = "" if value else " Add the option; there is no terminal to ask on"
+            raise UsageError(f"{option}: {mistake}{hint}")
         print(mistake)
 
 
@@ -338,7 +340,9 @@ def _format_recipe(values: Mapping[str, Any], why: str) -> str:
 
 
 def _recipes_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", default="", help="of one, such as gsm8k_smollm2/dapo, or a part of several")
+    parser.add_argument(
+        "name", nargs="?", default="", help="name of one, such as gsm8k_smollm2/dapo, or part of a name"
+    )
 
 
 def _recipes(arguments: argparse.Namespace) -> int:

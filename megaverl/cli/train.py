@@ -251,9 +251,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may stand several times")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; can be given several times")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL or Parquet; data.prompt_key names the column")
-    parser.add_argument("--output", metavar="FILE", help="JSONL file to write; without it, text on the terminal")
+    parser.add_argument("--output", metavar="FILE", help="JSONL file to write; default: print text")
 
 
 def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -270,14 +270,14 @@ def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 EXIT_CODES = (
-    " Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "
-    f"{SAVED_AND_LEFT} saved and left on SIGTERM or SIGUSR1: start it again to go on; {STARTS_AGAIN} saved, to go on "
-    "on another layout: this command starts the ranks again."
+    " Exit codes: 0 finished; 1 failed; 2 mistake in the configuration; 130 interrupted; "
+    f"{SAVED_AND_LEFT} saved and left after SIGTERM or SIGUSR1, start it again to resume; {STARTS_AGAIN} saved, to "
+    "continue on another layout: this command restarts the ranks."
 )
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rollout-only", action="store_true", help="generate, score and store; train nothing")
+    parser.add_argument("--rollout-only", action="store_true", help="generate, score and store without training")
     parser.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
     parser.add_argument(
         "--track_metrics",
@@ -285,14 +285,14 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="*",
         metavar="PATTERNS",
-        help="which metrics the trackers get, such as 'reward/*,actor/*'; alone: all (run.track_metrics)",
+        help="metrics that trackers receive, such as 'reward/*,actor/*'; without a value: all (run.track_metrics)",
     )
     parser.add_argument(
         "--role",
         action="append",
         metavar="ROLES",
-        help="what this node is, under torchrun: train, rollout, reward, critic, reference, coordinator; several with "
-        "commas, or with an option each; where no node says train, those of the rollout train as well",
+        help="roles of this node, under torchrun: train, rollout, reward, critic, reference, coordinator; several with "
+        "commas or several options; if no node has the role train, the rollout's nodes train too",
     )
 
 

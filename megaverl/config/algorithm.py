@@ -114,26 +114,31 @@ class KLConfig(Section):
     """`algorithm.kl`: the penalty that keeps the policy near the reference model."""
 
     place: Literal["none", "reward", "loss"] = Field(default="none", alias="in")
-    """Where the penalty enters: in the reward of each token, in the loss, or nowhere."""
+    """Where the KL penalty enters. none: no penalty. reward: subtracted from the reward of every token, so that it
+    passes through the advantages. loss: added to the policy loss. Both need a reference model, which costs its memory
+    and one forward pass over every sample."""
     kind: str | None = None
-    """Estimator of the KL (joschu.net/blog/kl-approx.html): k1 (no gradient in a loss), k2, k3, abs, low_variance, or
-    module:function. null: k3; k1 with score_function and in the reward, where no other one has the KL's gradient."""
+    """Estimator of the KL (joschu.net/blog/kl-approx.html): k1, k2, k3, abs, low_variance, or module:function. k1 has
+    no gradient in a loss. null: k3; k1 in the reward and with score_function, because only k1 then has the gradient of
+    the KL."""
     allow_biased: bool = False
-    """In the reward: take a kind other than k1, whose gradient is not the KL's (arXiv 2510.01555)."""
+    """Allow an estimator other than k1 in the reward. Its gradient is not the gradient of the KL (arXiv 2510.01555)."""
     straight_through: bool = False
-    """In the loss: the value of `kind`, with k2's gradient, that of the KL itself."""
+    """In the loss: report the value of `kind`, but use the gradient of k2, which is the gradient of the KL."""
     importance_weighted: bool = False
-    """In the loss: times the token's ratio to the policy that sampled, as in DeepSeek-V3.2 (arXiv 2512.02556): with k1
-    and k3 the gradient is that of the KL itself, for samples of an older policy too."""
+    """In the loss: multiply the penalty by the token's ratio to the policy that sampled it, as DeepSeek-V3.2 does
+    (arXiv 2512.02556). With k1 and k3 the gradient is then that of the KL, also for samples of an older policy."""
     score_function: bool = False
-    """In the loss: the gradient of the KL of whole responses, in which a token answers for those after it too
-    (arXiv 2506.09477). Of k1."""
+    """In the loss: use the gradient of the KL of whole responses, in which a token also accounts for the tokens after
+    it (arXiv 2506.09477). Requires k1."""
     coef: NonNegativeFloat = 0.0
-    """Coefficient of the penalty; where an adaptive one starts."""
+    """Coefficient of the penalty. With `target` this is only the initial value. Larger values keep the policy closer to
+    the reference and slow down learning."""
     target: PositiveFloat | None = None
-    """KL per token, in nats, that coef is steered to (arXiv 1909.08593). null: coef is fixed."""
+    """KL per token, in nats, that `coef` is adjusted towards (arXiv 1909.08593). A run cannot change between a fixed
+    and an adaptive coefficient when it resumes. null: coef is fixed."""
     gain: PositiveFloat = 0.1
-    """How fast the adaptive coefficient moves, per step."""
+    """Rate at which the adaptive coefficient changes per step. Used only with `target`."""
 
     @property
     def kind_name(self) -> str:
@@ -201,16 +206,17 @@ class CorrectionPart(Section):
     """One entry of `algorithm.correction.also`."""
 
     kind: str = "none"
-    """none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, reject, off_policy_mask, or
-    module:function."""
+    """Importance correction for the difference between the engine's and the trainer's log-probs: none, token_truncate,
+    token_mask, sequence_truncate, sequence_mask, geometric_mask, reject, off_policy_mask, or module:function.
+    Recommended with asynchronous or partial rollouts and with a quantised engine."""
     low: float | None = None
-    """Lower limit of the ratio; of reject, of the estimate in nats. null: the kind's own."""
+    """Lower limit of the ratio; for reject, of the estimate in nats. null: the default of the kind."""
     high: PositiveFloat | None = None
-    """Upper limit of the ratio; of reject, of the estimate in nats; of off_policy_mask, nats per token. null: the
-    kind's own."""
+    """Upper limit of the ratio; for reject, of the estimate in nats; for off_policy_mask, in nats per token. null: the
+    default of the kind."""
     options: Passthrough = {}
-    """Other options, of reject estimator (k1, k2, k3: of the KL from the engine's policy) and over (token, or sum, mean
-    or max of a response's tokens)."""
+    """Further options of the kind. reject takes estimator (k1, k2 or k3, of the KL from the engine's policy) and over
+    (token, or the sum, mean or max of a response's tokens)."""
 
     @rule
     def check_kind_and_options(self, at: str) -> Issues:
@@ -251,7 +257,7 @@ class CorrectionConfig(CorrectionPart):
     """`algorithm.correction`: factors that correct for the difference between the engine's policy and Megatron's."""
 
     also: list[CorrectionPart] = []
-    """Further ones; all factors are multiplied. So truncated weights can go together with a rejection."""
+    """Further corrections. All factors are multiplied, so that truncated weights can be combined with a rejection."""
 
     @rule
     def check_further_corrections(self, at: str) -> Issues:
@@ -267,14 +273,15 @@ class DynamicSamplingConfig(Section):
     """`algorithm.dynamic_sampling` (DAPO): replaces groups whose responses all score alike."""
 
     metric: Text | None = None
-    """What a group's responses must differ in for it to be kept: accuracy, reward (the weighted sum), or one reward by
-    its name. null: every group is kept."""
+    """Keep a group only if its responses differ in this metric: accuracy, reward (the weighted sum), or one reward by
+    its name. Each further round costs another generation. null: keep every group."""
     max_rounds: Positive = 4
-    """Most rounds of generation in one step."""
+    """Maximum number of generation rounds in one step."""
     prompts_per_round: Positive | None = None
-    """Prompts of each round. null: data.prompts_per_step in the first, then as many as are missing."""
+    """Prompts in each round. null: data.prompts_per_step in the first round, then as many as are still missing."""
     if_short: Literal["fill", "stop"] = "fill"
-    """Too few groups after max_rounds: fill takes some that are all alike, stop ends the run."""
+    """What happens if max_rounds did not give enough groups. fill: use some groups whose responses do not differ. stop:
+    end the run."""
 
     @rule
     def check_metric(self, at: str) -> Issues:
@@ -290,99 +297,109 @@ class DistillationConfig(Section):
     """
 
     divergence: str | None = None
-    """How far the actor is from the teacher, token by token over the whole vocabulary: forward_kl, reverse_kl,
-    jensen_shannon, or module:function. null: that of name, which has one for gkd alone."""
+    """Distance between actor and teacher, computed per token over the whole vocabulary: forward_kl, reverse_kl,
+    jensen_shannon, or module:function. null: the default of algorithm.name; only gkd has one."""
     options: Passthrough = {}
     """Options of the divergence, such as beta."""
     top_k: Positive | None = None
-    """Compare only the teacher's so many likeliest tokens; both distributions are scaled to sum to 1 over them. null:
+    """Compare only this many of the teacher's likeliest tokens. Both distributions are renormalised over them. null:
     the whole vocabulary."""
     coef: PositiveFloat = 1.0
-    """Factor on it in the policy's loss."""
+    """Factor of the divergence in the policy loss."""
 
 
 class AlgorithmConfig(Section):
     """`algorithm`: the algorithm, its parts and their options."""
 
     name: AlgorithmName = "ppo"
-    """Says what advantage, policy_loss and loss_aggregation leave open. ppo: critic, GAE (arXiv 1707.06347). grpo:
-    groups, no critic (arXiv 2402.03300)."""
+    """Preset for advantage, policy_loss and loss_aggregation. A key that is set overrides the preset. ppo trains a
+    critic and uses GAE (arXiv 1707.06347). grpo compares the responses of a group and needs no critic (arXiv
+    2402.03300)."""
     advantage: str | None = None
-    """Advantage estimator: a registered name, or module:function. null: that of name."""
+    """Advantage estimator: a registered name, or module:function. Its parameters decide whether the run needs a critic
+    or a reference. null: the estimator of `name`."""
     advantage_options: Passthrough = {}
-    """Options of the advantage estimator."""
+    """Options of the advantage estimator. An unknown option is an error."""
     policy_loss: str | None = None
-    """Policy loss: a registered name, or module:function. null: that of name."""
+    """Policy loss: a registered name, or module:function. null: the loss of `name`."""
     policy_loss_options: Passthrough = {}
-    """Options of the policy loss, and of its token selector if it has one."""
+    """Options of the policy loss, and of its token selector if it has one. An unknown option is an error."""
     token_selector: str | None = None
-    """Tokens that a policy loss which reads `selected` treats apart: kl_cov, clip_cov, or module:function. null: the
-    policy loss's own."""
+    """Selects the tokens that a policy loss with a parameter `selected` treats separately: kl_cov, clip_cov, or
+    module:function. null: the selector of the policy loss."""
     group_size: Several = 1
-    """Responses sampled for each prompt; grpo needs at least 2."""
+    """Number of responses per prompt. A step generates data.prompts_per_step times this many samples. grpo and other
+    group estimators need at least 2; larger groups give a better baseline and cost more generation."""
     opponent_beta: Fraction | None = None
-    """Of advantage nash_md, with rollout.engine: hf. The second half of each group are opponents, drawn token by token
-    from the geometric mixture of policy and reference, policy^(1 - beta) reference^beta; they do not train. 0: the
-    policy plays itself; 1: the reference. null: no opponents."""
+    """For advantage nash_md with rollout.engine: hf. The second half of each group are opponents, which do not train.
+    They are sampled from the geometric mixture policy^(1 - beta) reference^beta. 0: the policy plays against itself. 1:
+    against the reference. null: no opponents."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Refilling groups that tell nothing."""
+    """Replace groups whose responses all score the same, because they have no gradient."""
     rollout_filter: Annotated[str, known_or_own(FILTERS, "module:function")] | None = None
-    """Which samples train: best_and_worst or best_and_random of each group (PF-PPO, arXiv 2409.06957), or your own
-    choice as module:function: called with the batch and its scores, it returns true or false for each. null: all."""
+    """Choose which samples train: best_and_worst or best_and_random of each group (PF-PPO, arXiv 2409.06957), or
+    module:function, which gets the batch and its scores and returns a boolean per sample. Every rank then reads the
+    whole batch. null: all samples train."""
     gamma: Fraction = 1.0
-    """Discount per token, where the estimator has one."""
+    """Discount per token, for estimators that have one."""
     lam: Fraction = 0.95
-    """Lambda of generalised advantage estimation (ppo)."""
+    """Lambda of generalised advantage estimation (ppo). Lower values reduce variance and rely more on the critic."""
     clip_range: PositiveFloat | None = None
-    """The policy ratio is clipped to 1 - this .. 1 + this. null: the loss's own, 0.2 for ppo_clip."""
+    """Clip the policy ratio to 1 - clip_range .. 1 + clip_range. Smaller values limit how far one step moves the
+    policy. null: the default of the loss, 0.2 for ppo_clip."""
     clip_range_high: PositiveFloat | None = None
-    """Another limit above 1 (arXiv 2503.14476). null: the same as clip_range."""
+    """Separate upper limit, 1 + clip_range_high (arXiv 2503.14476). A larger one lets unlikely tokens grow and slows
+    the loss of entropy. null: clip_range."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Importance weights of samples that the engine drew."""
+    """Importance weights for samples whose engine log-probs differ from the trainer's."""
     value_loss: str = "clipped"
-    """The critic's loss: clipped, or module:function."""
+    """Loss of the critic: clipped, or module:function."""
     value_loss_options: Passthrough = {}
     """Options of the value loss."""
     value_clip_range: PositiveFloat | None = 0.2
-    """How far a value may move before its loss is clipped (clip_range of value_loss). null: no clip."""
+    """How far a value may move in one step before its loss is clipped. null: no clipping."""
     value_loss_coef: PositiveFloat = 1.0
-    """Factor on the value loss (ppo)."""
+    """Factor of the value loss (ppo). With a critic of its own it scales the critic's gradient; with
+    critic.share_backbone it weighs the value loss against the policy loss."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus in the policy loss; where an adaptive one starts."""
+    """Weight of the entropy bonus in the policy loss. With `entropy_target` this is only the initial value."""
     entropy_target: PositiveFloat | None = None
-    """Entropy per token, in nats, that the weight is steered to: it rises while the entropy is below, and is 0 while it
-    is above (Skywork-OR1, arXiv 2505.22312, has 0.2). null: it is fixed."""
+    """Entropy per token, in nats, that the weight is adjusted towards. The weight rises while the entropy is below the
+    target and is 0 while it is above. Skywork-OR1 uses 0.2 (arXiv 2505.22312). null: the weight is fixed."""
     entropy_step: PositiveFloat = 0.005
-    """How much the adaptive weight moves, per step."""
+    """Change of the adaptive weight per step. Used only with `entropy_target`."""
     top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Only this share of a mini-batch's tokens, those of the highest entropy before the step's updates, have the policy
-    loss's gradient; arXiv 2506.01939 has 0.2. null: all."""
+    """Give the gradient of the policy loss only to this share of a mini-batch's tokens: those with the highest entropy
+    before the updates of the step. arXiv 2506.01939 uses 0.2. null: all tokens."""
     positive_coef: NonNegativeFloat = 0.0
-    """Weight of the cross-entropy on correct responses beside the policy loss; VAPO (arXiv 2504.05118) has 0.1."""
+    """Weight of a cross-entropy loss on correct responses, added to the policy loss. VAPO uses 0.1 (arXiv
+    2504.05118)."""
     kl: KLConfig = KLConfig()
-    """Penalty on leaving the reference model."""
+    """Penalty for moving away from the reference model."""
     distillation: DistillationConfig = DistillationConfig()
-    """A teacher over the whole vocabulary (arXiv 2306.13649)."""
+    """Distillation from a teacher over the whole vocabulary (arXiv 2306.13649)."""
     num_epochs: Several = 1
-    """Passes over the samples of one step."""
+    """Passes over the samples of one step. Above 1, samples are used off-policy and old log-probs cost one more forward
+    pass."""
     num_mini_batches: Positive = 1
-    """Optimizer steps in one epoch; divides the samples of a step. Responses to one prompt lie in the same one, as far
-    as its size allows."""
+    """Optimizer steps in one epoch. Must divide the number of samples in a step. Above 1, old log-probs cost one more
+    forward pass. Responses to one prompt stay in one mini-batch if its size allows."""
     normalize_advantages: bool = True
-    """Shift and scale advantages over all tokens (ppo)."""
+    """Shift and scale the advantages over all tokens of a step (ppo)."""
     normalize_by_std: bool = True
-    """Divide by the group's standard deviation (grpo)."""
+    """Divide advantages by the standard deviation of the group (grpo)."""
     loss_aggregation: str | None = None
     """How token losses are averaged over the global mini-batch: token_mean, token_sum, seq_mean_token_mean,
-    seq_mean_token_sum, fixed_length, or module:function. null: that of name."""
+    seq_mean_token_sum, fixed_length, or module:function. token_mean weighs long responses more than seq_mean_token_mean
+    does. null: the aggregation of `name`."""
     loss_length: Positive | None = None
-    """Tokens that fixed_length divides by, such as rollout.sampling.max_tokens."""
+    """Number of tokens that fixed_length divides by, such as rollout.sampling.max_tokens."""
     bootstrap_truncated: bool = False
-    """For gae and turn_gae a response that the length limit cut off has not ended: what would have followed counts as
-    the critic's value after its last token. For rewards that come token by token, with gamma below 1; a score of the
-    whole response is the outcome of one that was cut off as well, and would count twice."""
+    """For gae and turn_gae: treat a response that reached the length limit as unfinished, and add the critic's value
+    after its last token. Use it for rewards per token with gamma below 1. A score of the whole response already covers
+    a truncated response; with gamma 1, responses can then grow without bound."""
     critic_warmup_steps: NonNegative = 0
-    """First steps, in which only the critic is updated (ppo)."""
+    """Number of first steps in which only the critic is updated (ppo). Generation and scoring cost the same in them."""
 
     @property
     def advantage_name(self) -> str:

@@ -15,31 +15,34 @@ class FsdpConfig(Section):
     """`fsdp`: how a role with `engine: fsdp` is sharded over its ranks and computes."""
 
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
-    """What is cut over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are gathered
-    for its forward and again for its backward pass (ZeRO-3). shard_grad_op: the same, but weights stay gathered from
-    the forward to the backward pass (ZeRO-2), and gradients whole until a step's last micro-batch. hybrid_shard:
-    full_shard inside groups of shard_size ranks, which hold replicas of each other. no_shard: nothing; every rank holds
-    all."""
+    """What is sharded over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are
+    gathered for its forward and again for its backward pass (ZeRO-3). shard_grad_op: weights stay gathered from forward
+    to backward, and gradients stay whole until the last micro-batch of a step (ZeRO-2); more memory, less
+    communication. hybrid_shard: full_shard inside groups of shard_size ranks, which are replicas of each other.
+    no_shard: every rank holds everything."""
     shard_size: Positive | None = None
-    """With hybrid_shard: ranks over which weights are cut; a divisor of the role's ranks. null: those of one node."""
+    """For hybrid_shard: number of ranks over which weights are sharded. Must divide the role's ranks. null: the ranks
+    of one node."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory, and step there; a block's weights come to the
-    device for its forward and backward pass alone."""
+    """Keep weights, gradients and optimizer state in host memory and run the optimizer there. A block's weights are
+    copied to the device for its forward and backward pass. Saves most device memory and makes steps slower."""
     param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype that a block's weights are gathered and computed in. null: model.dtype."""
+    """Dtype in which a block's weights are gathered and computed. null: model.dtype."""
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype in which gradients are added up over the ranks. null: float32."""
+    """Dtype in which gradients are summed over the ranks. 16 bits halve the traffic and lose precision. null:
+    float32."""
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile each block with torch.compile. The first steps are slower."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of transformers' load-balancing loss of a mixture of experts, beside the policy's or the critic's own.
-    null: the model's, where its config.json has output_router_logits: true, and else 0."""
+    """Weight of transformers' load-balancing loss for mixtures of experts. null: the model's own weight if its
+    config.json has output_router_logits: true, else 0."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
-    """transformers' attn_implementation, of padded rows. auto: megaverl's, by FlashAttention or PyTorch's kernels,
-    which reads packed rows too; transformers' choice where a model asks for more (capped scores, sinks)."""
+    """transformers' attn_implementation; any value but auto pads the rows. auto: megaverl's attention, which uses
+    FlashAttention or PyTorch's kernels and also reads packed rows; for models with capped scores or sinks, the choice
+    of transformers."""
     liger: bool = False
-    """Use Liger's fused kernels for norms, rotary embeddings and MLPs: on a GPU, with the package liger-kernel, for
-    architectures that it knows."""
+    """Use Liger's fused kernels for norms, rotary embeddings and MLPs. Requires a GPU, the package liger-kernel, and an
+    architecture that it supports."""
 
 
 STRATEGIES = {

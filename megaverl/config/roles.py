@@ -75,34 +75,40 @@ class GridConfig(Section):
     """Engine and parallel grid of a role. The data-parallel size is the number of ranks divided by the other sizes."""
 
     engine: Literal["megatron", "fsdp"] = "megatron"
-    """What computes and trains it. megatron: Megatron-core, for the architectures that it has tables for. fsdp: the
-    Hugging Face model itself, cut over the ranks by PyTorch's FSDP2, for any architecture that transformers has."""
+    """Training engine. megatron: Megatron-core, with all kinds of parallelism, for the architectures listed by
+    `megaverl models`. fsdp: the Hugging Face model under PyTorch's FSDP2, for any architecture that transformers
+    builds, without pp, cp and ep."""
     tp: GridSize = 1
-    """Tensor-parallel size."""
+    """Tensor-parallel size: the matrices of every layer are split over this many ranks. These ranks communicate in
+    every layer, so keep tp within a node."""
     pp: GridSize = 1
-    """Pipeline-parallel size."""
+    """Pipeline-parallel size: the layers are split into this many stages. Stages exchange only activations, so pp can
+    cross nodes. Stages idle at the start and end of an update unless there are many micro-batches."""
     cp: GridSize = 1
-    """Context-parallel size: sequences are cut over so many ranks, each of which has a cp-th of a micro-batch's tokens.
-    For samples whose activations one rank cannot hold."""
+    """Context-parallel size: sequences are split over this many ranks, and each rank holds 1/cp of a micro-batch's
+    tokens. Use it if the activations of one sample do not fit on one rank. Weights are not split."""
     ep: GridSize = 1
-    """Expert-parallel size."""
+    """Expert-parallel size: the experts of a layer are distributed over this many ranks, which exchange tokens in every
+    layer. Only for mixtures of experts."""
     etp: GridSize | None = None
     """Tensor-parallel size inside an expert. null: tp."""
     vpp: GridSize | None = None
-    """Model chunks (virtual stages) per pipeline rank. null: one."""
+    """Number of model chunks (virtual stages) per pipeline rank. More chunks shorten the idle time of the pipeline and
+    need more communication. Requires pp above 1. null: one chunk."""
     micro_batch_tokens: Positive = 4096
-    """Most tokens (prompt and response) in one micro-batch: a hard cap."""
+    """Maximum number of prompt and response tokens in one micro-batch. This is a hard limit and must hold the longest
+    sample. Larger values are faster and need more activation memory. The result does not depend on it."""
     pack_samples: bool = True
-    """Lay a micro-batch's samples end to end in one row, without padding and with a prompt that several share only
-    once. Rows are padded, and the log says why, under Transformer Engine where neither
-    FlashAttention nor cuDNN takes such rows."""
+    """Concatenate the samples of a micro-batch into one row without padding, and compute a prompt that several samples
+    share only once. Under Transformer Engine, rows are padded with a log message if neither FlashAttention nor cuDNN
+    supports packed rows."""
     chunked_logits: bool = False
-    """Make log-probs from hidden states, some response tokens at a time: logits are never whole. For long samples and
-    large vocabularies; the backward pass computes them again."""
+    """Compute log-probs from hidden states, some response tokens at a time, so that the logits are never materialised
+    as a whole. Saves memory for long samples and large vocabularies. The backward pass computes the logits again."""
     megatron: Passthrough = {}
     """Fields of megatron-core's TransformerConfig, under their own names."""
     fsdp: FsdpConfig = FsdpConfig()
-    """With engine: fsdp."""
+    """Settings of engine: fsdp."""
 
     @rule
     def check_engine(self, at: str) -> Issues:
@@ -158,30 +164,31 @@ class LoraConfig(Section):
     """`lora`: low-rank adapters (arXiv 2106.09685) are trained and the base weights stay frozen."""
 
     rank: Several = 16
-    """Rank of an adapter; peft's r."""
+    """Rank of the adapters (peft's r). Memory of adapters and their optimizer state grows with it."""
     alpha: PositiveFloat = 32.0
-    """Adapters are scaled by alpha / rank; peft's lora_alpha."""
+    """The product of the factors is scaled by alpha / rank (peft's lora_alpha)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of an adapter's input, while training; peft's lora_dropout."""
+    """Dropout on the input of an adapter during training (peft's lora_dropout)."""
     targets: str | list[str] = Field(default="all-linear", min_length=1)
-    """Which layers have one: Hugging Face module names or their ends, such as q_proj; all-linear; or a regular
-    expression for whole names. peft's target_modules."""
+    """Layers that get an adapter (peft's target_modules): Hugging Face module names or their endings, such as q_proj;
+    all-linear; or a regular expression for whole names. In a mixture of experts only attention can have adapters."""
     path: Text | None = None
-    """Folder of a peft adapter to start from. null: a new one."""
+    """Folder of a peft adapter to start from. null: new adapters."""
 
 
 class OffloadConfig(Section):
     """`offload`: what is moved out of device memory while the role does not need it."""
 
     parameters: bool = False
-    """The weights, between the stages that use them."""
+    """Offload the weights between the stages that use them. The engine then cannot share the actor's storage, so every
+    reshard copies."""
     optimizer: bool = False
-    """Master weights and moments, between optimizer steps."""
+    """Offload master weights and moments between updates. They are loaded for the optimizer steps of an update."""
     gradients: bool = False
-    """The gradient buffers, between updates; nothing is copied."""
+    """Free the gradient buffers between updates. Nothing is copied, because they start at zero."""
     folder: Text | None = None
-    """Move to memory-mapped files in this folder. null: to pinned host memory; on a machine without an accelerator
-    everything then stays where it is."""
+    """Offload to memory-mapped files in this folder. null: to pinned host memory; without an accelerator nothing is
+    moved."""
 
 
 def _all_or_some(value: Any) -> Any:
@@ -193,19 +200,23 @@ class TrainedConfig(GridConfig):
     """Grid, optimizer, scheduler and memory settings of a role that is trained."""
 
     lora: LoraConfig | None = None
-    """Train adapters only. null: train every weight."""
+    """Train only low-rank adapters. Needs no gradients, master weights and moments of the base weights. null: train all
+    weights."""
     freeze: list[Text] = []
-    """Weights that are not trained, by patterns of their names in the model's folder, a leading model. left out or
-    not, such as visual.*; with engine: fsdp."""
+    """Patterns of weights that are not trained, such as visual.*. They match names in the model's folder, with or
+    without a leading model. Requires engine: fsdp. A resumed run may add patterns but not remove any."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What a forward pass keeps for the backward pass. none: everything. selective: not the insides of attention's core
-    and of the MLP (experts). full: the layers' inputs only. Fields of `megatron` (recompute_*) go before it."""
+    """What the forward pass keeps for the backward pass. none: everything. selective: not the insides of the attention
+    core and of the MLP or experts. full: only the inputs of layers; costs about a third more time. Fields of `megatron`
+    (recompute_*) take precedence."""
     gradient_accumulation: Positive = 1
-    """Micro-batches, at least, that an optimizer step's gradient is summed over; micro_batch_tokens may want more."""
+    """Minimum number of micro-batches per optimizer step. micro_batch_tokens may require more. The result does not
+    depend on it."""
     offload: Annotated[OffloadConfig, BeforeValidator(_all_or_some)] = OffloadConfig()
-    """What leaves the accelerator's memory; true: everything."""
+    """What is moved out of device memory while the role does not need it. true: parameters, optimizer and gradients.
+    Saves memory between stages and costs transfer time in every step."""
     scheduler: Annotated[Passthrough, over(SCHEDULER)] = SCHEDULER
-    """Arguments of megatron-core's OptimizerParamScheduler; its unit is the optimizer step."""
+    """Arguments of megatron-core's OptimizerParamScheduler. Their unit is the optimizer step, not the training step."""
     ddp: Passthrough = {}
     """Fields of megatron-core's DistributedDataParallelConfig."""
 
@@ -292,7 +303,9 @@ class ActorConfig(TrainedConfig):
     optimizer: Annotated[Passthrough, over(ACTOR_OPTIMIZER)] = ACTOR_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
     router_replay: Literal["off", "old_log_probs", "update"] = "off"
-    """Tokens take the experts that the engine took (R3, arXiv 2510.11370), for old log-probs, or for the update too."""
+    """Use the experts that the engine chose for each token (R3, arXiv 2510.11370). old_log_probs: when computing old
+    log-probs. update: also in the update. Costs one or two bytes per token, layer and chosen expert. Only for mixtures
+    of experts on Megatron-core."""
 
 
 class CriticConfig(TrainedConfig):
@@ -302,10 +315,11 @@ class CriticConfig(TrainedConfig):
     """
 
     path: Text | None = None
-    """Hugging Face folder of the backbone. null: model.path."""
+    """Hugging Face folder of the critic's backbone. null: model.path."""
     share_backbone: bool = False
-    """A value head on the actor's own backbone: one forward pass gives logits and values, one optimizer
-    (actor.optimizer) steps on the policy loss + algorithm.value_loss_coef x the value loss."""
+    """Put the value head on the actor's backbone instead of training a second model. One forward pass gives logits and
+    values, and actor.optimizer minimises policy loss + algorithm.value_loss_coef x value loss. Settings of a separate
+    critic are then refused."""
     optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = CRITIC_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
 
@@ -314,12 +328,14 @@ class ReferenceConfig(GridConfig):
     """`reference`: the frozen policy of the KL, or a teacher. Its grid defaults to the actor's."""
 
     path: Text | None = None
-    """Hugging Face folder. null: model.path."""
+    """Hugging Face folder of the reference or teacher. null: model.path."""
     tokenizer: Text | None = None
-    """The teacher's, of advantage distillation: a folder, a .model file, or a name on a hub. null: that of path. Where
-    it has other tokens than the model's, teacher and student are compared in chunks of the same text."""
+    """Tokenizer of the teacher, for advantage distillation: a folder, a .model file, or a name on a hub. If its tokens
+    differ from the model's, teacher and student are compared in chunks of the same text. null: the tokenizer of
+    path."""
     offload: bool = False
-    """Keep its weights in host memory while not in use."""
+    """Keep the weights of the reference in host memory while they are not in use. Each use copies them to the
+    device."""
 
 
 class PlacementConfig(Section):
@@ -330,31 +346,34 @@ class PlacementConfig(Section):
     """
 
     actor: Place = None
-    """Place of the actor. null: what the other roles leave."""
+    """Ranks of the actor: numbers, "0-3,8-11", {nodes: ...}, {num_ranks: N}, {num_nodes: N}, another role, all or rest.
+    null: the ranks that the other roles leave."""
     critic: Place = None
-    """Place of the critic. null: the actor's."""
+    """Ranks of the critic. null: the actor's."""
     reference: Place = None
-    """Place of the reference. null: the actor's."""
+    """Ranks of the reference. null: the actor's."""
     reward: Place = None
-    """Place of the rewards. null: the rollout's."""
+    """Ranks of the rewards. null: the rollout's."""
     rollout: Place = None
-    """Place of the engines. null: the actor's."""
+    """Ranks of the engines. null: the actor's; engines and training then take turns on the same devices."""
     coordinator: Place = None
-    """The rank that decides. null: the actor's first."""
+    """Rank of the coordinator, which needs no GPU. null: the actor's first rank."""
     actor_devices: list[int | str] | None = None
-    """Short for actor: its ranks."""
+    """Short form of actor: a list of ranks."""
     critic_devices: list[int | str] | None = None
-    """Short for critic: its ranks."""
+    """Short form of critic: a list of ranks."""
     reference_devices: list[int | str] | None = None
-    """Short for reference: its ranks."""
+    """Short form of reference: a list of ranks."""
     reward_devices: list[int | str] | None = None
-    """Short for reward: its ranks."""
+    """Short form of reward: a list of ranks."""
     rollout_devices: list[int | str] | None = None
-    """Short for rollout: its ranks."""
+    """Short form of rollout: a list of ranks."""
     actor_islands: GridSize = 1
-    """Worlds into which the actor's ranks are split; the coordinator joins their gradients."""
+    """Number of groups into which the actor's ranks are split. The coordinator combines their gradients or, with
+    coordinator.islands_every above 1, their weights (DiLoCo). Coordinator and engines then need ranks of their own."""
     check_memory: bool = True
-    """Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it."""
+    """Refuse to start a run that needs more memory than its GPUs have, by the estimate of `megaverl plan`. false: start
+    it anyway."""
 
     @property
     def is_given(self) -> bool:
@@ -397,13 +416,13 @@ class RewardModelConfig(TrainedConfig):
     """
 
     path: Text | None = None
-    """Hugging Face folder that it starts from. null: model.path."""
+    """Hugging Face folder from which the reward model starts. null: model.path."""
     loss: str = "bradley_terry"
-    """Of pairs: bradley_terry, or module:function."""
+    """Loss of a pair of responses: bradley_terry, or module:function."""
     options: Passthrough = {}
     """Options of the loss, such as center_coef."""
     beta: PositiveFloat = 0.05
-    """Scale of PRIME's implicit rewards."""
+    """Scale of the implicit rewards of PRIME."""
     optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = CRITIC_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
 
@@ -415,33 +434,37 @@ class CoordinatorConfig(Section):
     """
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a NaN or inf in a loss or gradient does: end the run, or skip the update."""
+    """What happens if a loss or gradient is NaN or infinite. stop: end the run before any optimizer steps. skip: skip
+    the update; see max_skips."""
     skip_above: dict[str, PositiveFloat] = {}
-    """Role -> gradient norm above which an update is skipped, as {actor: 10.0}."""
+    """Gradient norm per role above which an update is skipped, such as {actor: 10.0}. Unlike clipping, a skipped update
+    has no effect."""
     max_skips: NonNegative = 10
-    """Skipped updates of a model in a row after which the run ends."""
+    """The run ends after more than this many skipped updates of a model in a row."""
     islands_every: Positive = 1
-    """With placement.actor_islands: updates between meetings of the islands. 1: their gradients are added up at every
-    update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo)."""
+    """With placement.actor_islands: number of updates between exchanges. 1: gradients are summed at every update. More:
+    each group takes local steps, and an outer optimizer applies the mean change (DiLoCo, arXiv 2311.08105), which holds
+    two more float32 copies of the weights."""
     islands_compress: Literal["none", "bfloat16"] = "none"
-    """What goes from the islands to the coordinator: as it is, or rounded, and the next gets what rounding took."""
+    """Dtype of what islands send to the coordinator. bfloat16 halves the traffic; the rounding error is added to the
+    next message."""
     outer_lr: LearningRate = 0.7
-    """Of the outer optimizer, SGD with Nesterov momentum."""
+    """Learning rate of the outer optimizer, which is SGD with Nesterov momentum. Used with islands_every above 1."""
     outer_momentum: Fraction = 0.9
-    """Of the outer optimizer."""
+    """Momentum of the outer optimizer."""
 
 
 class SamplingRule(Section):
     """One entry of `rollout.sampling_rules`: sampling settings for prompts of certain lengths."""
 
     under: Positive | None = None
-    """For prompts of fewer tokens than this."""
+    """Apply to prompts with fewer tokens than this."""
     over: NonNegative | None = None
-    """For prompts of more tokens than this."""
+    """Apply to prompts with more tokens than this."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    """Instead of rollout.sampling.temperature. 0: greedy."""
+    """Replaces rollout.sampling.temperature. 0: greedy."""
     top_k: NonNegative | None = None
-    """Instead of rollout.sampling.top_k: draw from the k likeliest tokens. 0: all."""
+    """Replaces rollout.sampling.top_k: sample from the k likeliest tokens. 0: from all."""
 
     def holds(self, length: int) -> bool:
         """Return whether the rule applies to prompts of `length` tokens."""
@@ -466,36 +489,39 @@ class ServersConfig(Section):
     """`rollout.servers`: inference servers that were started separately, for `rollout.engine: server`."""
 
     kind: Literal["vllm", "sglang"] = "vllm"
-    """Whose endpoints they have: `vllm serve` in its development mode, or SGLang's server."""
+    """API of the servers. vllm: `vllm serve` in its development mode. sglang: SGLang's server."""
     urls: list[Text] = []
-    """Their roots, such as http://10.0.0.5:8000."""
+    """Base URLs of the servers, such as http://10.0.0.5:8000."""
     dns: Text | None = None
-    """A URL whose name stands for one server at each address that it resolves to, asked anew as the run goes on (a
-    headless service of Kubernetes). null: none."""
+    """URL whose host name resolves to one address per server, such as a headless service of Kubernetes. It is resolved
+    again during the run. null: none."""
     file: Text | None = None
-    """A file that is read anew as the run goes on: a URL in each line is in the pool besides, one after a minus sign is
-    out of it. null: rollout_servers.txt in the run's folder, which `megaverl rollout-pool` writes."""
+    """File that is read again during the run. Each line is a URL that joins the pool, or a minus sign and a URL that
+    leaves it. null: rollout_servers.txt in the run's folder, which `megaverl rollout-pool` writes."""
     token_env: Text | None = None
-    """Environment variable, on every rank, with the token that they want. null: none, for servers on the loopback."""
+    """Environment variable, on every rank, that holds the servers' token. null: no token, for servers on the loopback
+    interface."""
     folder: Text | None = None
-    """Folder that the actor's ranks, the rollout's first and every server see under this name, for each version of the
-    weights as a Hugging Face folder, which servers read. null: rollout_weights in the run's folder."""
+    """Shared folder, at the same path for the actor's ranks, the first rollout rank and every server. Each version of
+    the weights is written there as a Hugging Face folder. null: rollout_weights in the run's folder."""
     transfer: Literal["folder", "nccl"] = "folder"
-    """nccl: the rollout's first rank, on a GPU, sends what is in the folder, which vLLM's servers then need not see."""
+    """How weights reach the servers. folder: servers read the shared folder. nccl: the first rollout rank, which needs
+    a GPU, sends the weights; vLLM's servers then need not see the folder."""
     max_requests: Positive = 64
-    """Requests at each server at once, of all ranks together."""
+    """Maximum number of concurrent requests per server, from all ranks together."""
     timeout_seconds: Seconds = 600.0
-    """How long a response may take; after that the server counts as lost, and another one is asked."""
+    """Maximum time for one response. After that the server counts as lost and another one is asked."""
     load_timeout_seconds: Seconds = 600.0
-    """How long a server may take to read new weights."""
+    """Maximum time for a server to read new weights."""
     retries: Annotated[int, Field(ge=0, le=10_000)] = 5
-    """How many more servers are asked for a response where one is lost over it, before the run stops."""
+    """How many further servers are asked for a response if servers are lost, before the run stops."""
     wait_seconds: Seconds = 600.0
-    """How long a run waits while no server can be used, before it stops."""
+    """How long the run waits while no server is usable, before it stops."""
     poll_seconds: Seconds = 2.0
-    """Between two looks at who is in the pool, and whether those that were lost are back."""
+    """Interval at which the pool is read again and lost servers are tried again."""
     fingerprint_tolerance: PositiveFloat | None = None
-    """Largest mean difference, in nats, of a server's log-probs of 16 tokens. null: 1e-3 in float32, else 0.1."""
+    """Maximum mean difference, in nats, between the log-probs of a server and of the actor on 16 tokens. null: 1e-3 in
+    float32, else 0.1."""
 
     def address_issues(self, at: str) -> Issues:
         """Yield mistakes in the servers' addresses and endpoints, for `rollout.engine: server`."""
@@ -521,13 +547,15 @@ class PartialConfig(Section):
     """`rollout.partial`: a step takes the groups that finish first and continues the others after the update."""
 
     over_sample: Annotated[float, Field(ge=1, le=1000)] = 2.0
-    """Groups in progress for each that a step takes; 1: none are left over. rollout.partial: true has all defaults."""
+    """Groups in progress for each group that a step takes. Larger values wait less for long responses, train on older
+    tokens, and hold more responses on every rank. 1: none are left over. rollout.partial: true uses all defaults."""
     chunk_tokens: Positive = 64
-    """Tokens that every unfinished response goes on by, at most, before it is seen which groups are finished. First is
-    who needs the fewest of these rounds, whatever the clock says."""
+    """Maximum number of tokens by which every unfinished response grows in one round. Groups are checked for completion
+    after each round. The order is counted in rounds, not in time, so runs are reproducible."""
     when_stale: Literal["finish", "restart"] = "finish"
-    """What a response does that max_staleness does not let wait any longer. finish: the step goes on until its group is
-    finished, and takes it. restart: its tokens are dropped, and the prompt is answered anew."""
+    """What happens to a response that max_staleness does not allow to wait any longer. finish: the step waits for its
+    group and trains on it. restart: its tokens are discarded and the prompt is answered again, which long responses may
+    never survive."""
 
     def num_groups(self, wanted: int) -> int:
         """Return the number of groups in progress if a step takes `wanted` groups."""
@@ -545,58 +573,66 @@ class RolloutConfig(Section):
     """`rollout`: the inference engine and how it generates responses."""
 
     engine: Annotated[str, known_or_own(ENGINES, "module:function")] = "vllm"
-    """vllm; hf: plain transformers, slow, for tests and for comparison; server: servers of vLLM or SGLang that come and
-    go by themselves (rollout.servers); or your own as module:function, see docs/extend/engine.md."""
+    """Generation engine. vllm: inside the training processes. hf: plain transformers, slow, for tests and comparison.
+    server: external servers of vLLM or SGLang (rollout.servers). Or module:function of your own, see
+    docs/extend/engine.md."""
     tp: GridSize = 1
-    """Tensor-parallel size of an engine; the world holds world / tp replicas."""
+    """Tensor-parallel size of an engine. The rollout ranks hold ranks / tp engines. Smaller values give more throughput
+    if the model fits. With the actor's tp, weights may be shared instead of copied."""
     sampling: Annotated[Passthrough, over(SAMPLING)] = SAMPLING
-    """Fields of vLLM's SamplingParams, under their own names."""
+    """Fields of vLLM's SamplingParams, under their own names. top_p and penalties are applied only by the engine, so
+    the trainer's log-probs then differ from the engine's."""
     adaptive_sampling: bool = False
-    """Draw the responses that train by the length of their prompt, as sampling_rules say; log-probs are then of each
-    sample's own distribution, the trainer's as well."""
+    """Choose temperature and top_k by the length of the prompt, by sampling_rules. Log-probs of engine and trainer are
+    then those of each sample's own distribution."""
     sampling_rules: list[SamplingRule] = [
         SamplingRule(under=64, temperature=0),
         SamplingRule(over=512, temperature=0.7, top_k=50),
     ]
-    """With adaptive_sampling: the first rule that holds for a prompt; without one, rollout.sampling."""
+    """For adaptive_sampling: the first rule that matches a prompt applies; if none does, rollout.sampling. A greedy
+    rule is refused with algorithm.group_size above 1."""
     function: Function | None = None
-    """Your own way to generate, as module:function: called with the engine's generate, prompts, sampling and seeds, it
-    returns the responses that train. null: one call of the engine."""
+    """Your own way to generate, as module:function. It gets the engine's generate function, prompts, sampling and
+    seeds, and returns the responses that train. null: one call of the engine."""
     vllm: Passthrough = {}
     """Fields of vLLM's EngineArgs, under their own names."""
     servers: ServersConfig = ServersConfig()
-    """Of rollout.engine: server."""
+    """Settings of rollout.engine: server."""
     sleep: bool = False
-    """Free the engine's cache (and weights) while training (GPU; vLLM's sleep mode)."""
+    """Free the engine's cache, and the weights it does not share, while training (vLLM's sleep mode; no effect on a
+    CPU). The next reshard writes those weights again."""
     logprob_tolerance: PositiveFloat | None = None
-    """Largest difference between the engine's and Megatron's log-probs of a token, in nats, at the first comparison
-    after a start; a larger one stops the run. null: 1e-3 in float32 on a CPU. Elsewhere mean and 99.9th percentile are
-    warned of where rounding does not explain them. A mean above 0.125 in bfloat16 (with experts 0.25, with an engine in
-    8 bits 0.5, and an eighth of these in float16) stops the run."""
+    """Maximum difference, in nats, between the engine's and the trainer's log-probs of any token, at the first
+    comparison after a start. A larger one stops the run. null: 1e-3 in float32 on a CPU. Otherwise the run warns if
+    mean or 99.9th percentile exceed what rounding explains, and stops at a mean above 0.125 in bfloat16 (0.25 with
+    experts, 0.5 with an 8-bit engine, an eighth of these in float16)."""
     async_rollout: bool = False
-    """Generate for the next steps while the actor trains; the engines need ranks of their own (placement.rollout)."""
+    """Generate the samples of the next steps while the actor trains. Samples are then off-policy; see max_staleness and
+    algorithm.correction. Engines need ranks of their own (placement.rollout)."""
     max_staleness: NonNegative = 1
-    """With async_rollout: how many updates the weights that generate a step may be behind it. 0: as without. With
-    partial: the same of the oldest token of a sample."""
+    """With async_rollout: maximum number of updates between the weights that generate a step and the weights it trains.
+    0: no generation ahead. With partial: the same limit for the oldest token of a sample. Larger values wait less and
+    train on older samples."""
     partial: Annotated[PartialConfig | None, BeforeValidator(_true_or_none)] = None
-    """true, or its settings: a step takes the groups that are finished first; unfinished responses are kept, with the
-    log-probs that their tokens were drawn with, and go on after the update from where they are. null: a step waits for
-    all of its responses."""
+    """true, or settings: a step takes the groups that finish first. Unfinished responses are kept with their log-probs
+    and continue after the update. Samples may then have tokens of several weight versions; use algorithm.correction.
+    null: a step waits for all its responses."""
     in_flight_updates: bool = False
-    """With async_rollout: the engines take the next weights in the middle of their work for a step, without waiting for
-    responses to end; those go on, their keys and values computed anew."""
+    """With async_rollout: engines take new weights in the middle of generation, without waiting for responses to end.
+    Responses continue, and their keys and values are computed again."""
     in_flight_tokens: Positive | None = None
-    """With in_flight_updates: after so many tokens of each response. null: half of rollout.sampling.max_tokens."""
+    """With in_flight_updates: number of tokens of each response before the update. null: half of
+    rollout.sampling.max_tokens."""
     use_dynamic_batching: bool = False
-    """Choose at every generation how many sequences are worked on at once, by the memory for their keys and values:
-    vLLM's free cache, or memory_budget_mb; shown as rollout/sequences_in_flight."""
+    """Choose the number of concurrent sequences before every generation, from the memory for their keys and values:
+    vLLM's free cache, or memory_budget_mb. Reported as rollout/sequences_in_flight."""
     min_sequences: Positive = 1
-    """With use_dynamic_batching: at least so many."""
+    """With use_dynamic_batching: minimum number of concurrent sequences."""
     max_sequences: Positive = 256
-    """With use_dynamic_batching: at most so many."""
+    """With use_dynamic_batching: maximum number of concurrent sequences."""
     memory_budget_mb: Positive | None = None
     """With use_dynamic_batching and rollout.engine=hf: memory for keys and values. null: half of the free memory of the
-    device that has the least; measured again when less than that is left, and kept on resume."""
+    device that has the least. It is measured again if less than that is free, and kept on resume."""
 
     @rule
     def check_dynamic_batching(self, at: str) -> Issues:
@@ -724,19 +760,22 @@ class EnvironmentConfig(Section):
     """`environment`: tools or games that answer the model's turns."""
 
     name: Text | None = None
-    """tools, gateway, guess, signals, gymnasium, textarena, openenv, or module:object. null: single responses."""
+    """Environment of multi-turn episodes: tools, gateway, guess, signals, gymnasium, textarena, openenv, or
+    module:object. null: single responses."""
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"
-    """Of a game. shared: one actor plays everybody, and the critic has a value head for each. own: each agent has an
-    actor and a critic of its own (IPPO); they take turns on one engine."""
+    """Who plays the agents of a game. shared: one actor plays all, and the critic has a value head for each. own: each
+    agent has its own actor and critic (IPPO), which take turns on one engine; this multiplies the memory of the
+    models."""
     max_turns: Several = 8
-    """Most turns of an agent in one episode."""
+    """Maximum number of turns of an agent in one episode."""
     conversations: Annotated[float, Field(ge=1, le=65_536)] = 1.0
-    """Held in an episode on the mean (rollout/conversations_mean), each a row: what the planner counts on."""
+    """Mean number of conversations in an episode (rollout/conversations_mean). Each one is a row. Only the planner uses
+    it, to estimate memory and time."""
     max_turn_tokens: Positive | None = None
-    """Most tokens of one turn; rollout.sampling.max_tokens is for all turns and answers of an episode together. null:
-    that over max_turns."""
+    """Maximum number of tokens in one turn. rollout.sampling.max_tokens limits all turns and answers of an episode
+    together. null: that limit divided by max_turns."""
 
     @rule
     def check_name(self, at: str) -> Issues:
@@ -765,20 +804,23 @@ class ReshardConfig(Section):
     """`reshard`: transfer of the actor's weights to the engines."""
 
     bucket_mb: Annotated[int, Field(ge=1, le=1_048_576)] = 64
-    """MiB of buffer for each of sending and receiving; all the extra memory of a reshard."""
+    """Size in MiB of the send buffer and of the receive buffer. This is all the extra memory of a reshard. Larger
+    buffers need fewer messages."""
     alias: Literal["auto", "never"] = "auto"
-    """auto: an engine's weight is the actor's own storage where layout and dtype agree. never: always a copy, as an
-    actor that is moved out of device memory between steps needs."""
+    """auto: an engine's weight is the actor's own storage if layout and dtype agree, which saves a copy and its memory.
+    never: always copy; required if the actor's weights are offloaded between steps."""
     ipc: Literal["auto", "never"] = "auto"
-    """auto: processes of one node read each other's memory where all of them can (CUDA IPC; on a CPU Linux's
-    process_vm_readv), which is tried before the first transfer; a line says why not. never: all that travels goes
-    through the process group."""
+    """auto: processes of one node read each other's memory (CUDA IPC, or process_vm_readv on a CPU) if all of them can,
+    which is tested before the first transfer. never: use the process group for all transfers."""
     overlap: bool = False
-    """Weights go to the engine as the actor's last optimizer step makes them, bucket by bucket with
-    actor.ddp.overlap_param_gather, and while the critic updates, which then follows the actor."""
+    """Send weights to the engines while the critic updates. The critic's update then follows the actor's. With
+    actor.ddp.overlap_param_gather, weights are sent bucket by bucket. Refused with rollout.async_rollout, rollout.sleep
+    and actor.offload.parameters."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
-    """Reshards between comparisons of fingerprints of all weights on both sides; 0: the first only. -1: never."""
+    """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
+    reshard. -1: never."""
     timeout_minutes: Minutes | None = None
-    """How long a rank waits for another in a reshard before it stops. null: run.timeout_minutes."""
+    """How long a rank waits for another one in a reshard before it stops. null: run.timeout_minutes."""
     folder: Text | None = None
-    """Shared folder through which weights go between nodes that have no fast network. null: none."""
+    """Shared folder for transferring weights between nodes without a fast network. null: weights are sent over the
+    network."""

@@ -52,32 +52,34 @@ class RunConfig(Section):
     """`run`: name, folder, seed and processes."""
 
     name: RunName = "run"
-    """Names the run folder."""
+    """Name of the run folder. A second run of the same name resumes the first one; see checkpoint.resume."""
     dir: Text = "runs"
-    """Folder of all runs; this one writes to dir/name."""
+    """Folder of all runs. This run writes to dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Every random draw comes from it."""
+    """Seed of every random draw. A resumed run cannot change it."""
     nproc: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Processes that the command starts on this machine when torchrun did not. null: one per GPU; without a GPU, as
-    many as the grids need."""
+    """Number of processes that the command starts on this machine if torchrun did not start it. null: one per GPU;
+    without a GPU, as many as the grids need."""
     hardware: Text | None = None
-    """What keys that are `auto` are chosen for: h100 or another name that `megaverl plan --hardware` knows, or a file
-    of one's own. null: the GPU that this machine shows, or two processor cores."""
+    """Hardware for which keys set to `auto` are chosen: h100 or another name of `megaverl plan --hardware`, or a file
+    of your own. null: the GPU of this machine, or two processor cores."""
     replan: bool = False
-    """Take the better layout that trainer.replan_every finds: at the next checkpoint the run ends its processes and
-    goes on from it in new ones. Only keys that are `auto` change."""
+    """Switch to the better layout that trainer.replan_every finds. At the next checkpoint the run restarts its
+    processes with it. Only keys set to `auto` change."""
     timeout_minutes: Minutes = 10.0
-    """How long a rank waits for the others before it stops."""
+    """How long a rank waits for the others before the run stops. The message names the rank that did not answer. Raise
+    it if a stage can legitimately take longer."""
     log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]
-    """Where metrics go: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
-    module:object. Several at once."""
+    """Trackers: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
+    module:object. Several can be given. A tracker that fails or hangs does not stop training."""
     track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ["*"]
-    """Which metrics go there: patterns such as reward/*; metrics.jsonl has all. Also --track_metrics."""
+    """Patterns of the metrics that trackers get, such as reward/*. metrics.jsonl always has all. Also
+    --track_metrics."""
     stragglers_every: NonNegative = 0
-    """Compare the ranks' own work every so many steps, without what they wait, and name those that are slower than
-    others at the same. 0: never. On GPUs their kernels are timed, which needs nvidia-resiliency-ext."""
+    """Every this many steps, compare the ranks' own work, without waiting time, and name ranks that are slower than
+    others at the same work. 0: never. On GPUs this times kernels and needs nvidia-resiliency-ext."""
     profile: ProfileConfig = ProfileConfig()
-    """What is recorded of chosen steps."""
+    """What to record in chosen steps."""
 
 
 class ModelConfig(Section):
@@ -86,25 +88,25 @@ class ModelConfig(Section):
     may_be_text: ClassVar[bool] = True
 
     path: str = ""
-    """Folder with config.json, safetensors and a tokenizer; or a model on a hub, as org/name: its weights are loaded
-    while they arrive."""
+    """Folder with config.json, safetensors and a tokenizer, or a model on a hub as org/name, whose weights are loaded
+    while they are downloaded."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
-    """Where org/name is looked for; modelscope needs the package of that name."""
+    """Hub on which org/name is looked up. modelscope needs the package of that name."""
     revision: Text | None = None
-    """Branch, tag or commit of model.path on the hub. null: its main branch."""
+    """Branch, tag or commit of model.path on the hub. Set a commit for a reproducible run. null: the main branch."""
     offload_folder: Text | None = None
-    """Keep what is downloaded in this folder. null: in the hub's own cache."""
+    """Folder for downloaded files. null: the cache of the hub."""
     config: Text | None = None
-    """A config.json, named from the folder of the YAML file; `megaverl plan` reads it where model.path is not here."""
+    """A config.json, relative to the YAML file. `megaverl plan` reads it if model.path is not on this machine."""
     tokenizer: Text | None = None
     """Folder of a Hugging Face tokenizer, or a sentencepiece .model file. null: model.path."""
     init: Literal["weights", "random"] = "weights"
-    """weights: read the safetensors. random: fresh weights, from run.seed."""
+    """weights: read the safetensors. random: initialise from run.seed, for tests and the quickstart."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of weights and computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
-    """Let transformers and vLLM run Python files that come with the model, with your rights. Without it none is
-    downloaded from a hub."""
+    """Let transformers and vLLM run Python files of the model's folder with your permissions. Without it, such a model
+    is refused and no code is downloaded from a hub."""
 
     @rule
     def check_path(self, at: str) -> Issues:
@@ -119,19 +121,20 @@ class SourceConfig(Section):
     may_be_text: ClassVar[bool] = True
 
     path: Text
-    """A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a data set on the
-    hub as org/name (needs the package datasets), a task of reasoning-gym as reasoning_gym:NAME?size=1000&seed=1, a
-    taskset of verifiers as verifiers:NAME?size=1000, or your own as module:object."""
+    """A JSONL or Parquet file, a glob pattern, a folder of such files or of datasets.save_to_disk, a data set on the
+    hub as org/name (needs the package datasets), a reasoning-gym task as reasoning_gym:NAME?size=1000&seed=1, a
+    verifiers taskset as verifiers:NAME?size=1000, or your own as module:object."""
     weight: PositiveFloat | None = None
-    """Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has rows."""
+    """Share of the prompts, relative to the sum of all weights. A source starts again when it is exhausted. Set it for
+    all sources or for none. null: in proportion to the number of rows."""
     split: Text = "train"
-    """Of a data set on the hub or of save_to_disk."""
+    """Split of a data set on the hub or of save_to_disk."""
     subset: Text | None = None
-    """Configuration of a data set on the hub."""
+    """Configuration name of a data set on the hub."""
     revision: Text | None = None
-    """Of a data set on the hub: a commit, tag or branch. null: the newest."""
+    """Commit, tag or branch of a data set on the hub. Set a commit to keep the data fixed. null: the newest."""
     limit: Positive | None = None
-    """Only its first rows, so many."""
+    """Use only this many rows from the start."""
 
     @model_serializer(mode="wrap")
     def _short(self, handler: SerializerFunctionWrapHandler) -> Any:
@@ -157,89 +160,95 @@ class ImagesConfig(Section):
     """`data.images`: images of prompts, for models that take them."""
 
     key: Text = "images"
-    """Column of a row's images: one, or a list. Each takes the place of <image> in the prompt, or of a part of type
-    image that has none of its own; without such they stand before the text. Paths are named from the data file."""
+    """Column of a row's images: one image or a list. Each takes the place of <image> in the prompt, or of a part of
+    type image that has no image of its own; without either, images come before the text. Paths are relative to the data
+    file."""
     max_per_prompt: Positive = 8
-    """Most images of a prompt."""
+    """Maximum number of images in a prompt."""
     max_pixels: Positive = 33_554_432
-    """Most pixels of an image as it is stored; a larger one is refused before it is decoded."""
+    """Maximum number of pixels of a stored image. A larger image is refused before it is decoded."""
     max_bytes: Positive = 67_108_864
-    """Most bytes of an image as it is stored."""
+    """Maximum size of a stored image in bytes."""
     allow_urls: bool | list[Text] = False
-    """Fetch images that are named by http(s) URLs: true, from every host with a public address; a list of hosts, from
-    these alone, whatever their addresses. The same holds of where a redirect leads. false: they are refused."""
+    """Fetch images from http(s) URLs. true: from any host with a public address. A list of hosts: only from these,
+    whatever their addresses. Redirects follow the same rule. false: refuse URLs."""
     processor: Passthrough = {}
-    """Options of the model's image processor, such as min_pixels and max_pixels, between which images are resized."""
+    """Options of the model's image processor, such as min_pixels and max_pixels, between which images are resized. They
+    bound how many tokens an image becomes."""
 
 
 class DataConfig(Section):
     """`data`: prompts, from files or data sets."""
 
     train: Sources = []
-    """Training prompts."""
+    """Sources of the training prompts."""
     validation: Sources = []
-    """Held-out prompts."""
+    """Sources of the held-out prompts. Without any, the run does not validate."""
     prompt_key: Text = "prompt"
-    """Column of the prompt: text, or a list of chat messages."""
+    """Column of the prompt: text, or a list of chat messages. `a.b` reads a nested field."""
     answer_key: Text = "answer"
-    """Column of the reference answer that the reward sees."""
+    """Column of the reference answer that rewards receive. `a.b` reads a nested field."""
     system_prompt: str | None = None
-    """Put before every prompt as the system message."""
+    """System message placed before every prompt."""
     chat_template: Literal["auto", "none"] = "auto"
-    """auto: the tokenizer's chat template where it has one. none: the text as it stands."""
+    """auto: apply the tokenizer's chat template if it has one; text becomes a user message. none: use the text
+    unchanged."""
     tools_key: Text = "tools"
-    """Column of the tools that the chat template is shown, where a row has it."""
+    """Column of a row's tools, which are passed to the chat template."""
     tools: Text | None = None
     """JSON file with the tools of every row that has none of its own."""
     images: ImagesConfig = ImagesConfig()
-    """Of models that take images."""
+    """Settings for models that take images."""
     min_prompt_tokens: NonNegative = 0
-    """A shorter prompt is dropped, and counted."""
+    """Drop and count prompts with fewer tokens."""
     max_prompt_tokens: Positive = 512
-    """Longest prompt. Where this or rollout.sampling.max_tokens is not given and the model's context is smaller, what
-    fits it is chosen."""
+    """Maximum prompt length. Prompt and response must fit the model's context together: if this or
+    rollout.sampling.max_tokens is not set and the context is smaller, it is chosen to fit and logged."""
     too_long: Literal["error", "drop", "truncate_left"] = "error"
-    """What is done with a longer prompt; truncate_left keeps its last tokens."""
+    """What happens to a longer prompt. error: end with an error that names the row. drop: leave the row out.
+    truncate_left: keep the last tokens. Dropped and truncated rows are counted."""
     prompts_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = 64
-    """Prompts in one training step."""
+    """Prompts in one training step. Samples per step are this times algorithm.group_size, whatever the number of ranks.
+    A resumed run cannot change it."""
     shuffle: bool = True
-    """Shuffle the training prompts, anew in every epoch, from run.seed."""
+    """Shuffle the training prompts in every epoch, from run.seed. A resumed run cannot change it."""
     streaming: bool = False
-    """Read the training prompts as they are needed, instead of all once at the start: for data sets too large to be
-    looked through, or that arrive over a network. A bad row is then found when it comes."""
+    """Read training prompts as they are needed instead of reading all of them at the start. For data sets that are too
+    large or arrive over a network. A bad row is then found only when it is read."""
     shuffle_buffer: Positive = 1024
-    """With streaming: rows that are shuffled among each other, and held in memory."""
+    """With streaming: number of rows that are held in memory and shuffled among each other."""
 
 
 class RewardConfig(Section):
     """One entry of `reward`; the reward is the weighted sum of all entries."""
 
     name: Text | None = None
-    """A built-in reward, or a label for a function or a model."""
+    """A built-in reward, or a label for a function or model. Its metric is reward/NAME."""
     function: Text | None = None
-    """Your own: module:function, or path/to/file.py:function."""
+    """Your own reward: module:function, or path/to/file.py:function."""
     path: Text | None = None
-    """A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl reward` writes. A
-    response is correct where it gives more than 0."""
+    """A reward model: Hugging Face folder of a sequence classifier with one label, as `megaverl reward` writes it. A
+    response counts as correct if the model gives more than 0."""
     engine: Literal["megatron", "transformers"] = "megatron"
-    """Of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that transformers knows,
-    with a tokenizer and chat template of its own, whole on every rank; never trained."""
+    """Engine of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that transformers
+    supports, with its own tokenizer and chat template; every rank holds the whole model, and it cannot be trained."""
     weight: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
-    """Factor in the sum."""
+    """Factor in the sum of all rewards. 0: measure the reward without training on it."""
     batched: bool = False
-    """The function takes and returns lists."""
+    """The function takes and returns lists, for example to ask a model about all responses at once."""
     accuracy: bool = False
-    """A response is correct where this one gives 1 or more. None marked: the first. Where that one cannot give 1, no
-    accuracy and no pass@k are shown."""
+    """This reward decides which responses are correct: those with 1 or more. If none is marked, the first reward
+    decides. If that reward cannot give 1, accuracy and pass@k are not reported."""
     only_if: Text | None = None
-    """Name of a reward before this one: where that gives less than 1, this one is not asked, and is 0."""
+    """Name of an earlier reward. If it gives less than 1, this reward is not computed and is 0. Saves calls of
+    expensive rewards."""
     shape: Function | None = None
-    """Your own, module:function, called with this one's number; what it returns takes its place."""
+    """Function of your own, as module:function, from the reward's number to the number used in its place."""
     clip: list[Annotated[float, Field(ge=-1e9, le=1e9)]] | None = None
-    """The least and the most that it can be, after shape and before weight: [0, 1]."""
+    """Minimum and maximum of the reward, such as [0, 1]. Applied after shape and before weight."""
     options: Passthrough = {}
-    """Keyword arguments of the reward. An entry may also be written as {NAME: options}, with weight and the like
-    beside it: {judge: {url: ..., model: ...}, weight: 0.5}; {url: ..., model: ..., token_env: ...} alone is a reward
+    """Keyword arguments of the reward. An entry may also be written as {NAME: options}, with weight and other keys
+    beside it: {judge: {url: ..., model: ...}, weight: 0.5}. {url: ..., model: ..., token_env: ...} alone is a reward
     model behind `megaverl serve reward`."""
 
     @property
@@ -305,39 +314,41 @@ class LoopConfig(Section):
     """`trainer`: length of the training loop, validation, and what it stores."""
 
     steps: Positive = 100
-    """Training steps: each one rollout and its updates."""
+    """Number of training steps. Each is one rollout and its updates."""
     validate_every: NonNegative = 10
-    """Steps between validations; 0: never, and the default without data.validation."""
+    """Steps between validations. Each one generates responses to the held-out prompts. 0: never, which is the default
+    without data.validation."""
     validate_at_start: bool = True
-    """Validate before the first step as well."""
+    """Also validate before the first step, to have a baseline."""
     validation_prompts: Positive | None = None
-    """How many held-out prompts. null: all."""
+    """Number of held-out prompts to use. null: all."""
     validation_samples: Several = 1
-    """Responses per held-out prompt."""
+    """Responses per held-out prompt. pass@k needs at least k."""
     validation_sampling: Passthrough = {}
-    """Fields of SamplingParams that differ in validation from rollout.sampling."""
+    """Fields of SamplingParams that differ in validation from rollout.sampling, such as {temperature: 0}."""
     pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = [1]
-    """The k of each pass@k; none above validation_samples."""
+    """Values of k for which pass@k is reported. None may exceed validation_samples."""
     replan_every: NonNegative = 0
-    """Look for a better layout every so many steps, by the lengths and times that were measured, and say what it would
-    gain (plan/gain). 0: never."""
+    """Every this many steps, search for a better layout with the measured lengths and times, and report its gain
+    (plan/gain). 0: never. See run.replan to switch to it."""
     program: Function | None = None
-    """A step of your own, as module:function: an async function of the run and the number of the step, in the place of
-    PPO's or GRPO's. It calls the roles and returns the step's samples (docs/extend/program.md)."""
+    """A training step of your own, as module:function: an async function of the run and the step number that calls the
+    roles and returns the samples (docs/extend/program.md). It replaces the step of PPO and GRPO."""
     operators: list[Function] = []
-    """Functions of your own, as module:function, that add operators to the step's flow, to watch or to change what
-    flows: each is called with the DataFlow (megaverl flow show)."""
+    """Functions of your own, as module:function, that get the step's DataFlow and add operators to it, to observe or
+    change values (megaverl flow show). Every rank then reads the whole batch."""
     best_metric: Literal["accuracy", "reward"] = "accuracy"
-    """Validation metric by which the best checkpoint is remembered. Where no response was correct yet, or none can be,
-    the reward decides."""
+    """Validation metric that decides which checkpoint is the best. If no response has been correct yet, the reward
+    decides."""
     save_samples: NonNegative = 4
-    """Sample generations written to the run folder at each step."""
+    """Number of generated samples written to samples.jsonl at each step."""
     store_rollouts: bool = False
-    """Store every step's responses and scores, for replay_rollouts, in dir/name/rollouts."""
+    """Store the responses and scores of every step in dir/name/rollouts, for replay_rollouts."""
     rollout_only: bool = False
-    """Generate, score and store; train nothing. Also `megaverl train --rollout-only`."""
+    """Generate, score and store without training. Also `megaverl train --rollout-only`."""
     replay_rollouts: Text | None = None
-    """A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH."""
+    """Folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH. A replayed run takes the
+    same updates, so training can be debugged without generation."""
 
     @rule
     def check_pass_at(self, at: str) -> Issues:
@@ -371,19 +382,19 @@ class SFTConfig(Section):
     """`sft`: supervised fine-tuning, with the actor's grid and optimizer."""
 
     train: Sources = []
-    """Prompt/answer pairs. Empty: data.train."""
+    """Sources of prompt and answer pairs. Empty: data.train."""
     steps: Positive = 100
     """Optimizer steps."""
     batch_size: Positive = 32
-    """Pairs in one step, over all ranks."""
+    """Pairs in one step, over all ranks. A resumed run cannot change it."""
     lr: LearningRate = 1e-5
-    """Highest learning rate."""
+    """Peak learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls to 0 after warm-up."""
+    """How the learning rate changes after warm-up. linear and cosine fall to 0."""
     lr_warmup_steps: NonNegative = 0
-    """Steps in which the learning rate rises from 0."""
+    """Steps in which the learning rate rises linearly from 0."""
     max_answer_tokens: Positive | None = None
-    """Longest answer; a longer one is an error. null: rollout.sampling.max_tokens."""
+    """Maximum answer length. A longer answer is an error. null: rollout.sampling.max_tokens."""
 
     @rule
     def check_warmup(self, at: str) -> Issues:
@@ -406,63 +417,66 @@ class CheckpointConfig(Section):
     """`checkpoint`: when checkpoints are written, which are kept, and which one a run resumes from."""
 
     save_interval: NonNegative = 0
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints. A run that is killed loses the steps since the last one. 0: only after the last
+    step."""
     keep_last_k: Positive = 3
-    """How many are kept, besides the best one and milestones."""
+    """Number of newest checkpoints to keep, in addition to the best one and milestones."""
     keep_best: bool = True
-    """Keep the one with the best validation as well."""
+    """Also keep the checkpoint with the best validation."""
     milestone_interval: NonNegative = 0
-    """Checkpoints of every so many steps are kept for good; 0: none."""
+    """Keep the checkpoints of every this many steps permanently. 0: none."""
     async_save: bool = True
-    """Write beside the training; an update waits for a copy, in host memory, of what is not written yet."""
+    """Write checkpoints in the background. The next update waits for a copy, in host memory, of what is not written
+    yet. false: needs no such copy, and the step waits for the write."""
     on_write_error: Literal["stop", "continue"] = "stop"
-    """A checkpoint that cannot be written: stop ends the run, continue says so and goes on. The ones before it are kept
-    either way."""
+    """What happens if a checkpoint cannot be written. stop: end the run. continue: log it and continue. Earlier
+    checkpoints are kept in either case."""
     resume: Text = "auto"
-    """auto: the newest of this run folder, if any. latest: the same, and it must be there. unfinished: the newest of
-    this run folder where that run has steps left, and a finished run starts anew. never: start anew. Or a checkpoint
+    """Where to resume from. auto: the newest checkpoint of this run folder, if any. latest: the same, and it must
+    exist. unfinished: the same, but a finished run starts again. never: start again. Or the path of a checkpoint or run
     folder. Also `megaverl train --resume`."""
     export_hf: bool = True
-    """Write a Hugging Face folder at the end."""
+    """Write a Hugging Face folder, hf, at the end of the run."""
 
 
 class PreferenceConfig(Section):
     """`preference`: pairs of a better and a worse response, for `megaverl dpo` and `megaverl reward`."""
 
     train: Paths = []
-    """Files of rows with a prompt and two responses; for loss: kto and bco also with one and its label."""
+    """Files of rows with a prompt and two responses. With loss kto or bco, also rows with one response and its
+    label."""
     validation: Paths = []
     """Files of held-out rows."""
     chosen_key: Text = "chosen"
     """Column of the better response: text, or chat messages."""
     rejected_key: Text = "rejected"
-    """Column of the worse one."""
+    """Column of the worse response."""
     completion_key: Text = "completion"
-    """With loss: kto or bco, in rows that have no pair: column of a single response."""
+    """With loss kto or bco: column of the single response, in rows that are not pairs."""
     label_key: Text = "label"
-    """Column of whether that one is desirable: true or false."""
+    """Column of the label of a single response: true if it is desirable."""
     margin_key: Text | None = None
-    """Column of how much better it is, of `megaverl reward` (arXiv 2307.09288)."""
+    """Column of how much better the chosen response is, for `megaverl reward` (arXiv 2307.09288). null: no margin."""
     loss: str = "dpo"
-    """Of `megaverl dpo`: dpo, ipo, hinge, robust, exo, nca, sppo, apo_zero, apo_down, discopop, f_dpo, wpo, aot,
-    aot_unpaired; without a reference simpo, orpo, cpo, alphapo; of single responses kto, bco; or module:function of
-    your own."""
+    """Loss of `megaverl dpo`. Pairs with a reference: dpo, ipo, hinge, robust, exo, nca, sppo, apo_zero, apo_down,
+    discopop, f_dpo, wpo, aot, aot_unpaired. Pairs without a reference: simpo, orpo, cpo, alphapo. Single responses:
+    kto, bco. Or module:function."""
     options: Passthrough = {}
     """Options of the loss, such as beta."""
     steps: Positive = 100
     """Optimizer steps."""
     batch_size: Positive = 32
-    """Rows in one step, over all ranks."""
+    """Rows in one step, over all ranks. A resumed run cannot change it."""
     lr: LearningRate = 1e-6
-    """Highest learning rate."""
+    """Peak learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls to 0 after warm-up."""
+    """How the learning rate changes after warm-up. linear and cosine fall to 0."""
     lr_warmup_steps: NonNegative = 0
-    """Steps in which the learning rate rises from 0."""
+    """Steps in which the learning rate rises linearly from 0."""
     validate_every: NonNegative = 0
-    """Steps between validations; 0: at the end."""
+    """Steps between validations. 0: only at the end."""
     max_response_tokens: Positive | None = None
-    """Longest response; a longer one is an error. null: rollout.sampling.max_tokens."""
+    """Maximum response length. A longer response is an error. null: rollout.sampling.max_tokens."""
 
     @rule
     def check_warmup(self, at: str) -> Issues:
@@ -482,14 +496,15 @@ class MixConfig(Section):
 
     update: Literal["rejection", "preference", "reward_model", "sft"] | None = None
     """rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: `preference.loss` on
-    the best and the worst of each group. reward_model: pairs of the same train the learned reward. sft: cross-entropy
-    on the prompts' reference answers."""
+    the best and the worst response. reward_model: the same pairs train the learned reward. sft: cross-entropy on the
+    reference answers of the prompts."""
     every: Positive = 1
-    """In each so-many-th step."""
+    """Run this update in every this many steps."""
     weight: PositiveFloat = 1.0
-    """Factor on the loss."""
+    """Factor of the loss."""
     judge: Text = "reward"
-    """What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name."""
+    """Metric that decides which responses are best and worst: reward (the weighted sum), accuracy, or one reward by its
+    name."""
 
     @rule
     def check_update(self, at: str) -> Issues:

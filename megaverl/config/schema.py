@@ -79,48 +79,48 @@ class Config(Section):
     """Configuration of one run. `load_config` makes it and runs the checks that span sections."""
 
     run: RunConfig = RunConfig()
-    """Name, folder, seed, processes."""
+    """Name, folder, seed, processes and logging of the run."""
     model: ModelConfig = ModelConfig()
-    """What training starts from."""
+    """The model that training starts from."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """How rewards become gradients."""
+    """The algorithm: how rewards become gradients."""
     actor: ActorConfig = ActorConfig()
-    """The policy."""
+    """The policy that is trained."""
     critic: CriticConfig = CriticConfig()
     """The value model (ppo)."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The frozen policy (with a KL)."""
+    """The frozen policy of a KL penalty, or a teacher."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation."""
+    """Generation of responses."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """Several turns: tools, games."""
+    """Multi-turn episodes: tools and games."""
     reshard: ReshardConfig = ReshardConfig()
-    """Weights, from actor to engine."""
+    """Transfer of weights from the actor to the engines."""
     placement: PlacementConfig = PlacementConfig()
-    """Which role has which ranks. Empty: every role has all."""
+    """Which role runs on which ranks. Empty: every role runs on all ranks."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
-    """Which updates are applied, skipped, or the end."""
+    """When an update is applied, skipped, or ends the run."""
     data: DataConfig = DataConfig()
-    """Prompts."""
+    """Prompts for training and validation."""
     reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = []
     """Rewards, summed with their weights."""
     reward_modules: Paths = []
-    """Modules, or path/to/file.py, that register rewards (@register_reward); imported before names are looked up. Also
-    as reward.modules beside one reward."""
+    """Modules, or path/to/file.py, that register rewards (@register_reward). They are imported before rewards are
+    looked up by name. Also as reward.modules beside one reward."""
     trainer: LoopConfig = LoopConfig()
-    """Steps and validation."""
+    """Number of steps, validation, and a step of your own."""
     sft: SFTConfig = SFTConfig()
-    """`megaverl sft`."""
+    """Supervised fine-tuning: `megaverl sft`, and the warm-up of the quickstart."""
     preference: PreferenceConfig = PreferenceConfig()
-    """Pairs of responses: `megaverl dpo`, `megaverl reward`."""
+    """Training on pairs of responses: `megaverl dpo`, `megaverl reward`."""
     reward_model: RewardModelConfig = RewardModelConfig()
-    """A reward that is trained: PRIME, `megaverl reward`, `mix`."""
+    """A reward model that is trained: PRIME, `megaverl reward`, `mix`."""
     mix: list[MixConfig] = []
-    """Further updates in a training step."""
+    """Additional updates in a training step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
     alerts: list[AlertConfig] = []
-    """What is told, and where to, when it happens."""
+    """Alerts: conditions, and where to send a message when one is met."""
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _choices: tuple[str, ...] = PrivateAttr(default=())

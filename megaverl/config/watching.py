@@ -22,19 +22,19 @@ class ProfileConfig(Section):
     """`run.profile`: records of chosen steps, for `megaverl trace`."""
 
     steps: Annotated[list[Positive], Numbers] = []
-    """Which, counted from 1. Empty: none, and nothing is spent on it."""
+    """Steps to profile, counted from 1. Empty: none; profiling then costs nothing."""
     ranks: Annotated[list[NonNegative] | None, Numbers] = None
-    """Of which ranks. null: of all."""
+    """Ranks to profile. null: all."""
     tools: Annotated[list[Literal["torch", "memory", "nvtx", "cuda", "py_spy"]], AS_LIST] = ["torch"]
-    """torch: operators and kernels (torch.profiler). py_spy: Python's stacks (needs py-spy). On GPUs also memory: every
-    allocation; nvtx: the stages as ranges; cuda: cudaProfilerStart and Stop, which nsys waits for with
+    """Profilers. torch: operators and kernels (torch.profiler). py_spy: Python stacks (needs py-spy). On GPUs also
+    memory: every allocation; nvtx: stages as ranges; cuda: cudaProfilerStart and Stop, for nsys with
     --capture-range=cudaProfilerApi."""
     record_shapes: bool = False
-    """With torch: the shapes that operators are given."""
+    """With torch: record the shapes of operator inputs."""
     with_stack: bool = False
-    """With torch: the Python lines that call them. Slow."""
+    """With torch: record the Python lines that call operators. Slow."""
     profile_memory: bool = False
-    """With torch: what operators allocate."""
+    """With torch: record the memory that operators allocate."""
 
     @rule
     def check_tools(self, at: str) -> Issues:
@@ -50,12 +50,12 @@ class AlertConfig(Section):
     """
 
     when: Text
-    """METRIC < NUMBER (also <=, >, >=), or METRIC is nan (NaN or infinite); with `for N`: N records in a row that have
-    it. METRIC is a name of metrics.jsonl, or a pattern of such (*/loss). Or: stalled for 10 min (no step so long; s,
-    min, h); disk < 5 GB (free where the run's folder is)."""
+    """Condition. METRIC < NUMBER (also <=, >, >=) or METRIC is nan (NaN or infinite), optionally followed by `for N`:
+    in N consecutive records. METRIC is a name in metrics.jsonl or a pattern such as */loss. Or stalled for 10 min (no
+    step for that long; s, min, h). Or disk < 5 GB (free space at the run's folder)."""
     post: Text | None = None
-    """URL that gets a POST of JSON: run, when, step, value, and text, as Slack reads it. $NAME: the URL stands in that
-    variable of the environment. null: only the console and the logs tell."""
+    """URL that receives a POST of JSON: run, when, step, value, and text, as Slack reads it. $NAME: read the URL from
+    that environment variable. null: report only on the console and in the logs."""
 
     @rule
     def check_condition(self, at: str) -> Issues:

@@ -251,7 +251,7 @@ def experts_column(generations: Sequence[Generation]) -> dict[str, list[Any]]:
 def _item(experts: torch.Tensor | None) -> SharedItem:
     """Return the experts of one response as a shared item."""
     if experts is None:
-        raise DataError("one response says which experts it took, and another does not.")
+        raise DataError("some responses report the experts of their tokens and others do not.")
     key = hashlib.blake2b(experts.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
     return SharedItem(key, len(experts), lambda: {EXPERTS_COLUMN: experts})
 

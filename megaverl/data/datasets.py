@@ -181,7 +181,7 @@ class MixedSampler(PromptSampler):
     ) -> None:
         super().__init__(sum(sizes), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint, digests=digests)
         if empty := [number for number, size in enumerate(sizes) if not size]:
-            raise DataError(f"source {empty[0] + 1} has no rows left, but a weight. Leave it out.")
+            raise DataError(f"source {empty[0] + 1} has a weight but no rows left. Remove it.")
         self.sizes = tuple(sizes)
         self.weights = tuple(weights)
         self.mixture = Mixture(weights, seed)

@@ -234,7 +234,7 @@ def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, T
     for source in (move.source for move in moving.moves if move.dest == fabric.rank):
         parts = channel.receive_from(source)
         if len(parts) != 2:
-            raise DataError(f"{moving.name}: {fabric.describe(source)} sent something else than rows")
+            raise DataError(f"{moving.name}: {fabric.describe(source)} sent data that are not rows")
         heard[source] = Heard(parts[0].numpy().tobytes(), parts[1])
         if (size := num_bytes_on_device(heard[source].header)) is not None:
             device = fabric.device_between(source, fabric.rank)

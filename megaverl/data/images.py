@@ -65,8 +65,8 @@ class ImageProcessor:
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise DataError(
-                f"{folder}: images of {kind} are not known here; known: {', '.join(FAMILIES)}. For text alone, name a "
-                "folder with its language model."
+                f"{folder}: images of {kind} are not supported. Supported: {', '.join(FAMILIES)}. For text only, name "
+                "a folder with its language model."
             )
         from transformers import AutoImageProcessor
 

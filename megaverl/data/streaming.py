@@ -460,7 +460,7 @@ class StreamedPrompts:
             # The second call starts the next pass over a source that has just ended.
             row = self._readers[source].read() or self._readers[source].read()
             if row is None:
-                raise DataError(f"{self._names[source]}: there is no row in it. Leave it out.")
+                raise DataError(f"{self._names[source]}: has no row. Remove it.")
             return row
         # One more than there are readers: the current one may be at its end, and all others empty.
         for _ in range(len(self._readers) + 1):
@@ -469,7 +469,7 @@ class StreamedPrompts:
                 return row
             self._current = (self._current + 1) % len(self._readers)
             self._passes += self._current == 0
-        raise DataError(f"{', '.join(self._names)}: there is no row in any of them.")
+        raise DataError(f"{', '.join(self._names)}: none of them has a row.")
 
     def _place(self) -> dict[str, Any]:
         """Return the positions of all readers."""

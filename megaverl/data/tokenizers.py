@@ -129,9 +129,9 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
     # protobuf's VersionError derives from Exception directly.
     except Exception as error:
         raise DataError(
-            f"{path}: sentencepiece {sentencepiece.__version__} does not go together with the protobuf that is "
-            f"installed ({error}). Run: pip install --upgrade protobuf, and with it what held it back, as an mlflow "
-            "before 3.11 does."
+            f"{path}: sentencepiece {sentencepiece.__version__} is not compatible with the installed protobuf "
+            f"({error}). Run: pip install --upgrade protobuf, and upgrade the package that required the old version, "
+            "such as mlflow before 3.11."
         ) from error
     if not path.is_file():
         raise DataError(f"{path}: not found. Name a sentencepiece .model file.")

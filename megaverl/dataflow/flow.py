@@ -52,9 +52,7 @@ class DataFlow:
             raise ConfigError(f"two operators are named '{operator.name}'; give one of them another name")
         later, earlier = ([one] if isinstance(one, str) else list(one) for one in (before, after))
         if unknown := [name for name in (*later, *earlier) if name not in names]:
-            raise ConfigError(
-                f"there is no operator '{unknown[0]}' to put '{operator.name}' beside: {', '.join(names)}"
-            )
+            raise ConfigError(f"no operator '{unknown[0]}' to put '{operator.name}' beside: {', '.join(names)}")
         self._operators.append(operator)
         self._after += [(operator.name, name) for name in later] + [(name, operator.name) for name in earlier]
         # The flow must be compiled again.

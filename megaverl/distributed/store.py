@@ -80,8 +80,8 @@ def _listening(host: str, port: int) -> socket.socket:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     print(
-        f"warning: {host} (MASTER_ADDR) is no address of this node that others reach, so the job's store listens on "
-        "all interfaces: name one by its address, or keep MASTER_PORT closed to machines that are none of the job's.",
+        f"warning: {host} (MASTER_ADDR) is no address of this node that other nodes can reach, so the job's store "
+        "listens on all interfaces. Set MASTER_ADDR to an address, or block MASTER_PORT for other machines.",
         file=sys.stderr,
         flush=True,
     )

@@ -300,7 +300,7 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
     """Freeze all weights whose names in the folder match a pattern.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
+        ConfigError: a pattern matches nothing, or no weight is left to train.
     """
     renamed = weights_of_module(model).renamed if patterns else {}
     names = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
@@ -318,7 +318,9 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
         for name in matching:
             names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError(f"{role}.freeze: {', '.join(patterns)} fit all of the weights, and nothing is left to train.")
+        raise ConfigError(
+            f"{role}.freeze: {', '.join(patterns)} fit all of the weights, and no weight is left to train."
+        )
 
 
 def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) -> float:

@@ -315,8 +315,8 @@ class HuggingFaceHub:
         missing = sorted(shards.difference(names))
         if missing:
             raise ModelError(
-                f"model.path: {self._path}: the cache lacks {', '.join(missing)}, and {why}. Fetch the rest where "
-                "there is a connection."
+                f"model.path: {self._path}: the cache does not have {', '.join(missing)}, and {why}. "
+                "Download the rest on a machine with a connection."
             )
         return names
 
@@ -349,8 +349,8 @@ class HuggingFaceHub:
             return ModelError(f"{what}: the hub answered {status}. {fix}")
         reason = (str(error).strip().splitlines() or [""])[0]
         return ModelError(
-            f"{what}: the download broke off ({type(error).__name__}: {reason}). What has come is kept: start again to "
-            "go on from there."
+            f"{what}: the download was interrupted ({type(error).__name__}: {reason}). What was downloaded "
+            "is kept: start again to continue."
         )
 
 
@@ -401,6 +401,6 @@ class ModelScopeHub:
         # modelscope passes on any error of the libraries below it.
         except Exception as error:
             raise ModelError(
-                f"model.path: {self._path}: {name}: the download broke off ({type(error).__name__}: {error}). "
+                f"model.path: {self._path}: {name}: the download was interrupted ({type(error).__name__}: {error}). "
                 "Start again."
             ) from error

@@ -77,8 +77,8 @@ class VisionReader:
             return None
         if config.model_type not in FAMILIES:
             raise ModelError(
-                f"{config.model_type}: it takes images, and how its tokens' positions follow from them is known for "
-                f"{', '.join(FAMILIES)} alone. Use one of these, or a model of text."
+                f"{config.model_type}: it takes images, and the positions of their tokens are supported only for "
+                f"{', '.join(FAMILIES)}. Use one of these, or a text model."
             )
         return cls(int(config.image_token_id), int(vision.spatial_merge_size))
 

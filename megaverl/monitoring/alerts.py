@@ -192,7 +192,7 @@ class Receiver:
             self._has_warned = True
             # Show only the host: credentials, path and query may be secret.
             host = self.address.split("//")[-1].split("/")[0].rpartition("@")[2]
-            self.warn(f"alerts: {host} does not take them: {problem}. The run goes on; this is told once")
+            self.warn(f"alerts: {host} does not take them: {problem}. The run continues; this is logged once")
 
 
 def post(address: str, message: Mapping[str, Any], seconds: float | None = None) -> str:

@@ -239,7 +239,7 @@ def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with"
             # A tracker of the user is checked when it is loaded.
             continue
         if name not in BACKENDS:
-            mistakes.append(f"{key}: there is no tracker {name!r}; there are {', '.join(BACKENDS)}")
+            mistakes.append(f"{key}: unknown tracker {name!r}; there are {', '.join(BACKENDS)}")
         elif missing_module(name) is not None:
             mistakes.append(f"{key}: {how_to_install(name)}")
     if mistakes:
@@ -267,7 +267,7 @@ def check_installed(name: str) -> None:
     if ":" in name:
         return
     if name not in BACKENDS:
-        raise ConfigError(f"there is no tracker {name!r}; there are {', '.join(BACKENDS)}, or module:object")
+        raise ConfigError(f"unknown tracker {name!r}; there are {', '.join(BACKENDS)}, or module:object")
     if missing_module(name) is not None:
         raise ConfigError(how_to_install(name))
 

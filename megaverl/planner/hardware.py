@@ -104,7 +104,7 @@ class Hardware:
         if path.suffix not in (".yaml", ".yml", ".json"):
             if name not in known():
                 raise ConfigError(
-                    f"hardware: there is no {name}. Known: {', '.join(known())}; or give a file of yours."
+                    f"hardware: unknown name {name}. Known: {', '.join(known())}; or give a file of yours."
                 )
             path = FOLDER / f"{name}.yaml"
         if not path.is_file():

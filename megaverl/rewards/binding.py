@@ -175,7 +175,7 @@ def bind(
         if value := _optional_value(parameter, chosen, row, batched=batched):
             chosen[parameter.name] = value
     if not chosen and not takes_rest:
-        raise ValueError(f"0 parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
+        raise ValueError(f"the function has no parameters; expected some of {', '.join(VALUES)}")
     taken = frozenset({*(parameter.name for parameter in named), *options})
     if takes_rest:
         chosen |= _extra_keywords(chosen, taken, row, batched=batched)
@@ -236,13 +236,13 @@ def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> di
     if unknown and row.extra is not None:
         columns = ", ".join(sorted({*row.extra, row.prompt, *([row.answer] if row.answer else [])}))
         names = ", ".join(parameter.name for parameter in unknown)
-        raise ValueError(f"what {names} stands for cannot be told: the data has the columns {columns}")
+        raise ValueError(f"cannot bind {names}: the data has the columns {columns}")
     # The columns are unknown yet, so assume that the names are columns. Calling the function will show it.
     chosen |= {parameter.name: f"{COLUMN}{parameter.name}" for parameter in unknown}
     values = [value for value in chosen.values() if not value.startswith(COLUMN)]
     if len(set(values)) < len(values):
         twice = ", ".join(name for name, value in chosen.items() if values.count(value) > 1)
-        raise ValueError(f"what {twice} stands for cannot be told: they mean the same")
+        raise ValueError(f"cannot bind {twice}: they mean the same")
     return chosen
 
 
@@ -265,10 +265,10 @@ def _prefer_columns(chosen: dict[str, str], row: RowNames) -> None:
 def _by_count(positional: list[Parameter], chosen: Mapping[str, str]) -> dict[str, str]:
     """Bind parameters with unknown names by their number."""
     if len(positional) not in BY_COUNT:
-        raise ValueError(f"{len(positional)} parameters need a value, and there are {len(VALUES)}: {', '.join(VALUES)}")
+        raise ValueError(f"{len(positional)} parameters, but only {len(VALUES)} values: {', '.join(VALUES)}")
     values = dict(zip((parameter.name for parameter in positional), BY_COUNT[len(positional)], strict=True))
     if set(values.values()) & set(chosen.values()):
-        raise ValueError(f"what {', '.join(values)} stands for cannot be told")
+        raise ValueError(f"cannot bind {', '.join(values)}")
     return values
 
 

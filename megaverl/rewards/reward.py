@@ -409,7 +409,7 @@ def _build_component(entry: Mapping[str, Any], row: RowNames) -> Component:
     shape = _own_function(entry["shape"], "reward.shape") if entry.get("shape") else None
     clip = tuple(float(value) for value in entry["clip"]) if entry.get("clip") else None
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
-        raise RewardError(f"reward {label!r}: clip is {list(clip)}; it is the least and the most that it can be.")
+        raise RewardError(f"reward {label!r}: clip is {list(clip)}; expected [minimum, maximum].")
     return Component(label, function, float(weight), options, accuracy, entry.get("only_if"), shape, clip, row)
 
 

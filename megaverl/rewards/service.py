@@ -267,7 +267,7 @@ class Service:
         status = response.status_code
         if status in OURS:
             raise RewardError(
-                f"{self.options.url} answers {status} ({response.reason_phrase}): see to {OURS[status]}. It says: "
+                f"{self.options.url} answers {status} ({response.reason_phrase}): check {OURS[status]}. Response: "
                 f"{body[:200].decode('utf-8', 'replace')!r}"
             )
         if status in PASSING or status >= 500:

@@ -25,7 +25,7 @@ def check_images_run_here(architecture: str) -> None:
     if architecture in NOT_CAUSAL:
         raise RolloutError(
             f"{architecture}: vLLM's CPU build attends causally over the tokens of an image, and the model does not: "
-            "its answers would be those of another model. Generate on a GPU, or use a Qwen-VL model here."
+            "its answers would be wrong. Generate on a GPU, or use a Qwen-VL model."
         )
 
 
@@ -52,8 +52,8 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
         )
     if arguments.get("attention_backend") == "AMX_MLA":
         raise RolloutError(
-            "rollout.vllm.attention_backend=AMX_MLA: it drops weights that every update is written to. Leave it out: "
-            f"{LATENT_ATTENTION} is taken."
+            "rollout.vllm.attention_backend=AMX_MLA: it drops weights that updates must write. Remove the key, to use "
+            f"{LATENT_ATTENTION}."
         )
     if experts and arguments.get("quantization"):
         raise RolloutError(

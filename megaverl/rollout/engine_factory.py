@@ -67,7 +67,7 @@ def make_engine(
         from megaverl.rollout.hf_engine import HFEngine
 
         if images is not None:
-            raise RolloutError(f"rollout.engine=hf answers text alone, and {model_folder} takes images. Use vllm.")
+            raise RolloutError(f"rollout.engine=hf supports only text, and {model_folder} takes images. Use vllm.")
 
         # The hf engine draws with the samples' seeds alone, and always reads its weights from the folder.
         unused = ("seed", "load_weights")

@@ -92,7 +92,7 @@ class HFEngine(Engine):
         layout = weights_of_module(self.model).layout
         if unknown := [name for name, shape in shapes.items() if layout.global_shapes.get(name) != tuple(shape)]:
             raise RolloutError(
-                f"transformers' {type(self.model).__name__} has no such weights, or of another shape: "
+                f"transformers' {type(self.model).__name__} has no weights with these names and shapes: "
                 f"{', '.join(listed(unknown))}. Use rollout.engine=vllm."
             )
         return lambda rank: layout
@@ -103,7 +103,7 @@ class HFEngine(Engine):
     ) -> list[Generation]:
         """Generate one response per prompt, in left-padded batches."""
         if images is not None:
-            raise RolloutError("rollout.engine=hf answers text alone, and the prompts have images. Use vllm.")
+            raise RolloutError("rollout.engine=hf supports only text, and the prompts have images. Use vllm.")
         vocab_size = self.model.config.vocab_size
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=vocab_size)
         per_prompt = of_each(sampling, len(prompts))

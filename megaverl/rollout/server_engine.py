@@ -116,7 +116,7 @@ class ServerEngine(Engine):
         self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
     ) -> list[Generation]:
         if images is not None:
-            raise RolloutError("rollout.engine=server answers text alone, and the prompts have images. Use vllm.")
+            raise RolloutError("rollout.engine=server supports only text, and the prompts have images. Use vllm.")
         if self.pool.weights is None:
             raise RolloutError("the servers have no weights yet: reshard before the first generate().")
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
@@ -200,7 +200,7 @@ class ServerEngine(Engine):
         return {}
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
-        raise RolloutError("rollout.engine=server: servers hold their weights in their own way, unseen from here.")
+        raise RolloutError("rollout.engine=server: servers do not expose their weights as parameters.")
 
     def close(self) -> None:
         """Stop watching the servers. They keep running."""

@@ -235,7 +235,7 @@ class ServerPool:
             self.members[url] = Member(self._connect(url))
         except ServerRefused as error:
             self._strangers.add(url)
-            logger.warning("rollout server left out: %s", error)
+            logger.warning("rollout server skipped: %s", error)
 
     def _each(self, ask: Callable[[Member], None]) -> None:
         with self._changed:

@@ -173,7 +173,7 @@ class LoaderLayouts:
             from vllm import __version__
 
             raise RolloutError(
-                f"vLLM {__version__} does not load {type(self._model).__name__} as it seemed to without data:"
+                f"vLLM {__version__} loads {type(self._model).__name__} differently with data than without data:"
                 f"{as_block(sorted(wrong), MOST_NAMED)}\nUse the vLLM of requirements/, or rollout.engine=hf."
             )
 
@@ -283,7 +283,7 @@ def _tried(
     room = platform.free_memory() // (2 * COPIES * dtype.itemsize)
     numbers = {name: number for number, (name, shape) in enumerate(shapes.items()) if math.prod(shape) <= room}
     if left_out := shapes.keys() - numbers.keys():
-        logger.info("too large to try beside what is in memory: %s", ", ".join(listed(left_out)))
+        logger.info("not tested, too large for the free memory: %s", ", ".join(listed(left_out)))
 
     def source(name: str) -> torch.Tensor:
         """Return pseudo-random numbers for a weight that every floating-point type can hold, none of them zero."""

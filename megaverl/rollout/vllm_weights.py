@@ -223,7 +223,7 @@ def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool
         ]
         if moved and not may_move:
             raise RolloutError(
-                f"{name}: vLLM made {', '.join(moved)} anew at another address than its captured graphs read. "
+                f"{name}: vLLM made {', '.join(moved)} again at an address that its captured CUDA graphs do not read. "
                 "Set rollout.vllm.enforce_eager=true."
             )
 

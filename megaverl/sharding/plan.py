@@ -457,7 +457,7 @@ class Plans(Sequence[Plan]):
                     for tensor in group.tensors
                 ]
         if problems:
-            raise ReshardError(f"the source lacks what the destination needs: {'; '.join(listed(problems))}.")
+            raise ReshardError(f"the source does not hold what the destination needs: {'; '.join(listed(problems))}.")
 
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:

@@ -329,8 +329,8 @@ class Island:
             if _shapes(parts["start"]) != _shapes(self._outer.state_dict()["start"]):
                 what = "does not hold this rank's part of the model" if path.exists() else "is not there"
                 raise CheckpointError(
-                    f"{path}: it {what}. With coordinator.islands_every above 1 a run goes on with the placement, "
-                    "actor_islands, grids and lora that it was saved with."
+                    f"{path}: it {what}. With coordinator.islands_every above 1, a run can resume only with the "
+                    "placement, actor_islands, grids and lora that it was saved with."
                 )
             self._outer.load_state_dict(parts)
         self._member.load_state_dict(parts["left"])

@@ -133,8 +133,8 @@ class GroupsInProgress:
             # The response so far becomes part of the prompt, in which image placeholders are counted.
             if prompt.images:
                 raise RolloutError(
-                    "rollout.partial and rollout.in_flight_updates go on with a response as with a longer prompt, and "
-                    "the prompts have images, whose places are counted in it. Leave one of the two out."
+                    "rollout.partial and rollout.in_flight_updates do not support prompts with images: they continue a "
+                    "response as a longer prompt, which would shift the images. Remove the key."
                 )
             group = self._group(prompt, step, number)
             group.responses = [PartialResponse() for _ in group.sampling]

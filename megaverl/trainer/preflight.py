@@ -65,8 +65,8 @@ def check_builds() -> None:
     """
     if foreign := cuda_builds_beside_cpu_torch():
         raise ConfigError(
-            f"{', '.join(foreign)}: built for CUDA, beside a torch for the processor: importing models fails with "
-            f"them. pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (nothing here needs them)"
+            f"{', '.join(foreign)}: these are CUDA builds, but torch is a CPU build: importing models fails. "
+            f"Run: pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (megaverl does not need them)"
         )
 
 

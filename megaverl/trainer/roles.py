@@ -72,7 +72,7 @@ class Roles:
             RuntimeError: this rank has no engines.
         """
         if self.rollout is None or isinstance(self.rollout, RemoteWorker):
-            raise RuntimeError("this rank has no rollout: stored ones are replayed, or others generate")
+            raise RuntimeError("this rank has no rollout engine: the run replays rollouts, or other ranks generate")
         return self.rollout
 
     @property

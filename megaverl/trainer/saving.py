@@ -106,7 +106,7 @@ class Records:
         try:
             write()
         except OSError as error:
-            self.console.warn(f"{error}; the run goes on without this file")
+            self.console.warn(f"{error}; the run continues without this file")
 
     @property
     def _samples(self) -> Path:
@@ -396,7 +396,7 @@ class Saving:
             self._last = None
             if self.config.on_write_error == "stop":
                 raise
-            self.console.error(f"{error} The run goes on without it (checkpoint.on_write_error=continue).")
+            self.console.error(f"{error} The run continues without it (checkpoint.on_write_error=continue).")
             return False
         return True
 

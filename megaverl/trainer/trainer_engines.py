@@ -118,7 +118,7 @@ def server_rollout(
     servers = config.rollout.servers
     if builder.images is not None:
         raise ConfigError(
-            f"rollout.engine=server: servers are sent tokens alone, and {config.model.path} takes images. Use vllm."
+            f"rollout.engine=server: servers receive only tokens, and {config.model.path} takes images. Use vllm."
         )
     engine: ServerEngine | None = None
     # The engines' ranks are clients of the servers: all ranks if actor and rollout share them, else those without an

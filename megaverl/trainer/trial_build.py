@@ -79,9 +79,7 @@ def try_roles(
         for outcome in run_in_children("megaverl.trainer.trial_build:make_runner", context, [check], deadline):
             if outcome.problem:
                 fields = ", ".join(f"{role}.{part}.{name}" for part, names in parts.items() for name in names)
-                result.issues.append(
-                    ConfigIssue(key, f"{outcome.problem} Fields that may have to do with it: {fields}.")
-                )
+                result.issues.append(ConfigIssue(key, f"{outcome.problem} Fields that may be the cause: {fields}."))
             elif outcome.left_out:
                 result.not_tried.append(f"fields of {role} ({outcome.left_out})")
     return result

@@ -311,8 +311,8 @@ class OpenedCheckpoint:
         ]
         if problems:
             raise CheckpointError(
-                f"{self.folder}: of another model than its config.json:{as_block(problems, MAX_NAMED)}"
-                "\nTake the config.json of the model that was trained."
+                f"{self.folder}: its weights do not match its config.json:{as_block(problems, MAX_NAMED)}"
+                "\nUse the config.json of the model that was trained."
             )
 
 

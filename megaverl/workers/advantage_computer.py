@@ -253,6 +253,6 @@ def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
         )
     if not bool(keep.any()):
         raise DataError(
-            f"algorithm.rollout_filter: {name} dropped all {len(batch)} samples: nothing is left to train on."
+            f"algorithm.rollout_filter: {name} dropped all {len(batch)} samples: no sample is left to train on."
         )
     return keep

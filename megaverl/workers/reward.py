@@ -253,8 +253,8 @@ class RewardRole:
         if len(total) and bool(total.isnan().all()):
             lost = [name for name, values in components.items() if bool(values.isnan().all())]
             raise RewardError(
-                f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
-                f"{self._why()}See that the service is there, and start the run again."
+                f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} failed. "
+                f"{self._why()}Check that the service is running, and start the run again."
             )
         # Every conversation of an episode shows the values that were logged for its last one.
         shown = range(len(total)) if answers is None else answers.tolist()

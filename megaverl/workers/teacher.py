@@ -351,7 +351,7 @@ class TextTeacher(Policy):
             DataError: a column is missing, or prompts have images.
         """
         if any(batch.columns.get(COLUMN) or ()):
-            raise DataError("reference.tokenizer: the teacher reads text alone, and the prompts have images.")
+            raise DataError("reference.tokenizer: the teacher reads only text, and the prompts have images.")
         if missing := {"messages", "prompt"} - batch.columns.keys():
             raise DataError(
                 f"reference.tokenizer: the teacher writes the conversations by itself, and the batch has no column "
@@ -384,10 +384,10 @@ class TextTeacher(Policy):
             return {}
         if counts["unread"] == counts["samples"]:
             raise DataError(
-                f"reference.tokenizer: of {counts['samples']:.0f} responses none can be given to the teacher: its "
-                f"tokenizer ({self._own.tokenizer.source}) does not write the text that the model's "
-                f"({self._student.tokenizer.source}) reads, or its context of {self.model.spec.max_positions} tokens "
-                "is too short. Use another teacher."
+                f"reference.tokenizer: the teacher can read none of the {counts['samples']:.0f} responses: its "
+                f"tokenizer ({self._own.tokenizer.source}) cannot encode the text of the model's tokenizer "
+                f"({self._student.tokenizer.source}), or its context of {self.model.spec.max_positions} tokens is too "
+                "short. Use another teacher."
             )
         return {
             "kl_per_token": counts["gap"] / max(1, counts["compared"]),

@@ -249,8 +249,8 @@ class TrainableModel(ABC):
         """
         if self.sender is not None and self.sender.is_under_way:
             raise ReshardError(
-                f"{self.model.role}: an update after the last of its step, whose weights are on their way to the "
-                "engines. Set reshard.overlap=false."
+                f"{self.model.role}: an update after the last one of its step, while the weights are being sent "
+                "to the engines. Set reshard.overlap=false."
             )
         with self.updating():
             return self._update(micro_batches, loss, tokens, self.sender if is_last else None)

@@ -154,7 +154,7 @@ def flip_a_bit(folder: Path) -> None:
         (lose_the_manifest, "it has no manifest.json"),
         (tear_the_manifest, "manifest.json: damaged"),
         (newer_format, "format 7, written by a newer megaverl"),
-        (lie_in_the_manifest, "its own checksum does not agree"),
+        (lie_in_the_manifest, "its checksum does not match"),
         (flip_a_bit, "__0_0.distcp: actor."),
     ],
 )
@@ -169,7 +169,7 @@ def test_damage_is_named_and_the_newest_whole_one_is_used(
     assert resume(launch, folder, run, actor={"tp": 1})["path"].endswith("step_00000001")
     shutil.rmtree(run / "checkpoints" / "step_00000001")
     found = resume(launch, folder, run)
-    assert "no checkpoint is whole" in found["text"] and text in found["text"]
+    assert "no checkpoint is intact" in found["text"] and text in found["text"]
 
 
 class Payload:

@@ -310,7 +310,7 @@ def test_what_a_run_cannot_take_is_listed(tmp_path: Path) -> None:
     actor = ROLES["actor"]
     several = said({"critic": {}, "actor": actor | {"model": {"hidden_size": 48, "num_layers": 3}}})
     for part in (
-        f"{tmp_path}: of another model",
+        f"{tmp_path}: was saved with another model",
         "it holds actor, but no critic",
         "actor.hidden_size is 32, this run has 48",
         "actor.num_layers is 2, this run has 3",
@@ -342,7 +342,7 @@ def test_the_newest_is_that_written_last_by_this_job(tmp_path: Path) -> None:
     assert found == second and len(problems) == 2
     assert [folder for folder, _ in readable(tmp_path)] == [second, third], "a manifest is read, its files are not"
     shutil.rmtree(second)
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole.\n.*a is missing.*\n.*damaged"):
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is intact.\n.*a is missing.*\n.*damaged"):
         newest_whole(tmp_path)
 
 

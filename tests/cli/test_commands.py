@@ -173,7 +173,7 @@ def test_file_checks_can_be_left_out_of_a_dry_run_only(capsys):
     arguments = ["train", "model.path=/not/here", "data.train=x.jsonl", "reward=gsm8k", "--no-file-checks"]
     assert main([*arguments, "--dry-run"]) == 0
     assert main(arguments) == 2
-    assert "only together with --dry-run" in capsys.readouterr().err
+    assert "only with --dry-run" in capsys.readouterr().err
 
 
 def test_keys(capsys):

@@ -41,7 +41,7 @@ def test_a_recipe_and_a_reward_are_written_and_can_be_run(desk: Path, capsys: py
     assert [line for line in lines if line.startswith("  ") and not line.endswith(":") and "  # " not in line] == []
     with pytest.raises(SystemExit):  # what is there stays
         main(["init", "mine", *told])
-    assert "mine/train.yaml is there" in capsys.readouterr().err
+    assert "mine/train.yaml already exists" in capsys.readouterr().err
 
 
 def test_a_recipe_works_from_every_folder(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_gpus_get_a_layout_that_fits(desk: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--data", "train.jsonl"], "--model: the model: a Hugging Face folder"),
+        (["--data", "train.jsonl"], "--model: not given: model (a Hugging Face folder"),
         (["--model", "nowhere", "--data", "train.jsonl"], "--model: nowhere is not here"),
         (["--model", "llama", "--data", "tran.jsonl"], "tran.jsonl: not found"),
         (["--model", "llama", "--data", "train.jsonl", "--algorithm", "grop"], "Did you mean `grpo`?"),

@@ -20,7 +20,11 @@ def test_every_key_says_what_it_means():
 def test_a_meaning_over_several_lines_is_one_line():
     meanings = {entry.key: entry.meaning for entry in described_keys(Config)}
     assert not any("\n" in meaning or "  " in meaning for meaning in meanings.values())
-    assert meanings["actor.tp"] == meanings["critic.tp"] == "Tensor-parallel size."  # of a class that they inherit
+    inherited = (
+        "Tensor-parallel size: the matrices of every layer are split over this many ranks. These ranks communicate in "
+        "every layer, so keep tp within a node."
+    )
+    assert meanings["actor.tp"] == meanings["critic.tp"] == inherited
 
 
 def test_what_is_not_at_its_default():

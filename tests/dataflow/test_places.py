@@ -111,7 +111,7 @@ def test_operators_are_put_between_others() -> None:
     twice = DataFlow([Operator("x", lambda: 1), Operator("a", lambda x: x + 1, outputs=("x",))])
     twice.add_operator(Operator("b", lambda x: x * 10, outputs=("x",)))
     assert twice.compile().run()["x"] == 20
-    with pytest.raises(ConfigError, match="there is no operator 'upated' to put 'z' beside: rollouts,"):
+    with pytest.raises(ConfigError, match="no operator 'upated' to put 'z' beside: rollouts,"):
         step().add_operator(Operator("z", lambda: None), after="upated")
 
 

@@ -45,7 +45,7 @@ def test_or_the_run_goes_on(
 ) -> None:
     found = hit(launch, inputs, tmp_path, fault, "checkpoint.on_write_error=continue")
     assert found.happened and found.ended.codes == [0, 0], found.ended.output
-    assert said in found.ended.text and "The run goes on without it" in found.ended.text
+    assert said in found.ended.text and "The run continues without it" in found.ended.text
     assert differences(remains(tmp_path / "run"), expected) == []
 
 

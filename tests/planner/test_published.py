@@ -5,7 +5,7 @@ are those of the source, at the commit that it names. Where a project puts every
 the engine works (verl's *_offload, NeMo-RL's refit, slime's --colocate), that is `actor.offload` here, and an engine
 that gives its memory back is `rollout.sleep`.
 
-    python -m tests.planner.test_published     # the table of docs/scale.md
+    python -m tests.planner.test_published     # the table of docs/planning.md
 """
 
 from __future__ import annotations

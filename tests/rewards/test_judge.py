@@ -172,7 +172,7 @@ def test_the_deadline_is_of_all_together(upstream: Upstream) -> None:
 def test_a_token_that_is_refused_ends_the_run(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     upstream.answer = lambda request, before: (401, {}, b"who are you?")
     monkeypatch.setenv("JUDGE_TOKEN", "sk-judge")
-    with pytest.raises(RewardError, match="answers 401.*see to the token.*who are you"):
+    with pytest.raises(RewardError, match="answers 401.*check the token.*who are you"):
         judged(upstream, token_env="JUDGE_TOKEN")
     assert upstream.requests[0][1]["Authorization"] == "Bearer sk-judge"
 

@@ -1,4 +1,4 @@
-"""The table of docs/scale.md: what a rank gets of a step does not grow with the number of ranks, and all of it does."""
+"""The table of docs/scaling.md: a rank's part of a step does not grow with the number of ranks."""
 
 from __future__ import annotations
 

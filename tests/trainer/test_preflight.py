@@ -175,7 +175,7 @@ def test_vllm_itself_judges_its_fields(
     assert main(_command(inputs, tmp_path, *together)) == MISTAKE
     said = capsys.readouterr().err
     assert "rollout.vllm: vLLM refuses to start on" in said and "max_num_batched_tokens (32)" in said
-    assert "Fields that may have to do with it: rollout.vllm.max_num_seqs, rollout.vllm.max_num_batched_tokens." in said
+    assert "Fields that may be the cause: rollout.vllm.max_num_seqs, rollout.vllm.max_num_batched_tokens." in said
     good = ["rollout.tp=2", "run.nproc=2", "rollout.vllm.max_num_seqs=8", "rollout.vllm.enforce_eager=true"]
     config = load_config(None, _command(inputs, tmp_path, *good)[1:], check_paths=False)
     assert trial_build.try_roles(config, "train", generates=True) == trial_build.TrialResult([], [])

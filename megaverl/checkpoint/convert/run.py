@@ -150,8 +150,8 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
     if not float(difference.max()) <= TOLERANCE * max(scale, 1e-6):
         at = tuple(int(i) for i in torch.unravel_index(difference.nan_to_num(torch.inf).argmax(), difference.shape))
         raise CheckpointError(
-            f"{source.folder}: the converted model computes something else: at [sample, position, output] {list(at)} "
-            f"{float(before[at]):.6g} became {float(after[at]):.6g}. Nothing is kept. Please report this model."
+            f"{source.folder}: the converted model gives different outputs: at [sample, position, output] {list(at)} "
+            f"{float(before[at]):.6g} became {float(after[at]):.6g}. The output was removed. Please report this model."
         )
     if shown:
         compared = "values" if source.value_head else "logits"
@@ -357,10 +357,10 @@ def _say_what_is_left(source: ModelSource, shown: bool) -> None:
     if any(name.endswith(BESIDE_KEY) for name in names):
         names = [name for name in names if not name.endswith(BESIDE_KEY)]
         if shown:
-            print("left out: the critic's value head; --role critic takes it, with its backbone", file=sys.stderr)
+            print("skipped: the critic's value head. --role critic converts it with its backbone", file=sys.stderr)
     if shown and names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        print(f"left out, for they are no weights: {', '.join(names[:3])}{more}", file=sys.stderr)
+        print(f"skipped, because they are not weights: {', '.join(names[:3])}{more}", file=sys.stderr)
 
 
 def _prepare(draft: Path, target: ModelTarget) -> None:

@@ -164,7 +164,9 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
     names = {weight.name for weight in weights}
     extra = [name for name in stored if name not in names]
     if LM_HEAD in extra and (value_head or not spec.tie_embeddings):
-        raise ModelError(f"{folder}: {LM_HEAD} beside a value head: a model has one of the two. Remove one of them.")
+        raise ModelError(
+            f"{folder}: {LM_HEAD} and a value head: a model can have only one of the two. Remove one of them."
+        )
     arrays = stored_arrays(stored)
     arrays |= {
         transposed_name(weight.name): arrays[weight.name].transposed((0, 2, 1))

@@ -89,9 +89,9 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
     if unknown or not chosen:
         wrong = ", ".join(unknown) or str(targets)
         raise ModelError(
-            f"{key}.targets: {wrong}: no linear layer of this model that can have an adapter is called so. "
-            f"Choose from {', '.join(names)}, or {ALL_LINEAR}. (Embeddings and the output layer have none, nor has "
-            "anything but attention in a model with routed experts.)"
+            f"{key}.targets: {wrong}: this model has no linear layer of that name that can have an adapter. "
+            f"Choose from {', '.join(names)}, or {ALL_LINEAR}. (Embeddings and the output layer cannot have adapters; "
+            "in a model with routed experts only attention can.)"
         )
     widest = min(min(weight.shape) for weight in chosen)
     if rank > widest:

@@ -30,7 +30,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.status in ("warn", "fail") and not self.fix:
-            raise ValueError(f"{self.section}, {self.name}: says what is wrong and not what to do")
+            raise ValueError(f"{self.section}, {self.name}: names a problem without a fix")
 
 
 MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}

@@ -380,7 +380,7 @@ def _take_in(views: Views, led_to: Turns, number: int) -> bool:
         if view.rewards:
             view.rewards[-1] += outcome.reward
         elif outcome.reward:
-            raise EpisodeError(f"episode {number}: a reward for '{agent}', who has not written a turn yet.")
+            raise EpisodeError(f"episode {number}: a reward for '{agent}', which has not taken a turn yet.")
         if not done:
             view.read(outcome)
     if not done and not led_to.acting:

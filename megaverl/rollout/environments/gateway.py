@@ -300,8 +300,8 @@ class ProgramEpisode(Environment):
         models = options.get("train_models")
         if models is not None and not (isinstance(models, list) and {*map(type, models)} == {str}):
             raise ConfigError(
-                f"environment 'gateway': train_models={models!r}; list the names of `model` whose calls train, or "
-                "leave it out: all do"
+                f"environment 'gateway': train_models={models!r}; list the values of `model` whose calls train, "
+                "or remove it to train all calls"
             )
         host, token_env = options.get("host", "127.0.0.1"), options.get("token_env")
         if token_env is not None and not os.environ.get(token_env):

@@ -138,7 +138,7 @@ def _fill(index: sqlite3.Connection, documents: Path) -> None:
                 index.execute("INSERT INTO documents VALUES (?, ?)", (str(row.get("title", "")), str(row["text"])))
             except (ValueError, KeyError, AttributeError) as error:
                 wanted = '{"title": ..., "text": ...}'
-                raise DataError(f"{documents}, line {number}: expected {wanted} ({error!r}). Mend it.") from error
+                raise DataError(f"{documents}, line {number}: expected {wanted} ({error!r}). Correct it.") from error
     index.commit()
 
 

@@ -377,7 +377,7 @@ def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, 
         if len(kinds) != 1 or unknown:
             raise ConfigError(
                 f"environment 'tools': {name} has {', '.join(spec) or 'nothing'}; expected one of {', '.join(SPECS)}, "
-                f"and beside it {', '.join(OWN_LIMITS)} (results with search)."
+                f"and in addition {', '.join(OWN_LIMITS)} (results with search)."
             )
         if kinds == ["function"] and not all(str(spec["function"]).partition(":")[::2]):
             raise ConfigError(f"environment 'tools': {name}: name each as module:function")

@@ -87,7 +87,7 @@ def init_distributed(config: Description) -> Job:
         needed = smallest_world(resolved)
         if needed > 1:
             raise ConfigError(
-                f"this configuration needs {needed} ranks, and this process is alone. Start the program with "
+                f"this configuration needs {needed} ranks, but this process is a single one. Start the program with "
                 f"torchrun --nproc-per-node {needed} PROGRAM.py"
             )
     if _Joined.job is not None and _Joined.config is not None:
@@ -308,11 +308,13 @@ class PPOTrainer(RLTrainer):
     def _make_loop(self) -> Trainer:
         config = self.config
         if config.trainer.program is not None:
-            raise ConfigError("trainer.program: a loop of one's own takes the step itself. Leave it out.")
+            raise ConfigError(
+                "trainer.program: a Python program with its own loop takes the step itself. Remove the key."
+            )
         if config.rollout.async_rollout and is_placed(config, "train"):
             raise ConfigError(
-                "rollout.async_rollout: a loop of one's own generates and trains in turn. Leave it out, or use "
-                "RLTrainer(...).train()."
+                "rollout.async_rollout: a Python program with its own loop generates and trains in turn. Remove the "
+                "key, or use RLTrainer(...).train()."
             )
         return super()._make_loop()
 

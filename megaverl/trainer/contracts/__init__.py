@@ -72,7 +72,7 @@ def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> 
         ConfigError: the kind does not exist, or `name` refers to nothing.
     """
     if kind not in KINDS:
-        raise ConfigError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}.")
+        raise ConfigError(f"unknown kind {kind!r}; there are {', '.join(KINDS)}.")
     load_object(name, KINDS[kind].key)
     promises: Callable[[str, dict[str, Any]], Iterable[Promise]] = getattr(
         import_module("megaverl.trainer.contracts.kinds"), f"{kind}_promises"

@@ -62,7 +62,7 @@ def test_verify_names_what_differs(folder: Path, tmp_path: Path) -> None:
     with StoredArrayReader(source.arrays) as reader, StoredArrayReader(written.arrays) as again, process_group():
         with pytest.raises(CheckpointError, match=expected):
             compare_bytes(source, reader, written, again, shown=False)
-        with pytest.raises(CheckpointError, match="computes something else: at .sample, position, output."):
+        with pytest.raises(CheckpointError, match="gives different outputs: at .sample, position, output."):
             compare_logits(source, written, shown=False)
 
 

@@ -197,7 +197,7 @@ def test_what_is_in_the_cache_serves_without_a_connection(
     assert find_model(NAME).wait() == found
     assert shards_of(found) == shards_of(folder)
     (found / shards_of(folder)[1]).unlink()
-    with pytest.raises(ModelError, match=rf"the cache lacks {shards_of(folder)[1]}, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(ModelError, match=rf"the cache does not have {shards_of(folder)[1]}, and HF_HUB_OFFLINE is set"):
         find_model(NAME)
 
 
@@ -243,7 +243,11 @@ def test_errors_say_what_to_do(hub: FakeHub, folder: Path, tmp_path: Path, monke
         ({"refused": {NAME: (403, "")}}, {}, r"the hub answered 403. Log in"),
         ({"refused": {NAME: (501, "")}}, {}, r"the hub answered 501. Try again later"),
         ({"hidden": {shard}}, {}, rf"{shard}: not found"),
-        ({"short": {shard: size - 9}}, {}, rf"{shard}: the download broke off .*size {size} but has size {size - 9}"),
+        (
+            {"short": {shard: size - 9}},
+            {},
+            rf"{shard}: the download was interrupted .*size {size} but has size {size - 9}",
+        ),
         (
             {"models": changed(folder, tmp_path / "a", drop("model*"))},
             {},
@@ -275,7 +279,7 @@ def test_an_error_reaches_every_rank(launch: Launcher, folder: Path, tmp_path: P
     shard = shards_of(folder)[1]
     os_error = {"short": {shard: 999}}
     cut = {"models": changed(folder, tmp_path / "cut", lambda each: os.truncate(each / shard, 999))}
-    for state, expected in ((os_error, "the download broke off"), (cut, "truncated: 999 bytes found")):
+    for state, expected in ((os_error, "the download was interrupted"), (cut, "truncated: 999 bytes found")):
         with serving(FakeHub(**({"models": {NAME: folder}} | state))) as hub:
             results = launch.world(
                 4,

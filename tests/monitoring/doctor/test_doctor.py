@@ -54,7 +54,7 @@ def test_a_token_is_generated(launch: Launcher) -> None:
 
 
 def test_what_is_wrong_cannot_be_said_without_its_mend() -> None:
-    with pytest.raises(ValueError, match="not what to do"):
+    with pytest.raises(ValueError, match="without a fix"):
         Finding("network", "x", "fail", "broken")
 
 

@@ -101,7 +101,7 @@ def test_agents_that_write_at_the_same_time_see_only_their_own() -> None:
     [
         (Turns({"c": Outcome()}, ["a"]), "an outcome for 'c'; its agents are a, b"),
         (Turns({"a": Outcome()}, []), "not over, and nobody writes"),
-        (Turns({"b": Outcome(reward=1.0)}, ["b"]), "a reward for 'b', who has not written"),
+        (Turns({"b": Outcome(reward=1.0)}, ["b"]), "a reward for 'b', which has not taken"),
         (Turns({"a": Outcome([1], conversation=2)}, ["a"]), "for conversation 2; there are 1, counted from 0"),
     ],
 )

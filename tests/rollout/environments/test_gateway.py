@@ -424,7 +424,7 @@ def test_a_command_finds_address_and_row(engine: HFEngine, tmp_path: Path) -> No
         ({"outside": True, "function": "a:b", "port": 1}, "name a program"),
         ({"outside": True, "port": 70000}, "is no port"),
         ({"function": "agent"}, "write it as module:function"),
-        ({"command": ["agent"], "train_models": "writer"}, "list the names of `model`"),
+        ({"command": ["agent"], "train_models": "writer"}, "list the values of `model`"),
         ({"command": ["agent"], "host": "0.0.0.0"}, "is not the loopback"),
         ({"command": ["agent"], "host": "everywhere"}, "no address of an interface"),
         ({"command": ["agent"], "token_env": "NO_SUCH_TOKEN"}, "no variable NO_SUCH_TOKEN"),

@@ -313,7 +313,7 @@ def test_a_job_of_one_says_nothing_of_the_next_trainer(no_files: None, monkeypat
         monkeypatch.setitem(JOB_OF_ONE, name, value)
     trainer = RLTrainer(**MODEL, tensor_parallel_size=2)
     assert not trainers.under_torchrun() and os.environ["WORLD_SIZE"] == "1"
-    with pytest.raises(ConfigError, match="needs 2 ranks, and this process is alone"):
+    with pytest.raises(ConfigError, match="needs 2 ranks, but this process is a single one"):
         trainers.init_distributed(trainer.config)
 
 

@@ -40,7 +40,7 @@ BAD = [
     ("advantage", "advantage_unmasked", "multiply by response_mask"),
     ("advantage", "advantage_ordered", "use group_ids"),
     ("advantage", "advantage_bare", "expected Advantages"),
-    ("filter", "keep_nothing", "nothing is left to train on"),
+    ("filter", "keep_nothing", "no sample is left to train on"),
     ("filter", "keep_floats", "expected bool of shape [12]"),
     ("generation", "only_one", "1 responses for 4 prompts"),
     ("environment", "Moody", "draw from Start.seed only"),
