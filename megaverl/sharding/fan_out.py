@@ -75,7 +75,7 @@ class Atom(NamedTuple):
     cells: tuple[Box, ...]
 
 
-class Item(NamedTuple):
+class FanOutItem(NamedTuple):
     """Boxes of the same tensors, in units that can be dealt one by one, as far as they belong to one chunk.
 
     Unit number q is part `q % num_parts` of tensor `q // num_parts`.
@@ -138,10 +138,10 @@ class Item(NamedTuple):
             yield ShardRange(self.group, low, high, self.first_part + part)
 
 
-class Run(NamedTuple):
+class FanOutRun(NamedTuple):
     """Units of an item that have the same root: the wanter number `wanter` on node number `node` of a region."""
 
-    item: Item
+    item: FanOutItem
     low: int
     high: int
     node: int
@@ -163,11 +163,11 @@ class Line:
     nodes: tuple[int, ...]
     wanters: Mapping[int, tuple[int, ...]]
     regions: list[tuple[int, ...]] = field(default_factory=list)
-    chunks: list[list[Item]] = field(default_factory=lambda: [[] for _ in range(CHUNKS)])
+    chunks: list[list[FanOutItem]] = field(default_factory=lambda: [[] for _ in range(CHUNKS)])
     totals: list[int] = field(default_factory=lambda: [0] * CHUNKS)
 
     @property
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[FanOutItem]:
         """All items."""
         return (item for items in self.chunks for item in items)
 
@@ -175,7 +175,7 @@ class Line:
         """Return the number and the nodes of the region that contains a node."""
         return next((number, nodes) for number, nodes in enumerate(self.regions) if node in nodes)
 
-    def runs(self, region: Sequence[int]) -> Iterator[Run]:
+    def runs(self, region: Sequence[int]) -> Iterator[FanOutRun]:
         """Yield all units with their roots. Every wanter of the region is the root of an equal share."""
         slots = [(number, wanter) for number, node in enumerate(region) for wanter in range(len(self.wanters[node]))]
         for number, (items, total) in enumerate(zip(self.chunks, self.totals, strict=True)):
@@ -189,12 +189,12 @@ class Line:
                     last = slot == len(slots) - 1
                     high = item.high if last else item.first_unit(slot + 1, item.start, len(slots), total)
                     if low < high:
-                        yield Run(item, low, high, *turned[slot])
+                        yield FanOutRun(item, low, high, *turned[slot])
                         low = high
                     if low < item.high:
                         slot += 1
 
-    def entry(self, node: int, run: Run) -> int:
+    def entry(self, node: int, run: FanOutRun) -> int:
         """Return the rank through which a run's units enter a node of the root's region."""
         ranks = self.wanters[node]
         return ranks[run.wanter % len(ranks)]
@@ -207,7 +207,7 @@ class HolderSet:
     ranks: list[int]
     totals: list[int] = field(default_factory=lambda: [0] * CHUNKS)
 
-    def serving(self, run: Run, region: int, num_regions: int) -> Iterator[tuple[int, int, int]]:
+    def serving(self, run: FanOutRun, region: int, num_regions: int) -> Iterator[tuple[int, int, int]]:
         """Yield (holder, low, high) for the units of a run in one region."""
         item = run.item
         low = run.low
@@ -302,7 +302,7 @@ class FanOut:
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
         self._sizes = [[sum(cell.numel for cell in part.cells) for part in sets] for sets in parts]
-        self._runs: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[Run]]] = {}
+        self._runs: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[FanOutRun]]] = {}
 
     def _atoms(self, groups: Sequence[TensorGroup]) -> list[Atom]:
         """Return what no node of the wanters holds, in boxes that the same classes want."""
@@ -357,7 +357,7 @@ class FanOut:
                 # Small items would all end in the last chunk if each began with the first.
                 chunk = (place + number) % CHUNKS
                 start, held_start = line.totals[chunk], held.totals[chunk]
-                item = Item(atom.group, first, len(cut), low, high, size, start, held_start, atom.holders, chunk)
+                item = FanOutItem(atom.group, first, len(cut), low, high, size, start, held_start, atom.holders, chunk)
                 line.chunks[chunk].append(item)
                 line.totals[chunk] += item.numel
                 held.totals[chunk] += item.numel
@@ -409,12 +409,12 @@ class FanOut:
                         sent[rank] += (len(region) - 1) * sum(line.totals) / slots
         return Loads(sent, received)
 
-    def _runs_in(self, line: Line, number: int) -> dict[tuple[int, ...], list[Run]]:
+    def _runs_in(self, line: Line, number: int) -> dict[tuple[int, ...], list[FanOutRun]]:
         """Return holders -> runs of a region, computed once for regions with as many wanters on each node."""
         region = line.regions[number]
         key = (id(line), tuple(len(line.wanters[node]) for node in region))
         if key not in self._runs:
-            by_holders: dict[tuple[int, ...], list[Run]] = {}
+            by_holders: dict[tuple[int, ...], list[FanOutRun]] = {}
             for run in line.runs(region):
                 by_holders.setdefault(run.item.holders, []).append(run)
             self._runs[key] = by_holders
@@ -425,7 +425,7 @@ class FanOut:
         incoming: ByHop = tuple({} for _ in ORDER)
         outgoing: ByHop = tuple({} for _ in ORDER)
 
-        def add(by_hop: ByHop, hop: int, peer: int, item: Item, low: int, high: int) -> None:
+        def add(by_hop: ByHop, hop: int, peer: int, item: FanOutItem, low: int, high: int) -> None:
             by_hop[NUMBER[item.chunk, hop]].setdefault(peer, []).extend(item.ranges(low, high))
 
         source_class = self._source.class_of[rank]

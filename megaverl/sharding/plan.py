@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """What a rank sends to and receives from each peer in one hop of a fan-out.
+    """Boxes that a rank sends to and receives from each peer in one hop of a fan-out.
 
     Attributes:
         after: number of the hop among `Plan.relays` that brings what this one forwards. The rank that forwards a box
