@@ -75,6 +75,24 @@ def optimizers() -> dict[str, bool]:
     return found
 
 
+def copies(threshold: int) -> bool:
+    """Whether boxes are copied right where those of `threshold` bytes and more are copied one by one."""
+    from unittest.mock import patch
+
+    from megaverl.weights.transports import copy_boxes, transport
+
+    wide = torch.arange(4 * 64.0, device="cuda").reshape(4, 64)
+    pairs = [
+        (torch.zeros(4, 64, device="cuda"), wide),  # contiguous, of one dtype: alone from the threshold on
+        (torch.zeros(2, 2, device="cuda"), wide[:1, :4].contiguous()),  # another shape of as many elements
+        (torch.zeros(4, 32, device="cuda"), wide[:, :32]),  # strided
+        (torch.zeros(4, 64, dtype=torch.bfloat16, device="cuda"), wide),  # converted
+    ]
+    with patch.object(transport, "LARGE_COPY", threshold):
+        copy_boxes([target for target, _ in pairs], [origin for _, origin in pairs])
+    return all(torch.equal(target, origin.reshape(target.shape).to(target.dtype)) for target, origin in pairs)
+
+
 def memory() -> dict[str, Any]:
     """Views, storages, page-locked memory and counts."""
     tensor = torch.zeros(4, 4, device="cuda")

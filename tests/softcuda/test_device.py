@@ -15,6 +15,11 @@ def test_values_and_gradients_are_those_of_the_cpu(device: SoftwareDevice) -> No
     assert device.ranks(1, f"{CASES}:optimizers").check() == [{"fused": True, "foreach": True, "plain": True}]
 
 
+def test_large_and_small_boxes_are_copied(device: SoftwareDevice) -> None:
+    for threshold in (1, 512, 1 << 30):
+        assert device.ranks(1, f"{CASES}:copies", threshold=threshold).check() == [True]
+
+
 def test_what_cuda_refuses_is_refused(device: SoftwareDevice) -> None:
     [found] = device.ranks(1, f"{CASES}:refusals").check()
     assert "can't convert cuda:0 device type tensor to numpy" in found["numpy"]
