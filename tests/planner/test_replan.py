@@ -112,4 +112,4 @@ def test_replanning_that_would_do_nothing_is_refused_or_said(tmp_path: Path) -> 
     with pytest.raises(InvalidConfig, match=r"(?s)run.replan.*trainer.replan_every.*run.replan.*save_interval"):
         load_config(None, [*tiny(tmp_path), "run.replan=true"], check_paths=False, world_size=4)
     given = [*tiny(tmp_path), "run.replan=true", "trainer.replan_every=2", "checkpoint.save_interval=2"]
-    assert any("no key is auto" in line for line in load_config(None, given, check_paths=False).warnings)
+    assert any("no key is `auto`" in line for line in load_config(None, given, check_paths=False).warnings)

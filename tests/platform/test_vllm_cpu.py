@@ -100,5 +100,5 @@ def test_latent_attention_keeps_the_weights_that_updates_are_written_to() -> Non
     """Where there is AMX vLLM would take a backend without them."""
     assert sizes(latent_attention="CPU_MLA")["attention_backend"] == "CPU_MLA"
     assert "attention_backend" not in sizes()
-    with pytest.raises(RolloutError, match="rollout.vllm.attention_backend=AMX_MLA: .* Leave it out"):
+    with pytest.raises(RolloutError, match="rollout.vllm.attention_backend=AMX_MLA: .* Remove the key, to use CPU_MLA"):
         check_runs_here({"enforce_eager": True, "attention_backend": "AMX_MLA"}, experts=False)

@@ -71,4 +71,4 @@ def test_the_sections_of_the_page_leave_each_other_alone(tmp_path: Path) -> None
     assert main(arguments) == 0 and page.read_text() == digits + section(page)
     assert "| reasoning_gym/quickstart | 1 | 10.0% | 90.0% | 80 |  |  | 1.5 |" in section(page)
     assert "| games/calculator_tool | 1 | 10.0% | 90.0% | 80 | 20.0% | 100.0% | 1.5 |" in section(page)
-    assert digits.endswith("then `report`.\n") and section(page).startswith(f"\n{HEADING}")
+    assert digits.endswith("then `tools/learning_curves.py report`.\n") and section(page).startswith(f"\n{HEADING}")
