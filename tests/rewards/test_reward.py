@@ -291,7 +291,8 @@ def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -
         build_reward({"function": f"{my_rewards}:answer"})
     with pytest.raises(RewardError, match="samples is of whole lists, which needs batched: true"):
         build_reward({"function": f"{my_rewards}:all_short"})
-    with pytest.raises(RewardError, match=r"takes \(pupil, question\).*cannot bind pupil.*response \(or sampled_response"):
+    unbound = r"takes \(pupil, question\).*cannot bind pupil.*response \(or sampled_response"
+    with pytest.raises(RewardError, match=unbound):
         build_reward({"function": f"{my_rewards}:unclear"}).check_columns(["level"])
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_library_here\n")
