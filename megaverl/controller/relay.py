@@ -11,6 +11,7 @@ controller's probes pass through the relay, which reports a rank that is gone wi
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import zmq
@@ -30,6 +31,7 @@ from megaverl.controller.zmq_transport import (
 )
 
 POLL_MILLISECONDS = 100  # until the thread looks whether it is to end
+LEAVE_SECONDS = 10.0  # until a relay that ends gives up on ranks that are still connected
 _NO_CONTROLLER = "the connection of the node's relay to the controller broke"
 
 
@@ -53,6 +55,7 @@ class Relay:
         self._present = set(ranks)
         self._joined: set[int] = set()
         self._is_closing = threading.Event()
+        self._close_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -70,7 +73,12 @@ class Relay:
         self.close()
 
     def close(self) -> None:
-        """End the thread. Messages on their way are delivered for up to two seconds."""
+        """End the thread once the node's ranks have disconnected, or after `LEAVE_SECONDS`.
+
+        The goodbyes of ranks that end later than the relay's own rank still pass through it. Messages on their way are
+        delivered for up to two seconds.
+        """
+        self._close_at = time.monotonic() + LEAVE_SECONDS
         self._is_closing.set()
         self._thread.join()
         self._authenticator.stop()
@@ -86,7 +94,9 @@ class Relay:
         while True:
             ready = dict(poller.poll(POLL_MILLISECONDS))
             if not ready and self._is_closing.is_set():
-                break
+                self._pass_down(sorted(self._joined), b"", up)  # a probe: drops ranks that have disconnected
+                if not self._joined or time.monotonic() > self._close_at:
+                    break
             if down in ready:
                 self._pass_up(down.recv_multipart(), up)
             if up in ready:

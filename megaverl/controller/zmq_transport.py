@@ -129,7 +129,8 @@ class ZmqController:
             sent: Any = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
             error = sent.exception() if sent.done() else None
             if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                self._note_lost(rank for rank, route in self._routes.items() if route == peer)
+                # The first rank of a node is the host of its relay, so it is noted first as the cause.
+                self._note_lost(sorted(rank for rank, route in self._routes.items() if route == peer))
             elif error is not None:
                 raise error
 

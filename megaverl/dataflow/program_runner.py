@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import CallFailed, ControllerLost
+from megaverl.controller.relay import Relay
 from megaverl.controller.serving import Served, StatusBoard, run_blocking, serve
 from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
 from megaverl.dataflow.value_mover import ValueMover
-from megaverl.distributed.collectives import broadcast_json
+from megaverl.distributed.collectives import broadcast_json, reduce_json
+from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.store import own_address
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
+
+# Number of ranks from which each node has a relay. The controller then has one connection per node instead of one per
+# rank. Below it, direct connections take less time (`tools/bench_controller.py`).
+RELAYED_FROM = 128
 
 
 def run_program(
@@ -64,7 +72,9 @@ def run_program(
         )
     # The other ranks need the controller's address to connect to it.
     encoded = broadcast_json(thread.address.encode().hex() if thread is not None else None, coordinator, fabric.control)
-    with ZmqRank(Address.decode(bytes.fromhex(encoded)), fabric.rank, board) as transport:
+    controller = Address.decode(bytes.fromhex(encoded))
+    nearest = node_address(controller, fabric.placement, fabric.rank, fabric.control)
+    with nearest as address, ZmqRank(address, fabric.rank, board) as transport:
         try:
             served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal, waiting, dialogue))
         except ControllerLost as error:
@@ -83,3 +93,34 @@ def _finish(served: Served, thread: ControllerThread[None] | None, explain: Call
             raise TrainingStopped(explain(str(error))) from None
     if served.reason:
         raise TrainingStopped(explain(served.reason))
+
+
+@contextmanager
+def node_address(
+    controller: Address, placement: ResolvedPlacement, rank: int, group: dist.ProcessGroup | None
+) -> Iterator[Address]:
+    """Yield the address that a rank connects to: the controller's, or that of its node's relay in a large job.
+
+    The first rank of each node hosts the relay until the context ends. Collective over all ranks of the job.
+
+    Args:
+        rank: this rank in the job.
+        group: all ranks of the job; None for the default group.
+    """
+    if placement.size < RELAYED_FROM or len(placement.nodes) == 1:
+        yield controller
+        return
+    node = placement.node_of(rank)
+    node_ranks = [other for other in range(placement.size) if placement.node_of(other) == node]
+    relay = Relay(controller, own_address(), node, node_ranks) if rank == node_ranks[0] else None
+    try:
+        of_this_rank = {} if relay is None else {str(node): relay.address.encode().hex()}
+        addresses = reduce_json(of_this_rank, _merge, group)
+        yield Address.decode(bytes.fromhex(addresses[str(node)]))
+    finally:
+        if relay is not None:
+            relay.close()
+
+
+def _merge(parts: list[dict[str, str]]) -> dict[str, str]:
+    return {node: address for part in parts for node, address in part.items()}

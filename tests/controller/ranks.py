@@ -18,10 +18,21 @@ from megaverl.controller.failures import CallFailed, ControllerLost
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.relay import Relay
 from megaverl.controller.serving import StatusBoard, run_blocking, serve
 from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
+from megaverl.dataflow import program_runner
+from megaverl.distributed.placement import Node, ResolvedPlacement, World
+
+FOUR_RANKS = (0, 1, 2, 3)
+TWO_NODES = ResolvedPlacement(
+    size=4,
+    ranks={"actor": FOUR_RANKS},
+    worlds=(World("actor", FOUR_RANKS, ("actor",)),),
+    islands=(FOUR_RANKS,),
+    nodes=(Node("first", 2), Node("second", 2)),
+    _node_of=(0, 0, 1, 1),
+)
 
 
 @dataclass
@@ -115,7 +126,9 @@ async def split_steps(rollout: Group, actor: Group, *, how: str = "") -> list[li
             await asyncio.sleep(0.5)  # all are inside a call, and reply to a process that is gone
             os.kill(os.getpid(), signal.SIGKILL)
             await resting
-        if how and step == 1:
+        if how == "die as the relay" and step == 1:
+            await actor.misbehave("die", 2)
+        elif how and step == 1:
             await actor.misbehave(how, 3)
     await coming
     return sums
@@ -125,7 +138,8 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     """Run `split_steps` on four ranks of the default process group: rollout on 0 and 1, actor on 2 and 3.
 
     Args:
-        relayed: ranks 2 and 3 connect to a relay, as on a second node.
+        how: how rank 3 misbehaves in the second step; "die as the relay": rank 2, which hosts its node's relay.
+        relayed: ranks connect as in a large job on two nodes, each with a relay.
     """
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     key = f"controller-{how}-{relayed}"
@@ -135,20 +149,16 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
         store.set(key, thread.address.encode())
     board = StatusBoard()
     address = Address.decode(store.get(key))
-    relay: Relay | None = None
-    if relayed and rank == 2:
-        relay = Relay(address, "127.0.0.1", node=1, ranks=(2, 3))
-        store.set(f"{key}-relay", relay.address.encode())
-    if relayed and rank >= 2:
-        address = Address.decode(store.get(f"{key}-relay"))
+    program_runner.RELAYED_FROM = 4 if relayed else 5
+    nearest = program_runner.node_address(address, TWO_NODES, rank, None)
     workers = {"rollout": Worker(rank, board), "actor": Worker(rank, board)}
-    with ZmqRank(address, rank, board, leave_after=20.0 if how == "lose the controller" else 1.0) as transport:
+    leave_after = 20.0 if how == "lose the controller" else 1.0
+    with nearest as address, ZmqRank(address, rank, board, leave_after=leave_after) as transport:
+        assert (address.endpoint == Address.decode(store.get(key)).endpoint) is not relayed
         try:
             reason = run_blocking(serve(rank, transport, workers, GlooMover(), board)).reason
         except ControllerLost as error:
             return {"lost": str(error)}
-    if relay is not None:
-        relay.close()
     result: dict[str, Any] = {"reason": reason}
     if thread is not None:
         try:

@@ -53,6 +53,17 @@ def test_a_lost_or_stuck_rank_is_named_and_every_rank_ends(
     assert how == "die" or "rank 3 leaves a call that does not end" in ended.output[3]
 
 
+def test_a_lost_relay_is_named_by_its_rank_and_every_rank_ends(launch: Launcher) -> None:
+    """Rank 3 loses its connection with the relay on rank 2, but is not at fault."""
+    ended = launch.ranks(4, "tests.controller.ranks:lost", how="die as the relay", relayed=True, deadline=60.0)
+    result = ended.results[0]
+    assert result is not None, ended.text
+    assert (result["ranks"], result["call"]) == ([2], "actor.die")
+    assert ended.codes == [0, 0, -9, 0], ended.text
+    assert ended.results[1] == {"reason": result["error"]}
+    assert "the connection to the controller broke" in ended.results[3]["lost"]
+
+
 def test_ranks_leave_by_themselves_when_the_controller_is_lost(launch: Launcher) -> None:
     """Also those that are in a call, whose replies nobody receives any more."""
     ended = launch.ranks(4, "tests.controller.ranks:lost", how="lose the controller", deadline=60.0)
