@@ -63,7 +63,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += mix_issues(config)
         mistakes += shared_backbone_issues(config)
         mistakes += optimizer_issues(config)
-        mistakes += rollout_and_training_issues(config, command, spec)
+        mistakes += rollout_and_training_issues(config, spec)
         mistakes += _replanning_issues(config)
     if command in ("dpo", "reward"):
         mistakes += preference_issues(config, command, check_paths)

@@ -1,15 +1,14 @@
-"""Rules that span generation and training: what engines, environments, weights in flight and programs rule out."""
+"""Rules that span generation and training: what engines, environments and weights in flight rule out."""
 
 from __future__ import annotations
 
 from megaverl.config.errors import ConfigIssue, conflict_issues, yaml_text
-from megaverl.config.grids import is_placed
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues, is_number
 from megaverl.sharding.model_spec import ModelSpec
 
 
-def rollout_and_training_issues(config: Config, command: str, spec: ModelSpec | None) -> Issues:
+def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issues:
     """Yield mistakes in what the rollouts of a training step are combined with.
 
     Args:
@@ -21,7 +20,6 @@ def rollout_and_training_issues(config: Config, command: str, spec: ModelSpec | 
     yield from _overlap_issues(config)
     yield from _environment_issues(config)
     yield from _router_replay_issues(config, spec)
-    yield from _program_issues(config, command)
 
 
 def validation_sampling_issues(config: Config) -> Issues:
@@ -175,15 +173,3 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
     if mode == "old_log_probs" and is_one_update and config.algorithm.kl.place != "reward":
         text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
         yield ConfigIssue(key, text, involves=("algorithm.num_mini_batches",))
-
-
-def _program_issues(config: Config, command: str) -> Issues:
-    """Yield settings that a step of the user's own cannot do yet if roles have ranks of their own."""
-    if config.trainer.program is None or not is_placed(config, command):
-        return
-    why = "roles have ranks of their own, and a program cannot do it there yet"
-    conflicts = (
-        ("rollout.in_flight_updates", config.rollout.in_flight_updates, why),
-        ("placement.actor_islands", config.placement.actor_islands > 1, why),
-    )
-    yield from conflict_issues("trainer.program", conflicts)

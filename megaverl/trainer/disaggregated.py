@@ -162,8 +162,8 @@ class Disaggregated(Executor):
             metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
         self._measured[step] = self.reports.of_this_rank(metrics, step)
 
-    def join_islands(self, step: int) -> None:
-        self._island_updates.serve(step)
+    def join_islands(self, role: str, step: int) -> None:
+        self._island_updates.serve(role, step)
 
     def begin_samples(self, step: int, prompts: Prompts) -> None:
         """Record the prompts' position, and the weights that the samples will be trained from."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megaverl.algorithms import advantage_estimators, policy_losses
-from megaverl.config import Config
 from megaverl.controller.dialogue import Dialogue
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import Readers
@@ -247,8 +246,8 @@ class Executor(Protocol):
     def end_step(self, step: int) -> None:
         """Collect the metrics of the step."""
 
-    def join_islands(self, step: int) -> None:
-        """Sum the updates that the actor's islands send in a step. This happens on the coordinator's rank only."""
+    def join_islands(self, role: str, step: int) -> None:
+        """Sum what the islands of a role send in its next updates. This happens on the coordinator's rank only."""
         return
 
     def measured(self, done: int) -> Measured | None:
@@ -269,7 +268,7 @@ class Executor(Protocol):
             counts: counts of updates from the checkpoint, by the model's name in it.
             resumed_from: folder of the checkpoint that the run resumed from, or None.
         """
-        rules = rules_of(self.step.config)
+        rules = Rules.from_config(self.step.config)
         for name, trainable in self.trained.items():
             trainable.name, trainable.rules = name, rules
             trainable.counts = counts.get(name, UpdateCounts())
@@ -366,14 +365,3 @@ class Colocated(Executor):
 
     def settle(self, records: Records, run_dir: Path) -> None:
         """Do nothing. No communication is pending, and one timeline represents all ranks."""
-
-
-def rules_of(config: Config) -> Rules:
-    """Return the rules about which updates are applied or skipped, and when the run stops."""
-    given, rollout = config.coordinator, config.rollout
-    return Rules(
-        skip_above=given.skip_above,
-        on_nonfinite=given.on_nonfinite,
-        max_skips=given.max_skips,
-        max_staleness=rollout.max_staleness if rollout.async_rollout or rollout.partial is not None else None,
-    )

@@ -365,22 +365,19 @@ class IslandUpdates:
         self._config, self._fabric = config, fabric
         self._joined = {name: each.steps for name, each in counts.items()}
 
-    def serve(self, step: int) -> None:
-        """Serve all joins of this step, in the order of the updates. Return immediately on other ranks."""
-        config, placement = self._config, self._fabric.placement
-        if self._fabric.rank != placement.coordinator or len(placement.islands) == 1:
+    def serve(self, role: str, step: int) -> None:
+        """Serve the islands of a role in the updates of a step."""
+        config = self._config
+        if role == "actor" and step < config.algorithm.critic_warmup_steps:
             return
         updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
-        roles = ["critic"] if config.uses_critic and placement.colocated("critic", "actor") else []
-        roles += ["actor"] if step >= config.algorithm.critic_warmup_steps else []
-        for role in roles:
-            done = self._joined.get(role, 0)
-            self._joined[role] = done + updates
-            for in_update in exchanges(updates, config.coordinator, done):
-                if in_update:
-                    serve_update(self._fabric)
-                else:
-                    serve_join(self._fabric)
+        done = self._joined.get(role, 0)
+        self._joined[role] = done + updates
+        for in_update in exchanges(updates, config.coordinator, done):
+            if in_update:
+                serve_update(self._fabric)
+            else:
+                serve_join(self._fabric)
 
 
 def serve_update(fabric: Fabric) -> None:
@@ -412,11 +409,11 @@ def reporting_ranks(config: Config, placement: ResolvedPlacement, role: str) -> 
 
     Returns:
         An empty tuple if each rank of the role decides by itself. This is the case if the role's gradients belong
-        together with no other gradients, and in a step of the user's own, which may train the roles in any order.
+        together with no other gradients.
     """
     num_islands = len(placement.islands)
     takes_local_steps = num_islands > 1 and config.coordinator.islands_every > 1
-    if takes_local_steps or config.trainer.program is not None:
+    if takes_local_steps:
         return ()
     is_apart = config.uses_critic and not placement.colocated("critic", "actor")
     is_joined = num_islands > 1 and placement.colocated(place_of(role), "actor")

@@ -26,10 +26,10 @@ from typing import Any
 
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
-from megaverl.trainer.executor import rules_of
-from megaverl.trainer.role_groups import EarlySamples, Run, Samples, StepFlow
+from megaverl.trainer.role_groups import EarlySamples, Run, Samples, StepFlow, TrainedGroup
 from megaverl.trainer.sample_rows import Fields
-from megaverl.workers.decisions import GradientReport, Verdict, decide
+from megaverl.trainer.update_decisions import decide_together
+from megaverl.workers.decisions import Rules
 from megaverl.workers.reward import Scores
 
 
@@ -151,14 +151,12 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     # samples leave the actor's ranks before these start to train. On shared ranks with `reshard.overlap`, the actor
     # trains first: its new weights are transferred while the critic trains.
     updates: list[PendingCall[bool]] = []
-    if run.islands is not None:
-        run.islands.join_updates(step)
     is_critic_last = config.reshard.overlap and run.critic is not None and not run.is_critic_apart
     if run.critic is not None and not is_critic_last:
-        updates.append(run.critic.update(rollouts, experience, step))
-    updates.append(run.actor.update(rollouts, experience, step))
+        updates.append(run.critic.begin_update(rollouts, experience, step))
+    updates.append(run.actor.begin_update(rollouts, experience, step))
     if run.critic is not None and is_critic_last:
-        updates.append(run.critic.update(rollouts, experience, step))
+        updates.append(run.critic.begin_update(rollouts, experience, step))
     for index in range(len(config.mix)):
         run.actor.update_mix(rollouts, scores, index, step)
     return updates
@@ -166,29 +164,15 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
 
 async def finish_updates(run: Run, updates: Sequence[PendingCall[Any]]) -> None:
     """Decide on the gradients of all updates, and wait until the updates have ended."""
+    rules = Rules.from_config(run.config)
     if run.is_critic_apart:
-        await decide_together(run, updates)
+        await decide_together(updates, rules)
     else:
         # Updates on the same ranks run one after the other.
         for update in updates:
-            await decide_together(run, [update])
+            await decide_together([update], rules)
     for update in updates:
         await update
-
-
-async def decide_together(run: Run, updates: Sequence[PendingCall[Any]]) -> None:
-    """Apply or skip each mini-batch of models that train at the same time, all of them or none.
-
-    The first rank of each model (or of each island of it) reports on its gradient and waits for the decision. Models
-    whose ranks decide by themselves do not report.
-    """
-    rules = rules_of(run.config)
-    while any(reports := [await update.questions(GradientReport) for update in updates]):
-        decision = decide([report for of_update in reports for report in of_update], rules)
-        for update, of_update in zip(updates, reports, strict=True):
-            # Only the model at fault is told to stop. Its error then ends the run, and says more than others could.
-            if decision.verdict is not Verdict.STOP or decision.culprit in {report.name for report in of_update}:
-                update.answer(decision)
 
 
 async def send_weights(run: Run, step: int, updates: Sequence[PendingCall[bool]]) -> None:
@@ -359,21 +343,21 @@ async def flow_step(run: Run, step: int) -> Samples:
     flow = start.describe(StepFlow)
     for name in flow.given:
         values.setdefault(name, await operators.pick(start, name))
-    reporting = {"actor_update": run.actor.reporting}
+    trained: dict[str, TrainedGroup] = {"actor_update": run.actor}
     if run.critic is not None:
-        reporting["critic_update"] = run.critic.reporting
-    num_updates = sum(operator.name in reporting for operator in flow.operators)
+        trained["critic_update"] = run.critic
+    num_updates = sum(operator.name in trained for operator in flow.operators)
     updates: list[PendingCall[Ref[Any]]] = []
     for operator in flow.operators:
         if operator.name == "reshard" and run.ahead is not None:
             await run.ahead.until_begun(step)
-        is_update = operator.name in reporting
-        if is_update and not updates and run.islands is not None:
-            # Sent before the first update, whose gradients the islands exchange.
-            run.islands.join_updates(step)
         inputs = [values[name] for name in operator.takes]
-        call = operators.call(operator, values.get("rollouts"), inputs, reporting.get(operator.name, ()))
-        if is_update:
+        model = trained.get(operator.name)
+        if model is not None:
+            model.join_islands(step)
+        reporting = () if model is None else model.reporting
+        call = operators.call(operator, values.get("rollouts"), inputs, reporting)
+        if model is not None:
             updates.append(call)
             is_last = len(updates) == num_updates
             if run.actor.reporting and (is_last or not run.is_critic_apart):

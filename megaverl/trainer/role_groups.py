@@ -6,6 +6,7 @@ ranks of its role and returns immediately with a `PendingCall`.
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.sample_rows import Fields, SampleFacts
+from megaverl.trainer.update_decisions import decide_together
+from megaverl.workers.decisions import Rules
 from megaverl.workers.reward import Scores
 
 T = TypeVar("T")
@@ -270,15 +273,66 @@ class ReferenceGroup(SampleGroup):
         return self.keep_of(rollouts, "log_probs")
 
 
+class IslandGroup(WorkerGroup):
+    """Coordinator's rank, which sums the gradients that the actor's islands send."""
+
+    def join_updates(self, role: str, step: int) -> PendingCall[bool]:
+        """Sum the gradients, or the weight changes, of all islands in the next updates of a role. Return True."""
+        return self.report("join_updates", bool, role, step)
+
+
 class TrainedGroup(SampleGroup):
     """Ranks of a model that the run trains.
 
     Attributes:
-        reporting: ranks that report on each gradient of `update` to the program and wait for its decision
-            (`program.decide_together`). Empty if the ranks decide by themselves.
+        reporting: ranks that report on each gradient of an update to the program and wait for its decision. Empty if
+            the ranks decide by themselves.
+        islands: rank that sums the gradients of the model's islands, or None if the model is not on islands.
+        rules: rules of decisions over this model's gradients alone.
     """
 
     reporting: tuple[int, ...] = ()
+    islands: IslandGroup | None = None
+    rules = Rules()
+
+    def __init__(
+        self, role: str, ranks: Sequence[int], controller: Controller, assignments: Assignments | None = None
+    ) -> None:
+        super().__init__(role, ranks, controller, assignments)
+        self._decisions: set[asyncio.Task[None]] = set()
+
+    def begin_update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
+        """Start the model's optimizer steps. Its ranks may then wait for the decisions of `program.finish_updates`.
+
+        Returns:
+            Whether the model was updated. The actor is not while only the critic warms up.
+        """
+        self.join_islands(step)
+        return self.report_of(rollouts, "update", bool, experience, step, asking=self.reporting)
+
+    def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
+        """Run the model's optimizer steps, and decide on its gradients without regard to other models.
+
+        Returns:
+            Whether the model was updated. The actor is not while only the critic warms up.
+        """
+        update = self.begin_update(rollouts, experience, step)
+        if self.reporting:
+            # The ranks wait for the decisions, whether or not the program awaits the update.
+            decisions = asyncio.create_task(decide_together([update], self.rules))
+            self._decisions.add(decisions)
+            decisions.add_done_callback(self._forget)
+        return update
+
+    def join_islands(self, step: int) -> None:
+        """Let the coordinator's rank sum the gradients of the model's islands, before its update is sent."""
+        if self.islands is not None:
+            self.islands.join_updates(self.role, step)
+
+    def _forget(self, decisions: asyncio.Task[None]) -> None:
+        self._decisions.discard(decisions)
+        if not decisions.cancelled():
+            decisions.exception()  # the update raises the same error
 
 
 class CriticGroup(TrainedGroup):
@@ -287,10 +341,6 @@ class CriticGroup(TrainedGroup):
     def values(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
         """Compute `values` [B, R], and `last_values` [B] at the end of truncated responses."""
         return self.keep_of(rollouts, "values")
-
-    def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
-        """Run the critic's optimizer steps and return True."""
-        return self.report_of(rollouts, "update", bool, experience, step, asking=self.reporting)
 
 
 class ActorGroup(TrainedGroup):
@@ -319,10 +369,6 @@ class ActorGroup(TrainedGroup):
         """Compute `advantages` [B, R] and collect the signals that the updates train on in addition to the rollouts."""
         return self.keep_of(rollouts, "advantages", scores, signals)
 
-    def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
-        """Run the actor's optimizer steps. Return False while only the critic warms up."""
-        return self.report_of(rollouts, "update", bool, experience, step, asking=self.reporting)
-
     def update_mix(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], index: int, step: int) -> PendingCall[None]:
         """Run the additional update that entry `index` of `mix` describes, if this step is one of its steps."""
         return self.report_of(rollouts, "update_mix", NoneType, scores, index, step)
@@ -335,14 +381,6 @@ class ActorGroup(TrainedGroup):
         """
         ranks = sorted({*self.ranks, *rollout.ranks})
         return WorkerGroup("weights", ranks, self._controller).report("sync", NoneType, is_updated)
-
-
-class IslandGroup(WorkerGroup):
-    """Coordinator's rank, which sums the gradients that the actor's islands send."""
-
-    def join_updates(self, step: int) -> PendingCall[bool]:
-        """Sum the gradients, or the weight changes, of all islands in the updates of a step. Return True."""
-        return self.report("join_updates", bool, step)
 
 
 class AgentGroup(SampleGroup):
@@ -450,7 +488,6 @@ class Run:
         critic, reference: None if the algorithm does not use them.
         agents: agents of a game by name, if each has its own actor and critic; otherwise empty.
         step: program of one step.
-        islands: rank that sums what the actor's islands send, or None with a single island.
         operators: operators of a flow, for `program.flow_step`.
         worlds: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
         assignments: rows of the samples that each rank works on.
@@ -474,7 +511,6 @@ class Run:
     actor: ActorGroup
     critic: CriticGroup | None
     reference: ReferenceGroup | None
-    islands: IslandGroup | None
     agents: Mapping[str, AgentGroup]
     step: StepProgram
     operators: OperatorGroup
@@ -574,7 +610,6 @@ def make_run(
         actor=group(ActorGroup, "actor"),
         critic=group(CriticGroup, "critic") if config.uses_critic else None,
         reference=group(ReferenceGroup, "reference") if config.uses_ref_log_probs else None,
-        islands=IslandGroup("islands", [placement.coordinator], controller) if len(placement.islands) > 1 else None,
         agents={name: AgentGroup(f"agent.{name}", everyone, controller, assignments) for name in agents},
         step=step,
         operators=OperatorGroup("operators", everyone, controller, assignments),
@@ -586,6 +621,10 @@ def make_run(
         restored_steps=restored_steps,
     )
     for trained in (run.actor, run.critic):
-        if trained is not None:
-            trained.reporting = reporting_ranks(config, placement, trained.role)
+        if trained is None:
+            continue
+        trained.rules = Rules.from_config(config)
+        trained.reporting = reporting_ranks(config, placement, trained.role)
+        if len(placement.islands) > 1 and placement.colocated(trained.role, "actor"):
+            trained.islands = IslandGroup("islands", [placement.coordinator], controller)
     return run

@@ -16,10 +16,12 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow.runner import ShapeChecker
 from megaverl.distributed.collectives import together
+from megaverl.errors import ConfigError
 from megaverl.trainer.agents import AgentsStep
 from megaverl.trainer.arriving_samples import SampleSender, receive_samples
 from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.executor import Executor
+from megaverl.trainer.partial_rollouts import InFlightUpdates
 from megaverl.trainer.role_groups import HeldOutResult, OperatorFacts, StepFlow
 from megaverl.trainer.sample_rows import Fields, SampleFacts, SampleRows, SampleStore, SampleValue
 from megaverl.trainer.schedule import StoredRollouts
@@ -73,8 +75,18 @@ class RolloutWorker:
         self._rounds: SamplingRounds | None = None
 
     def generate(self, step: int) -> SampleValue:
-        """Return the step's responses: from an interrupted run, from a replayed run, or newly generated."""
+        """Return the step's responses: from an interrupted run, from a replayed run, or newly generated.
+
+        Raises:
+            ConfigError: a program would generate whole responses although the engines should receive new weights in
+                the middle of each.
+        """
         operators = self._operators
+        if isinstance(operators.in_progress, InFlightUpdates):
+            raise ConfigError(
+                "rollout.in_flight_updates: the program calls run.rollout.generate, which generates each response with "
+                "one version of the weights. Take the samples with run.ahead.take(step), or remove the key."
+            )
         operators.epochs[step] = self._prompts.epoch
         # The samples of the interrupted step belong to the first step after the resume, so they are used once.
         restored, self.cut_off = self.cut_off, None
@@ -413,10 +425,10 @@ class IslandWorker:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    def join_updates(self, step: int) -> bool:
-        """Sum the updates of all islands in a step. Return True."""
+    def join_updates(self, role: str, step: int) -> bool:
+        """Sum what all islands send in the next updates of a role. Return True."""
         with self._executor.stages("islands"):
-            self._executor.join_islands(step)
+            self._executor.join_islands(role, step)
         return True
 
 

@@ -4,7 +4,7 @@
 
 Each rank of a model decides by itself, because all of them have the same report. Only where the gradients of several
 groups of ranks belong together, their first ranks report to the run's program, which decides for all
-(`trainer.program.decide_together`).
+(`trainer.update_decisions`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal
+
+from megaverl.config import Config
 
 # Relative tolerance for the norms of islands, which sum the same gradients and differ only by rounding.
 SAME_NORM = 1e-3
@@ -131,6 +133,18 @@ class Rules:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10
     max_staleness: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> Rules:
+        """Return the rules that the sections `coordinator` and `rollout` set."""
+        coordinator, rollout = config.coordinator, config.rollout
+        has_older_samples = rollout.async_rollout or rollout.partial is not None
+        return cls(
+            skip_above=coordinator.skip_above,
+            on_nonfinite=coordinator.on_nonfinite,
+            max_skips=coordinator.max_skips,
+            max_staleness=rollout.max_staleness if has_older_samples else None,
+        )
 
 
 def decide(reports: Sequence[GradientReport], rules: Rules) -> Decision:

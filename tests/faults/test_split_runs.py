@@ -206,6 +206,31 @@ def test_islands_of_the_actor(launch: Launcher, inputs: Path, shared: Path, tmp_
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
 
 
+# PPO whose updates are decided on one by one, and of which the critic's is not awaited.
+PROGRAM = """
+from megaverl.trainer.program import sample
+
+async def step(run, step):
+    rollouts, scores = await sample(run, step)
+    signals = [run.actor.old_log_probs(rollouts, step), run.reference.log_probs(rollouts), run.critic.values(rollouts)]
+    experience = await run.actor.advantages(rollouts, scores, [await signal for signal in signals])
+    run.critic.update(rollouts, experience, step)
+    is_updated = await run.actor.update(rollouts, experience, step)
+    await run.actor.sync_weights(run.rollout, is_updated)
+    return rollouts, scores
+"""
+
+
+def test_islands_in_a_program_of_the_user(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
+    """The islands' gradients are summed and decided on in updates that a program of the user's calls."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = run(launch, inputs, tmp_path, 4, ISLANDS, f"trainer.program={program}:step")
+    assert ended.codes == [0] * 4, ended.text
+    expected, found = weights_of(shared / "run"), weights_of(tmp_path / "run")
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
+
+
 def test_islands_under_fsdp(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
     """Megatron's numbers on one rank; an engine elsewhere knows over how many ranks of a node its actor is cut."""
     placed = "placement={rollout: 0, actor: 1-4, coordinator: 5, actor_islands: 2}"
@@ -262,6 +287,15 @@ def test_weights_in_flight(launch: Launcher, inputs: Path, tmp_path: Path) -> No
     untouched, left = tmp_path / "untouched", tmp_path / "left"
     ended = run(launch, inputs, untouched, 3, *more)
     assert ended.codes == [0] * 3, ended.text
+    program = f"trainer.program={ROOT / 'configs' / 'programs' / 'one_step_off_policy.py'}:step"
+    ended = run(launch, inputs, tmp_path / "program", 3, *more, program)
+    assert ended.codes == [0] * 3, ended.text
+    assert differences(remains(tmp_path / "program" / "run"), remains(untouched / "run")) == []
+    ended = run(
+        launch, inputs, tmp_path / "grpo", 3, *more, f"trainer.program={ROOT / 'configs' / 'programs' / 'grpo.py'}:step"
+    )
+    assert ended.codes == [1] * 3
+    assert "rollout.in_flight_updates: the program calls run.rollout.generate" in ended.text, ended.text
     found = [record for record in metrics(untouched / "run") if "rollout/token_staleness_mean" in record]
     assert [record["rollout/staleness"] for record in found] == [0.0, 1.0, 1.0, 0.0, 1.0]
     # six tokens at most, of which the first three are of older weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,15 @@ import pytest
 from megaverl.config import Config
 from megaverl.controller.core import Controller
 from megaverl.controller.failures import CallFailed
+from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.references import Ref
 from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.errors import TrainingStopped
 from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.program import finish_updates, policy_step
-from megaverl.trainer.role_groups import make_run
+from megaverl.trainer.role_groups import Run, make_run
 from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
 
 GRIDS = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
@@ -48,18 +50,17 @@ class Worker:
         rank: int,
         role: str,
         placement: ResolvedPlacement,
+        asks: bool,
         reports: bool,
         faults: Faults,
         heard: list[str],
     ) -> None:
-        self._cluster, self._rank, self._role, self._reports = cluster, rank, role, reports
+        self._cluster, self._rank, self._role, self._asks, self._reports = cluster, rank, role, asks, reports
         self._island = next((number for number, ranks in enumerate(placement.islands) if rank in ranks), 0)
         self._faults, self._heard = faults, heard
 
-    async def train(self, is_asking: bool) -> bool:
-        for number in range(2):
-            if not is_asking:
-                continue
+    async def update(self, rollouts: object, experience: object, step: int) -> bool:
+        for number in range(2 if self._asks else 0):
             fault = self._faults.get((self._rank, number), {})
             report = replace(GOOD, role=self._role, island=self._island, **fault)
             decision = await self._cluster.ask(self._rank, report if self._reports else None, Decision)
@@ -69,26 +70,43 @@ class Worker:
         return True
 
 
+class Maker:
+    """Worker of all ranks that makes a value for the updates to refer to."""
+
+    def make(self) -> int:
+        return 1
+
+
+class IslandWorker:
+    def join_updates(self, role: str, step: int) -> bool:
+        return True
+
+
+async def update_together(run: Run, value: Ref[Any]) -> None:
+    """Start updates of critic and actor, and finish them as the built-in step does."""
+    assert run.critic is not None
+    await finish_updates(run, [group.begin_update(value, value, 0) for group in (run.critic, run.actor)])
+
+
 def finish(
-    config: Config, placement: ResolvedPlacement, faults: Faults | None = None
+    config: Config,
+    placement: ResolvedPlacement,
+    faults: Faults | None = None,
+    update: Callable[[Run, Ref[Any]], Awaitable[None]] = update_together,
 ) -> tuple[SimulatedOutcome, list[str]]:
-    """Start updates of critic and actor, and finish them. Return the outcome and what each rank heard, in order."""
+    """Run the updates of critic and actor. Return the outcome and what each rank heard, in order."""
     heard: list[str] = []
 
     async def program(controller: Controller) -> None:
         run = make_run(config, controller, placement, step=policy_step, has_engines=False, restored_steps=frozenset())
-        assert run.critic is not None
-        updates = [
-            group.report("train", bool, bool(group.reporting), asking=group.reporting)
-            for group in (run.critic, run.actor)
-        ]
-        await finish_updates(run, updates)
+        await update(run, await WorkerGroup("maker", range(6), controller).keep("make"))
 
     def make_workers(cluster: SimulatedCluster, rank: int) -> dict[str, object]:
-        workers: dict[str, object] = {}
+        workers: dict[str, object] = {"maker": Maker(), "islands": IslandWorker()}
         for role in ("actor", "critic"):
-            reports = rank in reporting_ranks(config, placement, role)
-            workers[role] = Worker(cluster, rank, role, placement, reports, faults or {}, heard)
+            reporting = reporting_ranks(config, placement, role)
+            asks, reports = bool(reporting), rank in reporting
+            workers[role] = Worker(cluster, rank, role, placement, asks, reports, faults or {}, heard)
         return workers
 
     def start(controller: Controller) -> Coroutine[Any, Any, None]:
@@ -106,7 +124,7 @@ def finish(
         ({}, SHARED, 2, (1, 3), (1, 3)),
         ({"algorithm": {"advantage": "grpo"}}, APART, 2, (3, 4), (1,)),
         ({"coordinator": {"islands_every": 4}}, APART, 2, (), ()),
-        ({"trainer": {"program": "mine:step"}}, APART, 1, (), ()),
+        ({"trainer": {"program": "mine:step"}}, APART, 1, (3,), (1,)),
     ],
 )
 def test_who_reports_to_the_program(
@@ -127,7 +145,7 @@ def test_actor_and_critic_on_separate_ranks_skip_together() -> None:
 
 def test_only_the_model_at_fault_ends_the_run() -> None:
     outcome, heard = finish(make_config(), place(APART), {(1, 1): {"norm": math.nan}})
-    assert isinstance(outcome.error, CallFailed) and outcome.error.call == "critic.train"
+    assert isinstance(outcome.error, CallFailed) and outcome.error.call == "critic.update"
     assert "critic is at fault" in str(outcome.error)
     assert heard == ["actor 3 APPLY", "actor 4 APPLY", *(f"critic {n} {v}" for n in (1, 2) for v in ("APPLY", "STOP"))]
 
@@ -149,3 +167,23 @@ def test_ranks_that_decide_by_themselves_are_not_asked() -> None:
     config = make_config(coordinator={"islands_every": 4})
     outcome, heard = finish(config, place(APART, islands=2))
     assert outcome.error is None and heard == []
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_an_update_of_a_users_program_decides_on_its_own_gradients_alone(awaits: bool) -> None:
+    """The critic skips a mini-batch and the actor does not, whether or not the program awaits the updates."""
+
+    async def update_alone(run: Run, value: Ref[Any]) -> None:
+        assert run.critic is not None
+        updates = [group.update(value, value, 0) for group in (run.actor, run.critic)]
+        if awaits:
+            assert [await update for update in updates] == [True, True]
+        # As in a run, a later call to all ranks is awaited before the program ends.
+        await WorkerGroup("maker", range(6), run.controller).keep("make")
+
+    outcome, heard = finish(make_config(), place(APART), {(1, 0): {"tokens": 0.0}}, update_alone)
+    assert outcome.error is None
+    verdicts = {"actor": ("APPLY", "APPLY"), "critic": ("SKIP", "APPLY")}
+    ranks = {"actor": (3, 4), "critic": (1, 2)}
+    expected = [f"{role} {rank} {verdict}" for role in ranks for rank in ranks[role] for verdict in verdicts[role]]
+    assert heard == sorted(expected)

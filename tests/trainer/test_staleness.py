@@ -10,9 +10,8 @@ import torch
 
 from megaverl.config import load_config
 from megaverl.data.batch import RolloutBatch
-from megaverl.trainer.executor import rules_of
 from megaverl.trainer.step import RLStep, oldest_version
-from megaverl.workers.decisions import GradientReport, UpdateCounts, decide
+from megaverl.workers.decisions import GradientReport, Rules, UpdateCounts, decide
 
 
 def batch(versions: list[int]) -> RolloutBatch:
@@ -33,7 +32,7 @@ def test_what_is_too_old_is_not_trained_on(oldest: int, applied: bool) -> None:
 
     def update(experience: RolloutBatch, **options: Any) -> dict[str, float]:
         report = GradientReport("actor", 0, UpdateCounts(), tokens=8.0, norm=1.0, staleness=trainable.staleness)
-        return {"applied": float(decide([report], rules_of(config)).applies)}
+        return {"applied": float(decide([report], Rules.from_config(config)).applies)}
 
     actor = SimpleNamespace(trainable=trainable, update=update)
     roles: Any = SimpleNamespace(actor=actor, sync=None, kl=SimpleNamespace(coef=0.0))
