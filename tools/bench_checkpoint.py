@@ -195,7 +195,7 @@ def _save_rank(options: argparse.Namespace) -> int:
     from megaverl.platform import platform
     from megaverl.trainer.build import Builder
     from megaverl.trainer.job import kept_objects
-    from megaverl.trainer.offline import SFTTrainer
+    from megaverl.trainer.supervised import SFTTrainer
 
     rank = int(os.environ["RANK"])
     console = redirect_output(options.folder / "logs", rank)

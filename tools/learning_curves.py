@@ -127,9 +127,9 @@ def warm_start(out: Path, seed: int) -> Path:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.monitoring.console import Console
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.offline import warm_up
     from megaverl.trainer.quickstart import prepare
     from megaverl.trainer.saving import export_model
+    from megaverl.trainer.supervised import warm_up
 
     inputs = out / "runs" / f"warm_{seed}" / "inputs"
     if not (inputs / "warm" / "config.json").exists():

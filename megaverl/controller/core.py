@@ -282,7 +282,7 @@ class Controller:
         for rank in involved:
             if rank not in special:
                 continue
-            own = tuple(move for move in moves if rank in (move.source, move.dest))
+            own_moves = tuple(move for move in moves if rank in (move.source, move.dest))
             releases = tuple(self._released.pop(rank, ()))
             runs = rank in running.ranks
             message = CallRequest(
@@ -290,7 +290,7 @@ class Controller:
                 role,
                 method if runs else "",
                 arguments if runs else (),
-                own,
+                own_moves,
                 keeps and runs,
                 releases,
             )

@@ -106,13 +106,13 @@ def bind_methods(worker: object) -> dict[str, Method]:
 @functools.cache
 def _read_kinds(worker: Any) -> dict[str, tuple[Any, ...]]:
     """Return the types of the parameters of a class's public methods."""
-    found: dict[str, tuple[Any, ...]] = {}
+    parameter_types: dict[str, tuple[Any, ...]] = {}
     for name, function in inspect.getmembers(worker, inspect.isfunction):
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
             _, *parameters = inspect.signature(function).parameters
-            found[name] = tuple(kinds.get(parameter, Any) for parameter in parameters)
-    return found
+            parameter_types[name] = tuple(kinds.get(parameter, Any) for parameter in parameters)
+    return parameter_types
 
 
 @dataclass(frozen=True)

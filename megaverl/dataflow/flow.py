@@ -50,7 +50,7 @@ class DataFlow:
         names = [other.name for other in self._operators]
         if operator.name in names:
             raise ConfigError(f"two operators are named '{operator.name}'; give one of them another name")
-        later, earlier = ([one] if isinstance(one, str) else list(one) for one in (before, after))
+        later, earlier = ([names] if isinstance(names, str) else list(names) for names in (before, after))
         if unknown := [name for name in (*later, *earlier) if name not in names]:
             raise ConfigError(f"no operator '{unknown[0]}' to put '{operator.name}' beside: {', '.join(names)}")
         self._operators.append(operator)

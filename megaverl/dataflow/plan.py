@@ -50,9 +50,11 @@ class Operator:
     def __post_init__(self) -> None:
         if not callable(self.func):
             raise ConfigError(f"operator '{self.name}': func is {self.func!r}; expected a function")
-        for what, names in (("inputs", self.inputs), ("outputs", self.outputs)):
+        for attribute, names in (("inputs", self.inputs), ("outputs", self.outputs)):
             if isinstance(names, str):
-                raise ConfigError(f"operator '{self.name}': {what} is {names!r}; expected names, such as ({names!r},)")
+                raise ConfigError(
+                    f"operator '{self.name}': {attribute} is {names!r}; expected names, such as ({names!r},)"
+                )
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -68,7 +70,11 @@ class Operator:
         except ValueError as error:  # some functions written in C have no signature
             raise ConfigError(f"operator '{self.name}': name what it takes: inputs=(...)") from error
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return tuple(each.name for each in parameters if each.kind in named and each.default is each.empty)
+        return tuple(
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in named and parameter.default is parameter.empty
+        )
 
     @property
     def gives(self) -> tuple[str, ...]:
@@ -105,8 +111,8 @@ class Operator:
         if len(self.gives) == 1:
             return {self.gives[0]: result}
         if not isinstance(result, Mapping) or set(result) != set(self.gives):
-            found = sorted(result) if isinstance(result, Mapping) else type(result).__name__
-            raise ConfigError(f"operator '{self.name}' declares the outputs {list(self.gives)}; it returned {found}")
+            returned = sorted(result) if isinstance(result, Mapping) else type(result).__name__
+            raise ConfigError(f"operator '{self.name}' declares the outputs {list(self.gives)}; it returned {returned}")
         return dict(result)
 
 
@@ -262,7 +268,9 @@ def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> b
     seen, waiting = {op.name}, [op]
     while waiting:
         taken = waiting.pop().takes
-        makers = [each for each in operators if any(v in each.gives and v not in each.changes for v in taken)]
+        makers = [
+            operator for operator in operators if any(v in operator.gives and v not in operator.changes for v in taken)
+        ]
         waiting += [maker for maker in makers if maker.name not in seen]
         seen |= {maker.name for maker in makers}
         if other in makers and other != op:
@@ -301,13 +309,13 @@ def _ranks(
 ) -> dict[str, tuple[int, ...] | None]:
     ranks: dict[str, tuple[int, ...] | None] = {}
     for op in order:
-        made = [makers[op.name][value] for value in op.takes if makers[op.name][value] != GIVEN]
+        input_makers = [makers[op.name][value] for value in op.takes if makers[op.name][value] != GIVEN]
         if places is None:
             ranks[op.name] = None
         elif op.roles:
             ranks[op.name] = tuple(sorted({rank for role in op.roles for rank in places[role]}))
         else:
-            ranks[op.name] = ranks[made[-1]] if made else None
+            ranks[op.name] = ranks[input_makers[-1]] if input_makers else None
     return ranks
 
 
@@ -316,14 +324,14 @@ def _edges(
 ) -> list[Edge]:
     """Return a transfer for every value that a rank needs and does not make. Each rank receives a value once."""
     place = {op.name: number for number, op in enumerate(order)}
-    found: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
+    takers_of: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
     for op in order:
         for value, maker in makers[op.name].items():
             source, dest = ranks.get(maker), ranks[op.name]
             if maker == GIVEN or source is None or dest is None:
                 # Every rank already has the value, or makes it itself.
                 continue
-            sent = found.setdefault((value, maker), {})
+            sent = takers_of.setdefault((value, maker), {})
             # Leave out ranks that have the value or already receive it for an earlier operator.
             missing = tuple(rank for rank in dest if rank not in source and not any(rank in to for to in sent))
             # The operator shares a transfer that already brings the value to its ranks.
@@ -333,8 +341,8 @@ def _edges(
             if missing:
                 sent[missing] = [op.name]
     edges: list[Edge] = []
-    for value, maker in sorted(found, key=lambda key: (place[key[1]], key[0])):
-        for dest, takers in found[value, maker].items():
+    for value, maker in sorted(takers_of, key=lambda key: (place[key[1]], key[0])):
+        for dest, takers in takers_of[value, maker].items():
             source = ranks[maker]
             assert source is not None
             edges.append(Edge(value, maker, tuple(takers), source, dest))
@@ -346,13 +354,13 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
     return {
         "operators": [
             {
-                "name": each.name,
-                "roles": list(each.roles),
-                "takes": list(each.takes),
-                "gives": list(each.gives),
-                "ranks": None if plan.ranks[each.name] is None else list(plan.ranks[each.name] or ()),
+                "name": operator.name,
+                "roles": list(operator.roles),
+                "takes": list(operator.takes),
+                "gives": list(operator.gives),
+                "ranks": None if plan.ranks[operator.name] is None else list(plan.ranks[operator.name] or ()),
             }
-            for each in plan.operators
+            for operator in plan.operators
         ],
         "stages": [list(stage) for stage in plan.stages],
         "moves": [
@@ -365,14 +373,14 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
 def as_text(plan: CompiledFlow) -> str:
     """Return a table with one line for each operator. Operators in the same stage can run in parallel."""
     rows = []
-    by_name = {each.name: each for each in plan.operators}
+    by_name = {operator.name: operator for operator in plan.operators}
     for number, stage in enumerate(plan.stages, start=1):
         for place, name in enumerate(stage):
-            each, ranks = by_name[name], plan.ranks[name]
-            where = ", ".join(each.roles) or "all"
+            operator, ranks = by_name[name], plan.ranks[name]
+            where = ", ".join(operator.roles) or "all"
             if ranks is not None:
                 where += f" (ranks {ranks_text(ranks)})"
-            takes, gives = ", ".join(each.takes), ", ".join(each.gives) or "-"
+            takes, gives = ", ".join(operator.takes), ", ".join(operator.gives) or "-"
             rows.append((str(number) if place == 0 else "", name, where, f"{takes} -> {gives}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
@@ -388,11 +396,11 @@ def as_text(plan: CompiledFlow) -> str:
 def as_mermaid(plan: CompiledFlow) -> str:
     """Return the flow as a Mermaid chart, which GitHub and MkDocs render."""
     lines = ["flowchart LR"]
-    for each in plan.operators:
-        label = f"{each.name}<br/><small>{', '.join(each.roles)}</small>" if each.roles else each.name
-        lines.append(f'    {each.name}["{label}"]')
-    for each in plan.operators:
-        for value, maker in plan.makers[each.name].items():
+    for operator in plan.operators:
+        label = f"{operator.name}<br/><small>{', '.join(operator.roles)}</small>" if operator.roles else operator.name
+        lines.append(f'    {operator.name}["{label}"]')
+    for operator in plan.operators:
+        for value, maker in plan.makers[operator.name].items():
             if maker:
-                lines.append(f"    {maker} -- {value} --> {each.name}")
+                lines.append(f"    {maker} -- {value} --> {operator.name}")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ class ValueMover:
 
     def __init__(self, fabric: Fabric, known: Sequence[type] = ()) -> None:
         self._fabric = fabric
-        self._known = {one.__name__: one for one in known}
+        self._known = {kind.__name__: kind for kind in known}
         self._sent = PendingSends()
 
     async def send(self, move: RowTransfer, value: object) -> None:

@@ -20,8 +20,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'megaverl.trainer' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
-    found: object = getattr(import_module(_PUBLIC[name]), name)
-    return found
+    public: object = getattr(import_module(_PUBLIC[name]), name)
+    return public
 
 
 def __dir__() -> list[str]:

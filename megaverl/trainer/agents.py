@@ -98,17 +98,17 @@ class AgentsStep(RLStep):
             self._trained.clear()
             # The updates of all agents in a step count as one new version of the weights.
             engines.weight_version += 1
-        own = self.agents[agent]
+        agent_step = self.agents[agent]
         rows = (rollouts.agent_ids == number).nonzero()[:, 0].tolist()
-        own.metrics = {}
+        agent_step.metrics = {}
         done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
-        own.flow().run(self.span, done, prompts=[], step=step)
+        agent_step.flow().run(self.span, done, prompts=[], step=step)
         # The flow has loaded this agent's new weights into the engine. None makes the next generation load weights
         # again.
         engines.current = None
-        own.metrics["reward/mean"] = float(scores.total[rows].nanmean())
-        self._trained[agent] = own.metrics
-        self.metrics |= {f"{agent}/{name}": value for name, value in own.metrics.items()}
+        agent_step.metrics["reward/mean"] = float(scores.total[rows].nanmean())
+        self._trained[agent] = agent_step.metrics
+        self.metrics |= {f"{agent}/{name}": value for name, value in agent_step.metrics.items()}
         self.metrics |= self._means()
 
     def _means(self) -> dict[str, float]:

@@ -221,15 +221,21 @@ class Builder:
         if config.offload and place is not None:
             model.offload_to(place)
         with together():
-            made = reference_policy(self.config, model, self.files(config.path).folder, self.tokenizer)
-        return made
+            reference = reference_policy(self.config, model, self.files(config.path).folder, self.tokenizer)
+        return reference
 
     def teach(self, actor: Actor, reference: Policy | RemoteWorker | None) -> None:
         """Give the actor its teacher if `algorithm.distillation` is configured."""
-        given, name, heat = self.config.algorithm.distillation, self.config.algorithm.divergence_name, self.temperature
+        distillation, name, heat = (
+            self.config.algorithm.distillation,
+            self.config.algorithm.divergence_name,
+            self.temperature,
+        )
         if name is not None:
             assert reference is not None
-            actor.teacher = Teacher(reference.model, name, given.options, temperature=heat, top_k=given.top_k)
+            actor.teacher = Teacher(
+                reference.model, name, distillation.options, temperature=heat, top_k=distillation.top_k
+            )
             actor.teacher.check_student(actor.model)
 
     def rollout(self, actor: TrainingModel | None, engine: Engine | None = None) -> Rollout:
@@ -241,9 +247,9 @@ class Builder:
         """
         world, reshard = default_group(), self.config.reshard
         if self.config.rollout.engine == "server":
-            _, made = server_rollout(self, actor)
-            assert made is not None, "the engines are on these ranks"
-            return made
+            _, rollout = server_rollout(self, actor)
+            assert rollout is not None, "the engines are on these ranks"
+            return rollout
         if actor is None:
             return Rollout(engine or self._engine(weights_come=False, on_load=None), world)
         if self.config.environment.agents == "own":  # the engine holds the weights of one agent at a time
@@ -413,20 +419,24 @@ class Builder:
             return RewardModel(model, micro_batch_tokens=section.micro_batch_tokens)
         folder = self.files(entry.path).wait()
         with together():
-            made = TransformersRewardModel(
+            reward_model = TransformersRewardModel(
                 folder,
                 self.tokenizer,
                 default_group(),
                 micro_batch_tokens=section.micro_batch_tokens,
                 trust_remote_code=self.config.model.trust_remote_code,
             )
-            if made.reads_text and self.config.environment.name is not None and self.encoder().uses_chat_template:
+            if (
+                reward_model.reads_text
+                and self.config.environment.name is not None
+                and self.encoder().uses_chat_template
+            ):
                 raise ConfigError(
                     f"reward '{entry.label}': {entry.path} has a tokenizer or chat template of its own, and cannot "
                     "read an environment's answers, which are written in the policy's chat template. Use a reward "
                     "model with the policy's tokenizer and template, or data.chat_template=none."
                 )
-        return made
+        return reward_model
 
     def player(self) -> Player | None:
         """Create the player of episodes, or return None without an environment."""

@@ -102,13 +102,13 @@ def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) 
     checks = [task.for_child for task in outside]
     results += run_in_children("megaverl.trainer.code_checks:make_runner", config.to_dict(), checks, deadline)
     counts: list[int | None] = []
-    for task, found in zip([*inside, *outside], results, strict=True):
-        if found.problem:
-            result.issues.append(ConfigIssue(task.key, found.problem, config.place(task.key)))
-        if found.left_out:
-            result.not_checked.append(f"{task.name}: {found.left_out.rstrip('.')}")
+    for task, result_of_task in zip([*inside, *outside], results, strict=True):
+        if result_of_task.problem:
+            result.issues.append(ConfigIssue(task.key, result_of_task.problem, config.place(task.key)))
+        if result_of_task.left_out:
+            result.not_checked.append(f"{task.name}: {result_of_task.left_out.rstrip('.')}")
         if ".train." in task.key:
-            counts.append(found.num_rows)
+            counts.append(result_of_task.num_rows)
     if counts and None not in counts:
         result.num_rows = sum(count for count in counts if count is not None)
     return result
@@ -196,10 +196,10 @@ def _template_of(folder: Path) -> str:
     try:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        found = read_json_file(folder / "tokenizer_config.json").get("chat_template")
+        template = read_json_file(folder / "tokenizer_config.json").get("chat_template")
     except (OSError, ValueError, AttributeError):
         return ""
-    return found if isinstance(found, str) else json.dumps(found or "")
+    return template if isinstance(template, str) else json.dumps(template or "")
 
 
 def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:

@@ -80,9 +80,9 @@ class Disaggregated(Executor):
     @property
     def trained(self) -> dict[str, TrainableModel]:
         # Islands with local steps have different weights, so each is saved under its own name.
-        own = self.island if self._decides_alone else 0
+        number = self.island if self._decides_alone else 0
         return {
-            island_name(role, own if self._on_islands(role) else 0): trainable
+            island_name(role, number if self._on_islands(role) else 0): trainable
             for role, trainable in self.roles.trained.items()
         }
 
@@ -132,8 +132,8 @@ class Disaggregated(Executor):
     @property
     def _islands(self) -> dict[str, Island]:
         """Return this rank's parts of islands, by role."""
-        found = {role: trainable.islands for role, trainable in self.trained.items()}
-        return {role: island for role, island in found.items() if isinstance(island, Island)}
+        islands = {role: trainable.islands for role, trainable in self.trained.items()}
+        return {role: island for role, island in islands.items() if isinstance(island, Island)}
 
     # --- during a step ------------------------------------------------------------------------------------------------
 
@@ -219,21 +219,21 @@ class Disaggregated(Executor):
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         """Merge the parts of a checkpoint's state, each from the rank that owns it."""
-        mine: dict[str, Any] = {}
+        part: dict[str, Any] = {}
         if self.fabric.rank == self.reporter:
             of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")
-            mine = {name: state[name] for name in of_reporter}
+            part = {name: state[name] for name in of_reporter}
         if self.fabric.rank == self.placement.ranks["rollout"][0]:
-            mine |= {name: state[name] for name in ("weight_version", "generation_budget")}
-            mine["ahead"] = self.waiting.facts
-            mine["partial_groups"] = state["partial_groups"]
+            part |= {name: state[name] for name in ("weight_version", "generation_budget")}
+            part["ahead"] = self.waiting.facts
+            part["partial_groups"] = state["partial_groups"]
             # The engines may be ahead. The resumed run continues with the prompts of the first step that has not been
             # trained on.
-            mine["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
+            part["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
         if self.fabric.world_rank == 0:
             counts = {name: trainable.counts for name, trainable in self.saved.items()}
-            mine["coordinator"] = counts_to_state(counts)
-        return dict(reduce_json(mine, _merge_states, self.control))
+            part["coordinator"] = counts_to_state(counts)
+        return dict(reduce_json(part, _merge_states, self.control))
 
     def own_files(self) -> dict[str, bytes]:
         """Return the state of this rank's islands, unfinished responses, and samples that wait for training."""

@@ -120,14 +120,14 @@ def _measure(batch: RolloutBatch, scores: Scores, rounds: Sequence[SampledRound]
     With roles on separate ranks, a rank that only scores has not measured generation, and a rank that only generates
     has not measured the duration of scoring.
     """
-    prompts, last, found = prompts_of(batch), rounds[-1].metrics, Metrics()
+    prompts, last, metrics = prompts_of(batch), rounds[-1].metrics, Metrics()
     groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
     if "rollout/seconds" in last:
         seconds = sum(round.metrics["rollout/seconds"] for round in rounds)
-        found |= rollout_metrics(batch, seconds, int(last["rollout/weight_version"]))
-        found |= {"rollout/rounds": float(len(rounds)), "rollout/generated_groups": float(groups)}
-        found["rollout/kept_share"] = (groups - num_silent) / groups
+        metrics |= rollout_metrics(batch, seconds, int(last["rollout/weight_version"]))
+        metrics |= {"rollout/rounds": float(len(rounds)), "rollout/generated_groups": float(groups)}
+        metrics["rollout/kept_share"] = (groups - num_silent) / groups
     seconds = sum(round.metrics.get("reward/latency_ms", 0.0) for round in rounds) / 1e3
     # The metrics cover all samples, like those that the engines' ranks keep with samples that wait for training.
     scored = score_metrics(once(batch, scores), seconds)
-    return found | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}
+    return metrics | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}

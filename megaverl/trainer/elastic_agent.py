@@ -79,14 +79,14 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
         try:
             # The job's store lives as long as this reference.
             met = _meet(arguments)
-            launch_config, program, given = config_from_args(arguments)
-            is_command = any(word in COMMAND_MODULES for word in map(str, given))
+            launch_config, program, program_arguments = config_from_args(arguments)
+            is_command = any(word in COMMAND_MODULES for word in map(str, program_arguments))
             # With --run-path `program` is not a command, and torch's own processes end with this one.
             if isinstance(program, str):
-                program, *given = ending_with_parent([program, *given])
+                program, *program_arguments = ending_with_parent([program, *program_arguments])
             with tempfile.TemporaryDirectory(prefix="megaverl_finished_") as finished:
                 os.environ[FINISHED] = finished
-                elastic_launch(launch_config, program)(*given)
+                elastic_launch(launch_config, program)(*program_arguments)
                 # A rank leaves a file when its command finishes, so an early `os._exit(0)` is noticed.
                 absent = [rank for rank in range(nproc) if is_command and not Path(finished, str(rank)).exists()]
             del met
@@ -200,9 +200,9 @@ def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
         log_hint: folder of the ranks' logs.
     """
     ended_by_agent = -signal.SIGTERM
-    own = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
+    ended_first = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
     # If a signal ended a rank, that rank is the cause. The others then fail because their connection to it broke.
-    rank, exitcode = min(own.items(), key=lambda item: (item[1] > 0, item[0]))
+    rank, exitcode = min(ended_first.items(), key=lambda item: (item[1] > 0, item[0]))
     if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT, STARTS_AGAIN):
         return exitcode
     if exitcode >= 0:

@@ -86,8 +86,12 @@ class SampleRouting:
         Returns:
             None if an operator, the environment or the algorithm reads all samples on every rank.
         """
-        config, operators = self.config, [each.name for each in flow.plan.operators]
-        here = [each.name for each in flow.plan.operators if not {*each.roles}.isdisjoint(self.fabric.world.roles)]
+        config, operators = self.config, [operator.name for operator in flow.plan.operators]
+        here = [
+            operator.name
+            for operator in flow.plan.operators
+            if not {*operator.roles}.isdisjoint(self.fabric.world.roles)
+        ]
         algorithm, reads = config.algorithm, self.rows_read()
         # Episodes and responses of a rollout function are produced as one batch, which every rank gets whole.
         made_together = config.environment.name is not None or config.rollout.function is not None
@@ -98,8 +102,8 @@ class SampleRouting:
         estimator = advantage_estimators.get(algorithm.advantage_name)
         if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
             return None
-        some = [reads[name] for name in here if name in reads]
-        return Readers(self.fabric, lambda lengths: join_rows(rows(lengths) for rows in some))
+        readers = [reads[name] for name in here if name in reads]
+        return Readers(self.fabric, lambda lengths: join_rows(rows(lengths) for rows in readers))
 
     def readers_of_validation(self) -> Readers:
         """Return the row selection for a validation: rows to score, and the first rows, which are written to the

@@ -194,7 +194,7 @@ def serve_join(fabric: Fabric) -> None:
     numbers = {rank: channel.receive_from(rank)[0].view(torch.float64) for ranks in islands for rank in ranks}
     places = list(zip(*islands, strict=True))
     answers = PendingSends()
-    shapes = {rank: found[[0, 2, 3]].tolist() for rank, found in numbers.items()}  # count, bucket, compressed
+    shapes = {rank: values[[0, 2, 3]].tolist() for rank, values in numbers.items()}  # count, bucket, compressed
     differ = [ranks for ranks in places if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)]
     tokens = sum(float(numbers[ranks[0]][1]) for ranks in islands)
     for ranks in places:
@@ -290,9 +290,9 @@ class Island:
             self._member.join(self._trainable.gradients, tokens=1.0, divided_by=count)
             return self._join_sums(sums)
         # The loss was divided by the tokens of the whole mini-batch. Divide by the tokens of this island instead.
-        own = self._own_tokens(micro_batches)
+        island_tokens = self._own_tokens(micro_batches)
         for gradient in self._trainable.gradients.values():
-            gradient.mul_(tokens / max(own, 1.0))
+            gradient.mul_(tokens / max(island_tokens, 1.0))
         return sums
 
     def after_update(self) -> None:
@@ -327,28 +327,28 @@ class Island:
             parts[part][name] = tensor
         if self._outer is not None:
             if _shapes(parts["start"]) != _shapes(self._outer.state_dict()["start"]):
-                what = "does not hold this rank's part of the model" if path.exists() else "is not there"
+                problem = "does not hold this rank's part of the model" if path.exists() else "is not there"
                 raise CheckpointError(
-                    f"{path}: it {what}. With coordinator.islands_every above 1, a run can resume only with the "
+                    f"{path}: it {problem}. With coordinator.islands_every above 1, a run can resume only with the "
                     "placement, actor_islands, grids and lora that it was saved with."
                 )
             self._outer.load_state_dict(parts)
         self._member.load_state_dict(parts["left"])
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> float:
-        mine = sum(int((batch.fields["weights"] != 0).sum()) for batch in micro_batches)
+        num_tokens = sum(int((batch.fields["weights"] != 0).sum()) for batch in micro_batches)
         coords = self._trainable.model.grid.coords
         # The other ranks of this replica have the same micro-batches.
         speaks = coords.tp == coords.cp == coords.pp == 0
-        return float(reduce_json(mine if speaks else 0, sum, self._trainable.model.grid.world))
+        return float(reduce_json(num_tokens if speaks else 0, sum, self._trainable.model.grid.world))
 
     def _join_sums(self, sums: MetricSums) -> MetricSums:
         """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
         fabric, whole = self._fabric, None
         if fabric.world_rank == 0:
-            mine = {name: value.tolist() for name, value in sums.items()}
+            values = {name: value.tolist() for name, value in sums.items()}
             coordinator = fabric.placement.coordinator
-            sent = send_json(fabric, _SUMS, coordinator, mine)
+            sent = send_json(fabric, _SUMS, coordinator, values)
             whole = receive_json(fabric, _SUMS, coordinator)
             sent.wait()
         return _as_sums(broadcast_json(whole, 0))
@@ -363,7 +363,7 @@ class IslandUpdates:
 
     def __init__(self, config: Config, fabric: Fabric, counts: Mapping[str, UpdateCounts]) -> None:
         self._config, self._fabric = config, fabric
-        self._joined = {name: each.steps for name, each in counts.items()}
+        self._joined = {name: count.steps for name, count in counts.items()}
 
     def serve(self, role: str, step: int) -> None:
         """Serve the islands of a role in the updates of a step."""

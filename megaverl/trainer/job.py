@@ -19,13 +19,11 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
 from megaverl.controller.serving import StatusBoard
-from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
@@ -168,8 +166,8 @@ def _gpu_memory() -> float:
 
 
 def _versions() -> dict[str, str]:
-    found = {component: known[1] for component in MUST_AGREE if (known := installed(component))}
-    return {"megaverl": __version__, **found}
+    versions = {component: known[1] for component in MUST_AGREE if (known := installed(component))}
+    return {"megaverl": __version__, **versions}
 
 
 class RanksFile:
@@ -236,6 +234,16 @@ class Stages:
         if self.board is not None:
             self.board.enter(name)
 
+    def explain(self, text: str) -> str:
+        """Return the reason why the run fails: the cause that liveness found, or else `text`.
+
+        Liveness knows which rank was lost and what it was doing.
+        """
+        if self.job is None:
+            return text
+        liveness = self.job.liveness
+        return liveness.settle(liveness.timeouts.until_found, text)
+
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -256,15 +264,14 @@ class Leaving(Exception):
 
 
 class PreemptionHandler:
-    """Handler of signals that ask the run to leave. It only stores the signal; the ranks agree at safe points.
+    """Handler of signals that ask the run to leave. It only stores the signal.
+
+    The signal reaches the run's program with the rank's next reply, and the program leaves at a safe point.
 
     Example:
         leave = PreemptionHandler()
         with leave.listening():
-            for step in range(num_steps):
-                take_step(step)
-                if leave.agreed():
-                    break
+            serve_program(program, workers, leave=leave, ...)
     """
 
     def __init__(self) -> None:
@@ -284,12 +291,6 @@ class PreemptionHandler:
     def number(self) -> int:
         """Return the number of the signal that this rank has received, or 0."""
         return self._signal
-
-    def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
-        """Return the name of a signal that any rank of `group` has received, or None. Collective over the group."""
-        # All ranks must leave at the same step, although only some of them may have received the signal.
-        number = reduce_json(self._signal, max, group)
-        return signal.Signals(number).name if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

@@ -103,11 +103,11 @@ class Trainer:
         self.step, self.roles = self.executor.step, self.executor.roles
         if note := self.roles.reward.reward.accuracy_note:
             console.print(note)
-        for each in self.executor.flow.plan.operators:
-            mine = job.fabric.placement.roles_of(rank) if job else each.roles
-            if here := [role for role in each.roles if role in mine]:
+        for operator in self.executor.flow.plan.operators:
+            own_roles = job.fabric.placement.roles_of(rank) if job else operator.roles
+            if here := [role for role in operator.roles if role in own_roles]:
                 # The timeline shows an operator of several roles under the last of its roles on this rank.
-                self.timeline.roles[each.name] = here[-1]
+                self.timeline.roles[operator.name] = here[-1]
         self.stragglers = self._stragglers(job)
         self.rate = self._rate(job.fabric.placement.size if job else dist.get_world_size())
         if config.run.profile.steps:
@@ -125,13 +125,13 @@ class Trainer:
 
         A group of all ranks has the key (). A name is a role and a dimension of its grid, such as "actor tp".
         """
-        found: dict[tuple[int, ...], list[str]] = {}
+        group_names: dict[tuple[int, ...], list[str]] = {}
         for role, trainable in self.roles.trained.items():
             # The same group may belong to several grids, and is shown with all of its names.
             grid = trainable.model.grid
             for dim, ranks in grid.shape.groups_of(grid.rank).items():
-                found.setdefault(() if len(ranks) == grid.shape.world_size else ranks, []).append(f"{role} {dim}")
-        return {ranks: ", ".join(names) for ranks, names in found.items()}
+                group_names.setdefault(() if len(ranks) == grid.shape.world_size else ranks, []).append(f"{role} {dim}")
+        return {ranks: ", ".join(names) for ranks, names in group_names.items()}
 
     def _stragglers(self, job: Job | None) -> Stragglers | None:
         """Create the straggler detection, or return None if `run.stragglers_every` is 0.
@@ -187,14 +187,6 @@ class Trainer:
             if self.config.checkpoint.export_hf:
                 self.export()
         return self.measured
-
-    def explain(self, text: str) -> str:
-        """Return the reason why the run fails: the cause that liveness found, or else `text`.
-
-        Liveness knows which rank was lost and what it was doing.
-        """
-        liveness = self.stages.job.liveness if self.stages.job is not None else None
-        return text if liveness is None else liveness.settle(liveness.timeouts.until_found, text)
 
     def begin_step(self, step: int) -> None:
         """Start the meters of a step, counted from 0."""
@@ -285,27 +277,27 @@ class Trainer:
         Returns:
             The metrics on ranks that have them, otherwise an empty dictionary.
         """
-        trainer, found = self.config.trainer, self.executor.measured(done)
+        trainer, measured = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
-        if found is not None:
+        if measured is not None:
             # The reward functions define no correct response, so an accuracy would be meaningless.
             if not self.roles.reward.reward.has_accuracy:
-                found.metrics.pop("reward/accuracy", None)
-            found.metrics.update(slow | self.replanning.look(done, found.metrics, found.rollouts))
+                measured.metrics.pop("reward/accuracy", None)
+            measured.metrics.update(slow | self.replanning.look(done, measured.metrics, measured.rollouts))
             if self.rate is not None:
-                seconds = found.metrics["train/step_time_ms"] / 1e3
-                found.metrics.update(self.rate.metrics(sequence_lengths(found.rollouts).lengths, seconds))
-            self.records.log(done, found.metrics)
+                seconds = measured.metrics["train/step_time_ms"] / 1e3
+                measured.metrics.update(self.rate.metrics(sequence_lengths(measured.rollouts).lengths, seconds))
+            self.records.log(done, measured.metrics)
             if self.keeps_records:
-                samples = sample_records(found.rollouts, found.scores, self.roles.reward, trainer.save_samples)
+                samples = sample_records(measured.rollouts, measured.scores, self.roles.reward, trainer.save_samples)
                 self.records.log_samples(done, samples)
-            self.console.step(done, trainer.steps, found.metrics)
+            self.console.step(done, trainer.steps, measured.metrics)
         if self.stored is not None:
             with together(self.executor.control):
-                if found is not None and self.keeps_records:
-                    values = {"rollouts": found.rollouts, "scores": found.scores}
-                    self.stored.append(self._rollouts(done - 1, values, found.metrics))
-        return found.metrics if found is not None else {}
+                if measured is not None and self.keeps_records:
+                    values = {"rollouts": measured.rollouts, "scores": measured.scores}
+                    self.stored.append(self._rollouts(done - 1, values, measured.metrics))
+        return measured.metrics if measured is not None else {}
 
     def leave_run(self, signal: str, values: Mapping[str, Any]) -> None:
         """Save a checkpoint with the samples of the running step, then leave. Collective over all ranks.
@@ -331,14 +323,14 @@ class Trainer:
         # A run that has trained nothing has no checkpoint to write. A second start loses nothing.
         nothing_yet = self.next_step == 0 and cut_off is None
         if nothing_yet:
-            what = "nothing was trained yet"
+            progress = "nothing was trained yet"
         else:
             if not self._save(self.next_step, wait=True, cut_off=cut_off):
                 raise CheckpointError(f"{signal}: the run leaves, and could not save before.")
             inside = f", inside step {self.next_step + 1}" if cut_off else ""
-            what = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
+            progress = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
         going_on = GoingOn.of(self.config, has_saved=not nothing_yet)
-        raise Leaving(f"{signal}: {what}; {going_on.advice}", going_on.code)
+        raise Leaving(f"{signal}: {progress}; {going_on.advice}", going_on.code)
 
     def _rollouts(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> StoredRollouts:
         """Return the samples of a step so far, with the metrics that describe them."""

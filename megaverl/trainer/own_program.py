@@ -43,17 +43,17 @@ def load_step(name: str) -> StepProgram:
         kept = (RunLeft, MegaverlError)
         try:
             with user_code(explain, keep=kept):
-                found: Any = await function(run, number)
+                returned: Any = await function(run, number)
         except TrainingStopped as error:
             # If the controller cancelled the program, the cancellation is passed on unchanged.
             if isinstance(error.__cause__, asyncio.CancelledError):
                 raise error.__cause__ from None
             raise
-        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Ref) for part in found)):
+        if not (isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(part, Ref) for part in returned)):
             raise TrainingStopped(
-                f"{KEY}: {name} returned {show(found)} in step {number + 1}; expected the samples that it has trained "
-                "on: rollouts and scores, as `sample` returns them."
+                f"{KEY}: {name} returned {show(returned)} in step {number + 1}; expected the samples that it "
+                "has trained on: rollouts and scores, as `sample` returns them."
             )
-        return Samples(*found)
+        return Samples(*returned)
 
     return step

@@ -95,7 +95,7 @@ class PartialGroup:
 
     def oldest(self, version: int) -> int:
         """Return the version of the oldest token, or `version` if there is no token yet."""
-        return min((min(one.versions, default=version) for one in self.responses), default=version)
+        return min((min(response.versions, default=version) for response in self.responses), default=version)
 
 
 # Maps prompts and their draws to the sampling options of the responses.
@@ -125,8 +125,10 @@ class GroupsInProgress:
 
     def _group(self, prompt: PromptRecord, step: int, number: int) -> PartialGroup:
         draws = self._draws(step, number)
-        ways = of_each(self._sampled([prompt], draws), draws.group_size)
-        return PartialGroup(prompt, step, number, [self._ways.setdefault(repr(way), way) for way in ways], [])
+        options = of_each(self._sampled([prompt], draws), draws.group_size)
+        return PartialGroup(
+            prompt, step, number, [self._ways.setdefault(repr(sampling), sampling) for sampling in options], []
+        )
 
     def _begin(self, prompts: Sequence[PromptRecord], step: int) -> None:
         for number, prompt in enumerate(prompts):
@@ -158,10 +160,10 @@ class GroupsInProgress:
         prompts, sampling, seeds = [], [], []
         for place, number in going:
             group = self.groups[place]
-            way, response = group.sampling[number], group.responses[number]
+            options, response = group.sampling[number], group.responses[number]
             prompts.append([*group.prompt.token_ids, *response.token_ids])
-            chunk = min(most, way.max_tokens - len(response.token_ids))
-            sampling.append(limited.setdefault((way, chunk), way.with_max_tokens(chunk)))
+            chunk = min(most, options.max_tokens - len(response.token_ids))
+            sampling.append(limited.setdefault((options, chunk), options.with_max_tokens(chunk)))
             # The seed depends only on the sample and its number of rounds, not on other requests in progress.
             seeds.append(self._draws(group.step, group.number).seed(number, response.rounds))
         # All responses of a group go to the same engine in every round, which has their keys and values in its cache.
@@ -172,14 +174,14 @@ class GroupsInProgress:
         return sum(len(part.token_ids) for part in parts)
 
     def _measured(self, rollout: Rollout, batch: RolloutBatch, seconds: float, generated: int) -> Metrics:
-        found = rollout_metrics(batch, seconds, rollout.weight_version) | rollout.engine_metrics()
-        return found | {"rollout/throughput_tokens_per_sec": generated / seconds}
+        metrics = rollout_metrics(batch, seconds, rollout.weight_version) | rollout.engine_metrics()
+        return metrics | {"rollout/throughput_tokens_per_sec": generated / seconds}
 
     def _finished(self, groups: Sequence[PartialGroup]) -> RolloutBatch:
-        ways = [way for group in groups for way in group.sampling]
+        options = [sampling for group in groups for sampling in group.sampling]
         batch = _batch(groups)
         # Without adaptive sampling all responses have the same options, of which one is enough.
-        return batch.with_(**drawing(ways if self.config.rollout.adaptive_sampling else ways[0], len(batch)))
+        return batch.with_(**drawing(options if self.config.rollout.adaptive_sampling else options[0], len(batch)))
 
     def restart(self) -> None:
         """Restart every response from its prompt, with the current sampling options."""
@@ -368,7 +370,11 @@ def _without(groups: Sequence[PartialGroup], others: Sequence[PartialGroup]) -> 
 
 def _record(prompt: PromptRecord) -> dict[str, object]:
     """Return the fields of a prompt that the batch does not hold, as JSON-compatible values."""
-    names = [each.name for each in dataclasses.fields(prompt) if each.name not in ("token_ids", "images")]
+    names = [
+        record_field.name
+        for record_field in dataclasses.fields(prompt)
+        if record_field.name not in ("token_ids", "images")
+    ]
     return {name: getattr(prompt, name) for name in names}
 
 

@@ -66,7 +66,7 @@ def check_builds() -> None:
     if foreign := cuda_builds_beside_cpu_torch():
         raise ConfigError(
             f"{', '.join(foreign)}: these are CUDA builds, but torch is a CPU build: importing models fails. "
-            f"Run: pip uninstall -y {' '.join(each.split()[0] for each in foreign)} (megaverl does not need them)"
+            f"Run: pip uninstall -y {' '.join(package.split()[0] for package in foreign)} (megaverl does not need them)"
         )
 
 
@@ -154,7 +154,7 @@ def check_fields(config: Config, command: str, *, dry_run: bool = False, with_tr
     if with_trials and not issues and _outline(config) is not None:
         tried = try_roles(config, command, generates=generates_with_vllm(config, command))
         issues += tried.issues
-        notes += [f"not certain before ranks start: {what}" for what in tried.not_tried]
+        notes += [f"not certain before ranks start: {setting}" for setting in tried.not_tried]
     if not issues:
         return notes
     if not dry_run or has_usable_gpu() or is_processor_meant():
@@ -222,18 +222,18 @@ def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> No
     # Removed after reading, so that a run which user code starts from here is checked again.
     if os.environ.pop(CHECKED, ""):
         return
-    mine: dict[str, Any] | None = None
+    report: dict[str, Any] | None = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # Report any exception, because the other ranks wait for this rank.
         try:
             issues = [asdict(issue) for issue in preflight(config, command).issues]
         except Exception as error:
             issues = [asdict(ConfigIssue("run", f"its code and data cannot be checked: {describe(error)}."))]
-        mine = {"host": socket.gethostname(), "issues": issues}
+        report = {"host": socket.gethostname(), "issues": issues}
     # Imported here because it imports torch, which only ranks need.
     from megaverl.distributed.collectives import reduce_json
 
-    merged = reduce_json(mine, _merge_reports, group)
+    merged = reduce_json(report, _merge_reports, group)
     if merged:
         mistakes = [ConfigIssue(**{**issue, "involves": tuple(issue["involves"])}) for issue in merged]
         raise InvalidConfig(mistakes, "code and data that it names")

@@ -25,8 +25,8 @@ from megaverl.rollout.environments.games import EXAMPLES, example
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.loop import Trainer
-from megaverl.trainer.offline import warm_up
 from megaverl.trainer.saving import export_model
+from megaverl.trainer.supervised import warm_up
 from megaverl.version import __version__
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
@@ -69,16 +69,16 @@ def prepare(config: Config) -> None:
 def make_inputs(config: Config) -> None:
     """Create the inputs once on each machine. The first process creates them while the others wait."""
     folder = Path(config.run.dir) / config.run.name / "inputs"
-    made, wanted = folder / "made_of.json", json.dumps([__version__, config.run.seed, TASK, MODEL])
+    marker, wanted = folder / "made_of.json", json.dumps([__version__, config.run.seed, TASK, MODEL])
     folder.mkdir(parents=True, exist_ok=True)
     # A lock works between processes of one machine, before any process group exists.
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if made.is_file() and made.read_text(encoding="utf-8") == wanted:
+        if marker.is_file() and marker.read_text(encoding="utf-8") == wanted:
             return
-        made.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
         prepare(config)
-        made.write_text(wanted, encoding="utf-8")
+        marker.write_text(wanted, encoding="utf-8")
 
 
 def _prepare_data(config: Config, folder: Path) -> Path:
@@ -94,11 +94,11 @@ def _prepare_data(config: Config, folder: Path) -> Path:
         task = make_task(**TASK, seed=config.run.seed)  # type: ignore[arg-type]
         task.save(folder)
         return task.train_tokenizer(folder / "tokenizer.model")
-    made = example(name, config.run.seed)
-    write_rows(folder / "train.jsonl", made.train)
-    write_rows(folder / "held_out.jsonl", made.held_out)
-    write_rows(folder / "warm_up.jsonl", made.warm_up)
-    return train_sentencepiece(made.texts(), folder / "tokenizer.model", vocab_size=64)
+    rows = example(name, config.run.seed)
+    write_rows(folder / "train.jsonl", rows.train)
+    write_rows(folder / "held_out.jsonl", rows.held_out)
+    write_rows(folder / "warm_up.jsonl", rows.warm_up)
+    return train_sentencepiece(rows.texts(), folder / "tokenizer.model", vocab_size=64)
 
 
 def _tokenizer_of_characters(config: Config, path: Path) -> Path:
@@ -145,17 +145,17 @@ def _report(trainer: Trainer, console: Console) -> None:
     if not has_accuracy:  # no response can count as correct
         training = [(step, m["reward/mean"]) for step, m in records if "reward/mean" in m]
         held_out = [(step, m["validation/reward"]) for step, m in records if "validation/reward" in m]
-    what, low, high = ("accuracy", 0.0, 1.0) if has_accuracy else ("reward", None, None)
+    metric, low, high = ("accuracy", 0.0, 1.0) if has_accuracy else ("reward", None, None)
     shown = "{:.1%}" if has_accuracy else "{:.3f}"
-    picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", what)
-    console.print(text_curve(training, f"{what} on training prompts", low=low, high=high))
+    picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", metric)
+    console.print(text_curve(training, f"{metric} on training prompts", low=low, high=high))
     if held_out:  # empty with trainer.validate_every=0
         console.print(
-            f"{what} on held-out prompts: {shown.format(held_out[0][1])} before, {shown.format(held_out[-1][1])} after "
-            f"{held_out[-1][0]} steps of {trainer.config.algorithm.name}"
+            f"{metric} on held-out prompts: {shown.format(held_out[0][1])} before, "
+            f"{shown.format(held_out[-1][1])} after {held_out[-1][0]} steps of {trainer.config.algorithm.name}"
         )
     console.print(f"curve: {picture}")
     if trainer.config.checkpoint.export_hf:
-        each = " for each agent" if trainer.config.environment.agents == "own" else ""
-        console.print(f"model: {trainer.run_dir / 'hf'} (Hugging Face folder{each})")
+        per_agent = " for each agent" if trainer.config.environment.agents == "own" else ""
+        console.print(f"model: {trainer.run_dir / 'hf'} (Hugging Face folder{per_agent})")
     console.print(f"everything else: megaverl report {trainer.run_dir}")

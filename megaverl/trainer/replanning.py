@@ -173,20 +173,24 @@ class Replanning:
             self._seconds.append({n.removesuffix("_ms"): v / 1e3 for n, v in times.items() if n.endswith("_ms")})
         if done % self.every or not self._seconds:
             return {}
-        names = dict.fromkeys(name for each in self._seconds for name in each)
-        seconds = {name: statistics.median(each.get(name, 0.0) for each in self._seconds) for name in names}
+        names = dict.fromkeys(name for seconds in self._seconds for name in seconds)
+        seconds = {name: statistics.median(measured.get(name, 0.0) for measured in self._seconds) for name in names}
         seen = Observation(self._prompts, self._responses, seconds)
         self._prompts, self._responses, self._seconds = [], [], []
         try:
-            found = replan(self.config, self.config.layered, self._world, seen, self._known())
+            better = replan(self.config, self.config.layered, self._world, seen, self._known())
         except ConfigError as error:
             # The model and the machine do not change during the run, so a later search would fail as well.
             self.console.warn(f"trainer.replan_every: {error}")
             self.every = 0
             return {}
-        self.found = found if found.pays(self.config.trainer.steps - done, self._start) else None
-        self._say(found, done)
-        return {"plan/gain": found.gain, "plan/step_ms": found.before * 1e3, "plan/better_step_ms": found.after * 1e3}
+        self.found = better if better.pays(self.config.trainer.steps - done, self._start) else None
+        self._say(better, done)
+        return {
+            "plan/gain": better.gain,
+            "plan/step_ms": better.before * 1e3,
+            "plan/better_step_ms": better.after * 1e3,
+        }
 
     def seconds_until(self, metrics: Mapping[str, float]) -> float:
         """Return the seconds from the start of this process to its first step, which a restart would take.
@@ -211,19 +215,19 @@ class Replanning:
         # Only the rank with the records has searched, so the result is shared first.
         if not reduce_json(self.found is not None, any, group) or not settle():
             return
-        if (found := self.found) is not None:
-            measured = [*self._measured(), {"settings": dict(self.config.chosen), "factors": found.factors}]
-            write_choice(self.config, self._world, found.settings, measured)
+        if (better := self.found) is not None:
+            measured = [*self._measured(), {"settings": dict(self.config.chosen), "factors": better.factors}]
+            write_choice(self.config, self._world, better.settings, measured)
         raise StartingAgain(f"replan: saved after {done} of {steps} steps, which go on on the other layout.")
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return the measurements of other layouts that the run has used. The current layout has a newer one."""
-        own = key_of(self.config.chosen)
-        said = read_choice(self.config, self._world).get("measured", [])
-        return [each for each in said if key_of(each["settings"]) != own]
+        own_key = key_of(self.config.chosen)
+        choices = read_choice(self.config, self._world).get("measured", [])
+        return [choice for choice in choices if key_of(choice["settings"]) != own_key]
 
     def _known(self) -> dict[Any, dict[str, float]]:
-        return {key_of(each["settings"]): each["factors"] for each in self._measured()}
+        return {key_of(choice["settings"]): choice["factors"] for choice in self._measured()}
 
     def _say(self, found: Replanned, done: int) -> None:
         if not found.is_better:

@@ -45,10 +45,10 @@ class ChangedSettings:
         """
         if before is None:
             return cls(folder)
-        found = changes(before, config, stage)
-        if mistakes := refusals(found, folder.name):
+        changed = changes(before, config, stage)
+        if mistakes := refusals(changed, folder.name):
             raise InvalidConfig(mistakes, f"resumed from {folder}")
-        return cls(folder, before, found)
+        return cls(folder, before, changed)
 
     @property
     def generated_otherwise(self) -> list[Change]:
@@ -140,8 +140,8 @@ class GoingOn:
         Args:
             has_saved: whether this run has a checkpoint. If not, nothing was trained, and a second start loses nothing.
         """
-        resume, own = config.checkpoint.resume, (config.run_dir, config.run_dir / "checkpoints")
-        if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [path.resolve() for path in own]:
+        resume, folders = config.checkpoint.resume, (config.run_dir, config.run_dir / "checkpoints")
+        if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [path.resolve() for path in folders]:
             return cls(SAVED_AND_LEFT, "start the run again to go on.")
         if not has_saved:
             return cls(SAVED_AND_LEFT, "start the run again.")

@@ -72,7 +72,7 @@ class Assignments:
     def add(self, samples: Ref[Any], rows: RowsByRank) -> None:
         """Record which rows of `samples` each rank works on."""
         known = self._rows.setdefault(samples, {})
-        known.update({rank: tuple(mine) for rank, mine in rows.items()})
+        known.update({rank: tuple(numbers) for rank, numbers in rows.items()})
 
     def wanted(self, ranks: Sequence[int], samples: Ref[Any], arguments: Sequence[object]) -> dict[int, Wanted] | None:
         """Return the rows of each argument that every rank needs for a call.

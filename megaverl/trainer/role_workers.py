@@ -196,8 +196,8 @@ class RolloutWorker:
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
         """Compute validation metrics and sample records from scored responses."""
-        found = measure_held_out(self._config, self._executor.roles.reward, self._store.batch(responses), scores)
-        return HeldOutResult(found.metrics, json.dumps(found.samples))
+        evaluation = measure_held_out(self._config, self._executor.roles.reward, self._store.batch(responses), scores)
+        return HeldOutResult(evaluation.metrics, json.dumps(evaluation.samples))
 
     @property
     def _running_rounds(self) -> SamplingRounds:
@@ -473,21 +473,21 @@ class OperatorWorker:
         if "rollouts" not in made:
             operators.metrics["train/epoch"] = self._prompts.epoch
         operators.begin(step, epoch)
-        given: dict[str, Any] = {"prompts": prompts, "step": step}
+        inputs: dict[str, Any] = {"prompts": prompts, "step": step}
         restored = self._rewards.restored.pop(step, None)
         if restored is not None:
-            given["scores"] = restored
-        there = {*made, *given}
+            inputs["scores"] = restored
+        present = {*made, *inputs}
         plan = self._flow.plan
-        values = StepValues(given)
+        values = StepValues(inputs)
         values.flow = StepFlow(
             tuple(
                 # Operators whose outputs exist, from a checkpoint or from dynamic sampling, do not run again.
                 OperatorFacts(operator.name, operator.takes, operator.gives, plan.ranks[operator.name])
                 for operator in plan.operators
-                if not operator.gives or any(name not in there for name in operator.gives)
+                if not operator.gives or any(name not in present for name in operator.gives)
             ),
-            tuple(given),
+            tuple(inputs),
         )
         return values
 

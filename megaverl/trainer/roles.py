@@ -83,14 +83,14 @@ class Roles:
     def kl_state(self) -> dict[str, Any]:
         """Return the state of KL controllers and adaptive entropy bonuses, for a checkpoint."""
         if self.agents:
-            return {name: own.kl_state() for name, own in self.agents.items()}
+            return {name: agent_roles.kl_state() for name, agent_roles in self.agents.items()}
         bonus = None if isinstance(self.actor, RemoteWorker) else self.actor.entropy
         return self.kl.state_dict() | ({} if bonus is None else bonus.state_dict())
 
     def load_kl_state(self, state: dict[str, Any]) -> None:
         """Restore the state that `kl_state` returned."""
-        for name, own in self.agents.items():
-            own.load_kl_state(state[name])
+        for name, agent_roles in self.agents.items():
+            agent_roles.load_kl_state(state[name])
         if not self.agents:
             self.kl.load_state_dict(state)
             if not isinstance(self.actor, RemoteWorker) and self.actor.entropy is not None:
@@ -105,12 +105,12 @@ class Roles:
                 for agent, roles in self.agents.items()
                 for role, trained in roles.trained.items()
             }
-        found = {} if isinstance(self.actor, RemoteWorker) else {"actor": self.actor.trainable}
+        trained_models = {} if isinstance(self.actor, RemoteWorker) else {"actor": self.actor.trainable}
         if isinstance(self.critic, Critic):
-            found["critic"] = self.critic.trainable
+            trained_models["critic"] = self.critic.trainable
         if (model := self.implicit.trainable if self.implicit else self.learned) is not None:
-            found[REWARD_MODEL] = model
-        return found
+            trained_models[REWARD_MODEL] = model
+        return trained_models
 
     @property
     def exported(self) -> dict[str, TrainingModel]:

@@ -135,20 +135,20 @@ def _train(config: Config, console: Console, job: Job | None, options: dict[str,
 
 
 def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.offline import SFTTrainer
+    from megaverl.trainer.supervised import SFTTrainer
 
     SFTTrainer(config, _offline_builder(config, config.sft.max_answer_tokens), console, job).train()
 
 
 def _dpo(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.offline import PreferenceTrainer
+    from megaverl.trainer.preferences import PreferenceTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
     PreferenceTrainer(config, builder, console, job).train()
 
 
 def _reward(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.offline import RewardModelTrainer
+    from megaverl.trainer.preferences import RewardModelTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
     RewardModelTrainer(config, builder, console, job).train()
@@ -193,27 +193,27 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
         texts, encoded = [record.text for record in records], [record.token_ids for record in records]
         images = [record.images or () for record in records]
     for prompt in options.get("prompt") or []:
-        one = encoder.encode(prompt, "--prompt")
-        if one is not None:
-            texts.append(one.text)
-            encoded.append(one.token_ids)
+        prompt_record = encoder.encode(prompt, "--prompt")
+        if prompt_record is not None:
+            texts.append(prompt_record.text)
+            encoded.append(prompt_record.token_ids)
             images.append(())
     if not encoded:
         raise DataError("no prompts: give --prompt TEXT or --prompts FILE.")
     rollout = builder.rollout(None)
-    found = rollout.generate(
+    generations = rollout.generate(
         encoded,
         sampling_options(config.rollout.sampling),
         [sample_seed(config.run.seed, 0, i) for i in range(len(encoded))],
         images=images if any(images) else None,
     )
-    responses = [builder.tokenizer.decode(generation.token_ids) for generation in found]
+    responses = [builder.tokenizer.decode(generation.token_ids) for generation in generations]
     output = options.get("output")
 
     def write() -> None:
         lines = (
             {"prompt": text, "response": response, "finish_reason": generation.finish_reason}
-            for text, response, generation in zip(texts, responses, found, strict=True)
+            for text, response, generation in zip(texts, responses, generations, strict=True)
         )
         Path(str(output)).write_text(
             "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"

@@ -145,7 +145,7 @@ class SampleStore:
         # Dictionaries keep the order of insertion, so the first entry is the oldest.
         while len(self._held) > KEPT_ASSIGNMENTS:
             del self._held[next(iter(self._held))]
-        return {rank: list(mine) for rank, mine in rows.items()}
+        return {rank: list(numbers) for rank, numbers in rows.items()}
 
     def _count(self, samples: SampleRows) -> None:
         """Count the received bytes of samples when they are used. The step in which they arrive depends on timing."""
@@ -192,10 +192,10 @@ class SampleStore:
         if not isinstance(fields, SampleRows):
             return fields
         self._count(fields)
-        found: Fields = {}
+        widened: Fields = {}
         for name, tensor in fields.ragged.tensors.items():
-            found[name] = _widen(name, tensor, batch)
-        return found
+            widened[name] = _widen(name, tensor, batch)
+        return widened
 
 
 def _widen(name: str, tensor: Tensor, batch: RolloutBatch) -> Tensor:

@@ -138,18 +138,18 @@ class WorldMetrics:
 
         These are memory, busy time in seconds, and the bytes of samples and results that the rank received.
         """
-        found = {name: value for name, value in metrics.items() if not name.startswith("busy/")}
+        own_metrics = {name: value for name, value in metrics.items() if not name.startswith("busy/")}
         for role in self.fabric.world.roles:
             # In seconds here. `of_all` divides by the duration of the whole step, which only the reporter knows.
             if (share := metrics.get(f"busy/{role}")) is not None:
-                found[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
+                own_metrics[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
         if self.fabric.rank == self.fabric.world.ranks[0]:
-            found |= memory_metrics(*self.fabric.world.roles)
+            own_metrics |= memory_metrics(*self.fabric.world.roles)
             self.book(step)
-            came = self._booked.pop(step)
+            num_bytes = self._booked.pop(step)
             # The bytes cannot be divided by role, so each role of the group reports all of them.
-            found |= {f"dataflow/{role}_bytes_received": float(came) for role in self.fabric.world.roles}
-        return found
+            own_metrics |= {f"dataflow/{role}_bytes_received": float(num_bytes) for role in self.fabric.world.roles}
+        return own_metrics
 
     def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
         """Return the step's metrics of all role groups on the reporter, and an empty dictionary elsewhere.
@@ -165,9 +165,9 @@ class WorldMetrics:
         metrics: dict[str, float] = {}
         for rank in firsts:
             if rank != self.reporter:
-                theirs = receive_json(self.fabric, "metrics", rank)
+                received = receive_json(self.fabric, "metrics", rank)
                 # Metrics such as time/wait_ms have the same name on every rank, and only the reporter's are recorded.
-                metrics |= {name: value for name, value in theirs.items() if name not in OF_A_RANK}
+                metrics |= {name: value for name, value in received.items() if name not in OF_A_RANK}
         seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
         metrics |= mine
         metrics["train/step_time_ms"] = seconds * 1e3
@@ -422,19 +422,19 @@ def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: To
     Raises:
         CheckpointError: another command or tokenizer wrote it.
     """
-    found = stage_of(state)
-    if found != stage:
+    saved_stage = stage_of(state)
+    if saved_stage != stage:
         commands = {"reward_model": "reward"}
         raise CheckpointError(
-            f"{path}: it was written by `megaverl {commands.get(found, found)}`, and this is `megaverl "
+            f"{path}: it was written by `megaverl {commands.get(saved_stage, saved_stage)}`, and this is `megaverl "
             f"{commands.get(stage, stage)}`. Give this run a name of its own (run.name); to start from the other's "
             "model, set model.path to its folder hf."
         )
-    mine = tokenizer_digest(tokenizer)
-    if state["tokenizer"] != mine:
+    digest = tokenizer_digest(tokenizer)
+    if state["tokenizer"] != digest:
         raise CheckpointError(
             f"{path}: it was made with another tokenizer ({state['tokenizer']}; this run's, of {tokenizer.source}, is "
-            f"{mine}). Name the right one with model.tokenizer."
+            f"{digest}). Name the right one with model.tokenizer."
         )
 
 
@@ -472,12 +472,12 @@ def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, p
     source = builder.files(path).folder
 
     def describe() -> str:
-        own = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.config.run_dir))
+        folder = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.config.run_dir))
         config = read_json_file(source / "config.json")
         described = classifier_config(config, pad_token_id=builder.tokenizer.pad_token_id)
-        (own / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        builder.tokenizer.save(own)
-        return str(own)
+        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        builder.tokenizer.save(folder)
+        return str(folder)
 
     described = on_first_rank(describe, model.grid.world)
     model.export(folder, source_folder=described, overwrite=True)

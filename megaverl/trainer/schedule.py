@@ -67,8 +67,8 @@ class StoredRollouts:
         if "temperatures" in self.batch:
             return self
         # Every response of this run was drawn with the same options.
-        ways = [sampling_options(sampling)] * len(self.batch)
-        return replace(self, batch=self.batch.with_(**drawing(ways, len(self.batch))))
+        options = [sampling_options(sampling)] * len(self.batch)
+        return replace(self, batch=self.batch.with_(**drawing(options, len(self.batch))))
 
     def facts(self) -> dict[str, Any]:
         """Return everything except the batch and its scores, as JSON-compatible values."""
@@ -175,8 +175,8 @@ class RolloutFolder:
             path, expected = self.folder / entries[step]["file"], entries[step]["crc32"]
             if not path.is_file():
                 wrong.append(f"{path.name} is missing")
-            elif (found := crc32_of(path)) != expected:
-                wrong.append(f"{path.name} has the checksum {found} instead of {expected}")
+            elif (checksum := crc32_of(path)) != expected:
+                wrong.append(f"{path.name} has the checksum {checksum} instead of {expected}")
             elif (count := _count(batch_io.load(path))) != num_samples:
                 wrong.append(f"{path.name} holds {count} samples, and a step of this run takes {num_samples}")
         if wrong:
@@ -307,8 +307,8 @@ class WaitingSamples:
         Args:
             version: version of the weights that generated the samples.
         """
-        own = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
-        self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), own)
+        kept_metrics = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
+        self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), kept_metrics)
 
     def add_scores(self, step: int, scores: Scores, metrics: Mapping[str, float]) -> None:
         """Add scores, and the metrics measured since, to samples that wait."""
@@ -327,12 +327,12 @@ class WaitingSamples:
             measured: metrics of the samples so far. Values from before an interruption take precedence.
         """
         paused, self._paused = self._paused, 0.0
-        found = {"rollout/staleness": float(ahead)}
+        staleness = {"rollout/staleness": float(ahead)}
         if self._is_async:
-            found["queue/depth"] = float((ahead + 1) * self._samples_per_step)
+            staleness["queue/depth"] = float((ahead + 1) * self._samples_per_step)
         # Metrics of restored samples describe their generation in the interrupted run.
-        found |= {name: measured[name] for name in found if name in measured}
-        return found | ({"queue/wait_ms": paused * 1e3} if self._is_async else {})
+        staleness |= {name: measured[name] for name in staleness if name in measured}
+        return staleness | ({"queue/wait_ms": paused * 1e3} if self._is_async else {})
 
     def forget(self, done: int) -> None:
         """Drop samples and sampler states of the first `done` steps, which have been trained on."""
@@ -347,13 +347,13 @@ class WaitingSamples:
     @property
     def files(self) -> dict[str, bytes]:
         """Return the batches as file contents, by file name in a checkpoint."""
-        found = {}
+        files = {}
         with TemporaryDirectory() as folder:
             for step, rollouts in self._kept.items():
                 path = Path(folder) / file_of(step)
                 rollouts.write(path)
-                found[path.name] = path.read_bytes()
-        return found
+                files[path.name] = path.read_bytes()
+        return files
 
 
 def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, StoredRollouts]:
@@ -366,8 +366,8 @@ def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, 
     Raises:
         DataError: a file is missing or damaged.
     """
-    found = (StoredRollouts.read(folder / file_of(int(one["step"])), dict(one)) for one in facts)
-    return {rollouts.step: rollouts for rollouts in found}
+    waiting = (StoredRollouts.read(folder / file_of(int(stored["step"])), dict(stored)) for stored in facts)
+    return {rollouts.step: rollouts for rollouts in waiting}
 
 
 def file_of(step: int) -> str:

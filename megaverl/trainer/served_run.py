@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
-from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from megaverl.controller.core import CallTimeouts, Controller
-from megaverl.controller.serving import StatusBoard
+from megaverl.controller.core import Controller
 from megaverl.data.batch import RolloutBatch
-from megaverl.dataflow.program_runner import run_program
 from megaverl.errors import ConfigError
 from megaverl.trainer.arriving_samples import SampleSender, can_arrive
 from megaverl.trainer.executor import Executor
@@ -33,8 +29,9 @@ from megaverl.trainer.role_workers import (
     WorldWorker,
 )
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
-from megaverl.trainer.sample_rows import RowMover, SampleStore, SampleValue
+from megaverl.trainer.sample_rows import SampleStore, SampleValue
 from megaverl.trainer.schedule import Schedule, StoredRollouts
+from megaverl.trainer.serving import serve_program
 from megaverl.trainer.validation import Evaluation
 from megaverl.workers.reward import Scores
 
@@ -130,27 +127,17 @@ class ServedRun:
             Leaving: the run was asked to leave, and has saved.
             TrainingStopped: another rank failed or was lost. The message names it.
         """
-        trainer, stages = self._trainer, self._trainer.stages
-        stages.board = StatusBoard()
-        mover = RowMover(self._fabric)
-        run_program(
-            self._fabric,
+        trainer = self._trainer
+        serve_program(
             lambda controller: program(self._make_run(controller)),
             self._workers,
-            mover=mover,
-            board=stages.board,
-            timeouts=CallTimeouts(call=self._config.run.timeout_minutes * 60),
-            signal=lambda: trainer.leave.number,
-            # If roles share all ranks, a rank that waits has nothing else to do, so its wait is not recorded as a
-            # stage.
-            waiting=nullcontext if self._placement.is_colocated else partial(stages, "wait"),
-            explain=trainer.explain,
-            log=trainer.console.print,
+            config=self._config,
+            fabric=self._fabric,
+            stages=trainer.stages,
+            leave=trainer.leave,
+            console=trainer.console,
             dialogue=self._executor.dialogue,
         )
-        stages.board = None
-        # Sent tensors must stay alive until their receivers have taken them.
-        mover.settle()
         if self.session.leaving is not None:
             raise self.session.leaving
 
@@ -279,14 +266,14 @@ class SessionWorker:
 
     def given(self, step: int) -> SampleValue:
         """Return the responses that the Python program of this rank provided."""
-        given, self.next_given = self.next_given, None
-        assert given is not None, "every rank gives the responses before the program runs"
+        responses, self.next_given = self.next_given, None
+        assert responses is not None, "every rank gives the responses before the program runs"
         operators = self._trainer.step
         with operators.measuring(step):
-            operators.metrics |= given.metrics
+            operators.metrics |= responses.metrics
         # Readers are set only if roles share all ranks. Otherwise every rank works on all samples that were provided.
         readers = operators.readers
-        batch = given.batch if readers is None else readers.of_whole(given.batch)
+        batch = responses.batch if readers is None else readers.of_whole(responses.batch)
         return self._store.give(batch)
 
 

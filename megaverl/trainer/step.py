@@ -215,8 +215,8 @@ class RLStep:
         hears = finished if self.outlet is not None else None
         function = config.rollout.function
         batch = responses(engines, prompts, sampling, draws, self.roles.player, function, hears, self.readers)
-        own = sampling if batch.held is None else of_some(sampling, batch.held.rows)
-        batch = batch.with_(**drawing(own, len(batch)))
+        own_sampling = sampling if batch.held is None else of_some(sampling, batch.held.rows)
+        batch = batch.with_(**drawing(own_sampling, len(batch)))
         self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version, draws)
         self.metrics |= engines.engine_metrics()
         return self._dated(batch)
@@ -248,7 +248,7 @@ class RLStep:
         if isinstance(sampling, SamplingOptions):
             return sampling
         # Samples are numbered by group, so each prompt's options are repeated for all samples of its group.
-        return [each for each in sampling for _ in range(draws.group_size)]
+        return [options for options in sampling for _ in range(draws.group_size)]
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the version of the weights that drew each token, if rollouts are asynchronous."""
@@ -354,13 +354,13 @@ class RLStep:
             difference.add(for_metrics - rollouts.rollout_log_probs, rollouts.response_mask)
         else:
             # Several ranks may hold a sample. It counts only on the rank that reports for it.
-            own = rollouts.select(held.own)
-            difference.add(for_metrics[held.own] - own.rollout_log_probs, own.response_mask)
+            reported = rollouts.select(held.own)
+            difference.add(for_metrics[held.own] - reported.rollout_log_probs, reported.response_mask)
             difference = difference.over_ranks(default_group())
-        found = difference.stats()
-        self.metrics |= found.metrics()
+        stats = difference.stats()
+        self.metrics |= stats.metrics()
         is_first, model = not self._has_compared and self.replayed is None, self.roles.actor.model
-        if is_first and (warning := check_first_comparison(found, self.config, model.dtype, model.spec)):
+        if is_first and (warning := check_first_comparison(stats, self.config, model.dtype, model.spec)):
             self.warn(warning)
         self._has_compared = True
         return log_probs if self.needs_log_probs(step) else None
@@ -436,10 +436,12 @@ class RLStep:
         tensors = {"rewards": rewards}
         if self.config.algorithm.positive_coef:
             tensors["desirable"] = of_held(rollouts, scores.correct)
-        given = dict(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values, last_values=last_values)
+        optional = dict(
+            old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values, last_values=last_values
+        )
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
             self.metrics["train/last_value_mean"] = float(of_all(rollouts, last_values).mean())
-        tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
+        tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
         weights = self.roles.reward.weights(scores)
         extra = {
             "greedy_rewards": greedy,

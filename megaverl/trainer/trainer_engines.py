@@ -52,7 +52,7 @@ def make_model(
     Raises:
         ConfigError, ModelError, GridError: the engine does not support the model or the settings.
     """
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": dtype,
         "seed": run.run.seed,
         "value_head": value_head,
@@ -63,13 +63,13 @@ def make_model(
         "pack_samples": config.pack_samples,
     }
     if isinstance(config, TrainedConfig):
-        given |= {"lora": config.lora, "activation_checkpointing": config.activation_checkpointing}
+        options |= {"lora": config.lora, "activation_checkpointing": config.activation_checkpointing}
     if config.engine == "fsdp":
-        given |= {"freeze": config.freeze} if isinstance(config, TrainedConfig) else {}
+        options |= {"freeze": config.freeze} if isinstance(config, TrainedConfig) else {}
         trust, trained = run.model.trust_remote_code, isinstance(config, TrainedConfig)
-        return FSDPModel(folder, grid, groups, fsdp=config.fsdp, trained=trained, trust_remote_code=trust, **given)
+        return FSDPModel(folder, grid, groups, fsdp=config.fsdp, trained=trained, trust_remote_code=trust, **options)
     spec = read_model(folder)[1] if value_head and not beside_logits else ModelSpec.from_folder(folder)
-    return MegatronModel(spec, grid, overrides=config.megatron, **given)
+    return MegatronModel(spec, grid, overrides=config.megatron, **options)
 
 
 def make_trainable(
@@ -83,7 +83,7 @@ def make_trainable(
     Raises:
         ConfigError: the engine's optimizer does not support the settings.
     """
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optimizer": optimizer,
         "scheduler": config.scheduler,
         "total_updates": total_updates,
@@ -91,9 +91,9 @@ def make_trainable(
         "offload": config.offload,
     }
     if isinstance(model, FSDPModel):
-        return FSDPTrainable(model, **given)
+        return FSDPTrainable(model, **options)
     assert isinstance(model, MegatronModel)
-    return MegatronTrainable(model, ddp=config.ddp, **given)
+    return MegatronTrainable(model, ddp=config.ddp, **options)
 
 
 WEIGHTS = "rollout_weights"  # folder inside the run's folder

@@ -215,10 +215,10 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
         with _pretended_world(world):
             build_and_step(small, shape, dtype, options(small), role, section, command)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         if platform.is_cuda:
-            return CheckResult(left_out=f"on this GPU a small model with them fails with {_sentence(what)[:-1]}")
-        return CheckResult(_sentence(f"megatron-core cannot use it here: {what}"))
+            return CheckResult(left_out=f"on this GPU a small model with them fails with {_sentence(problem)[:-1]}")
+        return CheckResult(_sentence(f"megatron-core cannot use it here: {problem}"))
     return CheckResult()
 
 

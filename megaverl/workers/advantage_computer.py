@@ -41,8 +41,8 @@ class AdvantageComputer:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.algorithm = algorithm
         self.estimator = advantage_estimators.get(algorithm.advantage_name)
-        given = {"gamma": algorithm.gamma, "lam": algorithm.lam}
-        options = {name: value for name, value in given.items() if name in self.estimator.options}
+        settings = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+        options = {name: value for name, value in settings.items() if name in self.estimator.options}
         if not algorithm.normalize_by_std and "normalize_std" in self.estimator.options:
             options["normalize_std"] = False
         self.options = {**options, **algorithm.advantage_options}
@@ -74,28 +74,36 @@ class AdvantageComputer:
             return self._assign_held(batch, batch.held, kl_coef=kl_coef, extra=extra)
         if "agent_ids" not in batch:
             return self.assign(batch, kl_coef=kl_coef, extra=extra)
-        parts, found = [], []
+        parts, agent_metrics = [], []
         rows = [(batch.agent_ids == agent).nonzero()[:, 0] for agent in batch.agent_ids.unique()]
-        for mine in rows:
-            own = {k: v[beside(v, mine)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
-            part, metrics = self.assign(batch.select(mine), kl_coef=kl_coef, extra=own)
+        for agent_rows in rows:
+            agent_extra = {
+                k: v[beside(v, agent_rows)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()
+            }
+            part, metrics = self.assign(batch.select(agent_rows), kl_coef=kl_coef, extra=agent_extra)
             parts.append(part)
-            found.append(metrics)
+            agent_metrics.append(metrics)
         # `concat` orders the samples by agent; undo that.
         order = torch.cat(rows).argsort()
-        means = {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+        means = {
+            name: sum(metrics[name] for metrics in agent_metrics) / len(agent_metrics) for name in agent_metrics[0]
+        }
         return RolloutBatch.concat(parts).select(order), means
 
     def _assign_held(
         self, batch: RolloutBatch, held: HeldRows, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        own = {k: v[beside(v, held.own)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
-        part, metrics = self.assign(batch.select(held.own), kl_coef=kl_coef, extra=own, all_reduce=held.all_reduce)
-        found: dict[str, torch.Tensor] = {}
+        own_extra = {
+            k: v[beside(v, held.own)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()
+        }
+        part, metrics = self.assign(
+            batch.select(held.own), kl_coef=kl_coef, extra=own_extra, all_reduce=held.all_reduce
+        )
+        fields: dict[str, torch.Tensor] = {}
         for name in [name for name in ("advantages", "returns") if name in part]:
-            found[name] = part[name].new_zeros(batch.response_shape)
-            found[name][beside(part[name], held.own)] = part[name]
-        return batch.with_(**held.spread("advantages", found, held.groups_by_rank)), metrics
+            fields[name] = part[name].new_zeros(batch.response_shape)
+            fields[name][beside(part[name], held.own)] = part[name]
+        return batch.with_(**held.spread("advantages", fields, held.groups_by_rank)), metrics
 
     def assign(
         self,
@@ -134,9 +142,9 @@ class AdvantageComputer:
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:
             # A turn's reward is placed at the end of the turn, the remaining reward at the end of the response.
-            given = batch.tensors.get("turn_rewards", torch.zeros_like(mask, dtype=torch.float32))
-            last = token_rewards(batch.rewards - given.sum(dim=1), mask, penalty, kl_coef=kl_coef)
-            batch = batch.with_(token_rewards=last + beside(last, given))
+            turn_rewards = batch.tensors.get("turn_rewards", torch.zeros_like(mask, dtype=torch.float32))
+            last = token_rewards(batch.rewards - turn_rewards.sum(dim=1), mask, penalty, kl_coef=kl_coef)
+            batch = batch.with_(token_rewards=last + beside(last, turn_rewards))
         if penalty is not None and "rewards" in self.estimator.inputs:
             # This estimator scores whole responses, so the penalty is summed over tokens before groups are compared.
             # The sum is one number per response, so copying it to the rewards on the host is cheap.
@@ -150,8 +158,8 @@ class AdvantageComputer:
         metrics["advantage_mean"] = mean(all_reduce(moments(result.advantages, mask)))
         has_critic = "values" in self.estimator.inputs
         whitened = has_critic and self.algorithm.normalize_advantages
-        found = whiten(result.advantages, mask, all_reduce=all_reduce) if whitened else result.advantages
-        batch = batch.with_(advantages=found)
+        advantages = whiten(result.advantages, mask, all_reduce=all_reduce) if whitened else result.advantages
+        batch = batch.with_(advantages=advantages)
         return (batch if result.returns is None else batch.with_(returns=result.returns)), metrics
 
     def _assign_episodes(
@@ -189,18 +197,18 @@ class AdvantageComputer:
             return whole
 
         tensors = {name: joined(name, values) for name, values in batch.tensors.items() if name != "episode_ids"}
-        own = {k: joined(k, v) if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        episode_extra = {k: joined(k, v) if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
         whole = RolloutBatch(tensors | {"response_lengths": counts})
-        part, metrics = self.assign(whole, kl_coef=kl_coef, extra=own, all_reduce=all_reduce)
-        found = {"rewards": part.rewards[number]}
+        part, metrics = self.assign(whole, kl_coef=kl_coef, extra=episode_extra, all_reduce=all_reduce)
+        fields = {"rewards": part.rewards[number]}
         for name in ("advantages", "returns", "token_rewards"):
             if name in part:
                 values = part.tensors[name]
-                found[name] = values.new_zeros(batch.response_shape)
-                found[name][beside(values, rows), beside(values, columns)] = values[
+                fields[name] = values.new_zeros(batch.response_shape)
+                fields[name][beside(values, rows), beside(values, columns)] = values[
                     beside(values, number[rows]), beside(values, places)
                 ]
-        return batch.with_(**found), metrics
+        return batch.with_(**fields), metrics
 
     def _assign_scored(
         self,
@@ -213,15 +221,15 @@ class AdvantageComputer:
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """Run `assign` on the scored samples alone, and give the other samples zeros."""
         rows = scored.nonzero()[:, 0]
-        own = {k: v[beside(v, rows)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
-        part, metrics = self.assign(batch.select(rows), kl_coef=kl_coef, extra=own, all_reduce=all_reduce)
-        found = {}
+        scored_extra = {k: v[beside(v, rows)] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        part, metrics = self.assign(batch.select(rows), kl_coef=kl_coef, extra=scored_extra, all_reduce=all_reduce)
+        fields = {}
         for name in ("rewards", "advantages", "returns", "token_rewards"):
             if name in part:
                 values = part.tensors[name]
-                found[name] = values.new_zeros((len(batch), *values.shape[1:]))
-                found[name][beside(values, rows)] = values
-        return batch.with_(**found), metrics
+                fields[name] = values.new_zeros((len(batch), *values.shape[1:]))
+                fields[name][beside(values, rows)] = values
+        return batch.with_(**fields), metrics
 
 
 def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
@@ -241,11 +249,11 @@ def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(batch.generated_ids.sum()) % 2**63)
         draws = torch.rand(len(ends), generator=generator) if name == "best_and_random" else None
         return policy_filtration(scores.total[ends], batch.group_ids[ends], draws)[number]
-    found = call_object(name, "algorithm.rollout_filter", batch, scores)
+    returned = call_object(name, "algorithm.rollout_filter", batch, scores)
     try:
-        keep = torch.as_tensor(found)
+        keep = torch.as_tensor(returned)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"algorithm.rollout_filter: {name} returned {type(found).__name__}: {error}") from error
+        raise DataError(f"algorithm.rollout_filter: {name} returned {type(returned).__name__}: {error}") from error
     if keep.shape != (len(batch),) or keep.dtype != torch.bool:
         raise DataError(
             f"algorithm.rollout_filter: {name} returned {keep.dtype} of shape {list(keep.shape)}; expected bool of "

@@ -82,8 +82,8 @@ def value_loss(algorithm: AlgorithmConfig) -> Callable[[Mapping[str, torch.Tenso
         ConfigError: no loss has this name, or the loss does not have these options.
     """
     loss = value_losses.get(algorithm.value_loss)
-    own = {"clip_range": algorithm.value_clip_range} if "clip_range" in loss.options else {}
-    options = {**own, **algorithm.value_loss_options}
+    clip_option = {"clip_range": algorithm.value_clip_range} if "clip_range" in loss.options else {}
+    options = {**clip_option, **algorithm.value_loss_options}
     loss.check_options(options)
     return partial(loss, **options)
 
@@ -125,8 +125,8 @@ class ActorCritic(Actor, ValueWorker):
         return both[:, 1:, 0].contiguous(), both[:, 1:, 1].contiguous(), both[:, 0, 1].contiguous()
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-        own = {"old_values": batch.values, "returns": batch.returns, **self._heads(batch)}
-        return super()._fields(batch) | own
+        value_fields = {"old_values": batch.values, "returns": batch.returns, **self._heads(batch)}
+        return super()._fields(batch) | value_fields
 
     def _selection(self, batch: RolloutBatch) -> Selection:
         of_policy = super()._selection(batch)

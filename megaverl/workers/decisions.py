@@ -161,48 +161,48 @@ def decide(reports: Sequence[GradientReport], rules: Rules) -> Decision:
         return Decision(Verdict.APPLY)
     # The most severe verdict first, then the lowest reason and the first report, so that the result is unique.
     names = [report.name for report in reports]
-    found = min(findings, key=lambda one: (-one.verdict, one.reason, names.index(one.culprit)))
+    worst = min(findings, key=lambda finding: (-finding.verdict, finding.reason, names.index(finding.culprit)))
     skips = 1 + max(report.counts.skips for report in reports)
-    if found.verdict is Verdict.SKIP and found.reason is not Reason.OVERFLOW and skips > rules.max_skips:
-        return replace(found, verdict=Verdict.STOP, reason=Reason.TOO_MANY_SKIPS)
-    return found
+    if worst.verdict is Verdict.SKIP and worst.reason is not Reason.OVERFLOW and skips > rules.max_skips:
+        return replace(worst, verdict=Verdict.STOP, reason=Reason.TOO_MANY_SKIPS)
+    return worst
 
 
 def _judge(report: GradientReport, rules: Rules) -> list[Decision]:
     """Return what is wrong with one gradient."""
-    found = []
+    findings = []
     if report.has_overflow:
-        found.append(Decision(Verdict.SKIP, Reason.OVERFLOW, report.name))
+        findings.append(Decision(Verdict.SKIP, Reason.OVERFLOW, report.name))
     elif not (math.isfinite(report.norm) and math.isfinite(report.tokens)):
         bad = Verdict.STOP if rules.on_nonfinite == "stop" else Verdict.SKIP
-        found.append(Decision(bad, Reason.NOT_FINITE, report.name))
+        findings.append(Decision(bad, Reason.NOT_FINITE, report.name))
     elif report.tokens <= 0:
-        found.append(Decision(Verdict.SKIP, Reason.NO_TOKENS, report.name))
+        findings.append(Decision(Verdict.SKIP, Reason.NO_TOKENS, report.name))
     elif report.norm > rules.skip_above.get(report.role, math.inf):
-        found.append(Decision(Verdict.SKIP, Reason.SPIKE, report.name))
+        findings.append(Decision(Verdict.SKIP, Reason.SPIKE, report.name))
     if rules.max_staleness is not None and report.staleness > rules.max_staleness:
-        found.append(Decision(Verdict.SKIP, Reason.STALE, report.name))
-    return found
+        findings.append(Decision(Verdict.SKIP, Reason.STALE, report.name))
+    return findings
 
 
 def _compare_islands(reports: Sequence[GradientReport]) -> list[Decision]:
     """Return which islands of a role have diverged from the first one. No skip can repair that."""
-    found = []
+    findings = []
     first = reports[0]
     for report in reports[1:]:
         if report.counts.steps != first.counts.steps:
-            found.append(Decision(Verdict.STOP, Reason.OUT_OF_STEP, report.name))
+            findings.append(Decision(Verdict.STOP, Reason.OUT_OF_STEP, report.name))
         if report.counts.version != first.counts.version:
-            found.append(Decision(Verdict.STOP, Reason.OTHER_VERSION, report.name))
+            findings.append(Decision(Verdict.STOP, Reason.OTHER_VERSION, report.name))
         # False if a norm is NaN, which is a finding of its own.
         if abs(report.norm - first.norm) > SAME_NORM * max(report.norm, first.norm):
-            found.append(Decision(Verdict.STOP, Reason.ISLANDS_DIFFER, report.name))
-    return found
+            findings.append(Decision(Verdict.STOP, Reason.ISLANDS_DIFFER, report.name))
+    return findings
 
 
 def counts_to_state(counts: Mapping[str, UpdateCounts]) -> dict[str, dict[str, int]]:
     """Return the counts of all models for a checkpoint, by field and model."""
-    rows = {name: asdict(each) for name, each in counts.items()}
+    rows = {name: asdict(count) for name, count in counts.items()}
     keys = {"steps": "steps", "versions": "version", "skips": "skips"}
     return {key: {name: row[attribute] for name, row in rows.items()} for key, attribute in keys.items()}
 

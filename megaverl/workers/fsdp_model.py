@@ -166,10 +166,10 @@ class FSDPModel(TrainingModel):
         named = dict(self.module.model.named_parameters())
         self._cut_over_tp = {id(named[name]) for name in self._cuts.axes}
         self._partial = [named[name] for name in sorted(self._cuts.partial) if named[name].requires_grad]
-        found = local_tensors(self.module)
-        self.held_parameters = {name: held for name, held in found.items() if f".{ADAPTER}." not in name}
+        tensors = local_tensors(self.module)
+        self.held_parameters = {name: held for name, held in tensors.items() if f".{ADAPTER}." not in name}
         if isinstance(self.adapters, HFAdapters):
-            self.adapters.attach(found)
+            self.adapters.attach(tensors)
         self.held_weights, self.held_layout_of = everything.weights, everything.layout_of
         self.weights, self.layout_of, self.parameters = self.held_weights, self.held_layout_of, self.held_parameters
         if self.beside_logits:
@@ -206,8 +206,8 @@ class FSDPModel(TrainingModel):
         taken = []
         self.module.eval()
         with torch.no_grad(), self.on_device:
-            for each in micro_batches:
-                batch = each.to(platform.device)
+            for micro_batch in micro_batches:
+                batch = micro_batch.to(platform.device)
                 with packed(batch.packing):
                     taken.append(take(self._forward(batch)[0], batch))
             # Gathered parameters would be stale after the next update.
@@ -226,8 +226,8 @@ class FSDPModel(TrainingModel):
         reports, tokens = [], sum(batch.tokens.numel() for batch in micro_batches)
         # Divide by the tokens of all ranks, because gradients are summed and not averaged over the ranks.
         of_token = self._router_loss / reduce_json(tokens, sum, self.grid.world) if self._router_loss else 0.0
-        for number, each in enumerate(micro_batches):
-            batch, last = each.to(platform.device), number == len(micro_batches) - 1
+        for number, micro_batch in enumerate(micro_batches):
+            batch, last = micro_batch.to(platform.device), number == len(micro_batches) - 1
             # Replicas all-reduce once per update. shard_grad_op and no_shard accumulate unsharded gradients, and reduce
             # them once, too.
             self._root.set_is_last_backward(last)
@@ -247,10 +247,10 @@ class FSDPModel(TrainingModel):
         # gradients must be summed.
         for parameter in self._partial:
             if parameter.grad is not None:
-                mine = parameter.grad.to_local()
-                whole = mine.to(platform.device)
+                local_gradient = parameter.grad.to_local()
+                whole = local_gradient.to(platform.device)
                 dist.all_reduce(whole, group=self.grid.tp_group)
-                mine.copy_(whole)
+                local_gradient.copy_(whole)
         return reports
 
     def _forward(self, batch: MicroBatch, *, router_loss: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -320,7 +320,7 @@ def shard_meshes(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> tu
         return DeviceMesh.from_group(grid.world, kind, mesh_dim_names=("shard",)), None
     ranks = torch.arange(world).view(-1, num_shards, tp)
     of_replicas, of_shards = ranks.permute(1, 2, 0).flatten(0, 1), ranks.transpose(1, 2).flatten(0, 1)
-    replicas, shards = (groups.group(rows.tolist() for rows in each) for each in (of_replicas, of_shards))
+    replicas, shards = (groups.group(rows.tolist() for rows in slices) for slices in (of_replicas, of_shards))
     assert replicas is not None and shards is not None
     if tp == 1:
         both = DeviceMesh.from_group(

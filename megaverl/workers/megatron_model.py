@@ -265,12 +265,16 @@ class MegatronModel(TrainingModel):
         coords = self.grid.coords
         # The other ranks of a model replica have the same micro-batches and must not be counted again.
         speaks = coords.tp == coords.cp == coords.pp == 0
-        mine = shape.cp * sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
+        num_tokens = shape.cp * sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
         # Before 0.19 each rank that shares a sequence counts only its own part of the tokens.
         parts = 1 if Version(metadata.version("megatron-core")) >= COUNTS_PARTS else shape.tp * shape.cp
-        factor = parts / reduce_json(mine, sum, self.grid.world)
-        for name, given in self._router_losses.items():
-            setattr(self.config, name, [each * factor for each in given] if isinstance(given, list) else given * factor)
+        factor = parts / reduce_json(num_tokens, sum, self.grid.world)
+        for name, coefficient in self._router_losses.items():
+            setattr(
+                self.config,
+                name,
+                [value * factor for value in coefficient] if isinstance(coefficient, list) else coefficient * factor,
+            )
 
     def _run(
         self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool

@@ -126,7 +126,7 @@ def _planned(
 ) -> MicroBatchPlan:
     """Compute the plan that `plan_for` caches."""
     shape = model.grid.shape
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "multiple_of": model.token_multiple,
         # An interleaved pipeline needs a multiple of its number of stages.
         "count_multiple_of": shape.pp if shape.vpp else 1,
@@ -137,23 +137,26 @@ def _planned(
     whole = [range(number * unit, (number + 1) * unit) for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.pack:
-        shared, prompts, each = shared_tokens(outline.prompt_lengths), outline.prompts, model.sequence_multiple
-        if each > 1:
-            lengths, prompts = [-(-length // each) * each for length in lengths], list(range(len(outline)))
-        return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, **given)
+        shared, prompts, multiple = shared_tokens(outline.prompt_lengths), outline.prompts, model.sequence_multiple
+        if multiple > 1:
+            lengths, prompts = [-(-length // multiple) * multiple for length in lengths], list(range(len(outline)))
+        return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, **options)
     # All rows of a unit are padded to the longest one.
     costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
-    given["multiple_of"] *= unit
+    options["multiple_of"] *= unit
     return [
-        [[number * unit + i for number in micro for i in range(unit)] for micro in mine]
-        for mine in plan_micro_batches(costs, num_ranks, max_tokens, indices=units, **given)
+        [[number * unit + i for number in micro for i in range(unit)] for micro in rank_batches]
+        for rank_batches in plan_micro_batches(costs, num_ranks, max_tokens, indices=units, **options)
     ]
 
 
 def of_each_rank(model: TrainingModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
     """Return the samples that each rank of the model's grid works on, which are those of its data-parallel rank."""
     shape = model.grid.shape
-    parts = [[row for micro in mine for row in micro] for mine in plan[part * shape.dp : (part + 1) * shape.dp]]
+    parts = [
+        [row for micro in rank_batches for row in micro]
+        for rank_batches in plan[part * shape.dp : (part + 1) * shape.dp]
+    ]
     return [parts[place] for place in _data_parallel_ranks(shape)]
 
 
@@ -184,11 +187,11 @@ def micro_batches_of(
     bare = RolloutBatch({name: batch[name] for name in READ}, shown)
     # Log-probs refer to the distribution that each sample was drawn from.
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
-    mine = plan[part * model.grid.shape.dp + model.grid.coords.dp]
+    rank_batches = plan[part * model.grid.shape.dp + model.grid.coords.dp]
     if batch.held is None:
-        return [_micro_batch(model, bare, rows, fields, outline.prompts, unit) for rows in mine]
+        return [_micro_batch(model, bare, rows, fields, outline.prompts, unit) for rows in rank_batches]
     place, prompts = batch.held.place, [outline.prompts[row] for row in batch.held.rows]
-    return [_micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit) for rows in mine]
+    return [_micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit) for rows in rank_batches]
 
 
 def _micro_batch(
@@ -271,12 +274,14 @@ class ModelWorker:
             return self.model.score(micro, score, shape)
         # Each sample's scores are on the one rank that reports it, and are sent from there.
         # Without the sum over all ranks of `score`: a rank receives only the samples that it holds.
-        world, each = batch.held.fabric.world.ranks, of_each_rank(self.model, plan)
-        source = {rank: rows for n, (rank, rows) in enumerate(zip(world, each, strict=True)) if self.model.reporter(n)}
-        found = batch.held.spread(
+        world, rank_rows = batch.held.fabric.world.ranks, of_each_rank(self.model, plan)
+        source = {
+            rank: rows for n, (rank, rows) in enumerate(zip(world, rank_rows, strict=True)) if self.model.reporter(n)
+        }
+        received = batch.held.spread(
             f"scores of {self.model.role}", {"scores": self.model.scored(micro, score, shape)}, source
         )
-        return found["scores"]
+        return received["scores"]
 
 
 class MiniBatch(NamedTuple):
@@ -345,11 +350,11 @@ def run_updates(
             parts = None if of_episodes is None else of_episodes[planned.samples]
             mini = MiniBatch(mask, make_denominators(num_tokens[planned.samples], parts), planned.number)
             extra = select(mini) if select else {}
-            own = None if of_episodes is None else of_held(batch, of_episodes)
-            given = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators, own)}
+            own_episodes = None if of_episodes is None else of_held(batch, of_episodes)
+            update_fields = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators, own_episodes)}
             part = trainable.part[0]
             micro = micro_batches_of(
-                trainable.model, batch, outline, planned.micro_batches, given, part=part, replays=replays
+                trainable.model, batch, outline, planned.micro_batches, update_fields, part=part, replays=replays
             )
             micro = prepare(micro) if prepare else micro
             # After the last update no weight changes until the next reshard, so sending can start with it.
@@ -427,11 +432,11 @@ def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: in
     """
     model = role.trainable.model
     shape = model.grid.shape
-    found: list[set[int]] = [set() for _ in range(shape.dp)]
+    rank_rows: list[set[int]] = [set() for _ in range(shape.dp)]
     for update in plan_updates(role, outline, step):
-        for mine, micro in zip(found, update.micro_batches[part * shape.dp : (part + 1) * shape.dp], strict=True):
-            mine.update(*micro)
-    return of_each_rank(model, [[sorted(mine)] for mine in found])
+        for rows, micro in zip(rank_rows, update.micro_batches[part * shape.dp : (part + 1) * shape.dp], strict=True):
+            rows.update(*micro)
+    return of_each_rank(model, [[sorted(rows)] for rows in rank_rows])
 
 
 class Weighting:

@@ -262,8 +262,8 @@ class TrainingModel(ABC):
         Returns:
             (log_probs, entropy), each [b, r] float32, zero in the padding. Entropy is zero unless `with_entropy`.
         """
-        given = self._given(logits, batch, temperature)
-        log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **given)
+        options = self._given(logits, batch, temperature)
+        log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **options)
         if not with_entropy:
             return self.joined(log_probs, batch), entropy.new_zeros(batch.predicted.shape)
         return self.joined(log_probs, batch), self.joined(entropy, batch)

@@ -225,13 +225,13 @@ def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor]
     bytes, such as an optimizer's step count.
     """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         moves = storage.nbytes() >= SMALLEST and storage.resizable() and tensor.device.type == platform.device.type
         if moves and storage.data_ptr() not in left_out:
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
 
 
 def memory_of(data: torch.Tensor) -> memoryview:

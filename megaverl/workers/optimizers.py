@@ -138,7 +138,7 @@ class MegatronTrainable(TrainableModel):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for number, chunk in enumerate(self.chunks):
             groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
             for bucket_group in groups:
@@ -147,13 +147,13 @@ class MegatronTrainable(TrainableModel):
                     if bucket_group.ddp_config.use_distributed_optimizer:  # keep only this rank's shard
                         size = bucket_group.intra_distributed_optimizer_instance_size
                         flat = flat.view(size, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
-                    found[f"{number}.{len(found)}"] = flat
-        return found
+                    gradients[f"{number}.{len(gradients)}"] = flat
+        return gradients
 
     def _masters(self) -> dict[str, torch.Tensor]:
         optimizers = enumerate(_chain(self.optimizer))
-        found = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
-        return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(found)}
+        masters = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
+        return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(masters)}
 
     def follow_masters(self) -> None:
         for single in _chain(self.optimizer):
@@ -192,14 +192,14 @@ def optimizer_configs(
         given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
         fields = ddp_defaults(given_ddp, replicas=replicas, on_gpus=platform.is_cuda)
         ddp_config = DistributedDataParallelConfig(**fields)
-        given = {
+        defaults = {
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,
             "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
             "min_lr": 0.0,
         }
-        config = OptimizerConfig(**(given | coerce(OptimizerConfig, optimizer, f"{role}.optimizer")))
+        config = OptimizerConfig(**(defaults | coerce(OptimizerConfig, optimizer, f"{role}.optimizer")))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"{role}.optimizer or {role}.ddp: megatron-core refuses it: {error}") from error
     return config, ddp_config
@@ -312,15 +312,15 @@ class FSDPTrainable(TrainableModel):
 
         Squares are added in float64, in the order of parameters and ranks, so that the result is reproducible.
         """
-        mine = 0.0
-        found = [local(p.grad) for p in self.parameters if p.grad is not None and self.model.speaks_for(p)]
-        if found:
-            mine = float(torch.stack(torch._foreach_norm(found)).double().square().sum())
-        return math.sqrt(reduce_json(mine, sum, self.model.grid.world))
+        square_sum = 0.0
+        gradients = [local(p.grad) for p in self.parameters if p.grad is not None and self.model.speaks_for(p)]
+        if gradients:
+            square_sum = float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+        return math.sqrt(reduce_json(square_sum, sum, self.model.grid.world))
 
     def _multiply_gradients(self, factor: float) -> None:
-        if factor != 1.0 and (found := list(self.gradients.values())):
-            torch._foreach_mul_(found, factor)
+        if factor != 1.0 and (gradients := list(self.gradients.values())):
+            torch._foreach_mul_(gradients, factor)
 
     def _step(self) -> None:
         self.optimizer.step()
@@ -333,8 +333,8 @@ class FSDPTrainable(TrainableModel):
     @property
     def _state(self) -> list[torch.Tensor]:
         """Moments and step counts of the optimizer."""
-        found = (value for state in self.optimizer.state.values() for value in state.values())
-        return [local(value) for value in found if isinstance(value, torch.Tensor)]
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return [local(value) for value in values if isinstance(value, torch.Tensor)]
 
     def _optimizer_storages(self) -> Storages:
         return storages_of(self._state)
@@ -345,8 +345,8 @@ class FSDPTrainable(TrainableModel):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        found = ((number, parameter.grad) for number, parameter in enumerate(self.parameters))
-        return {str(number): local(gradient) for number, gradient in found if gradient is not None}
+        gradients = ((number, parameter.grad) for number, parameter in enumerate(self.parameters))
+        return {str(number): local(gradient) for number, gradient in gradients if gradient is not None}
 
     def _masters(self) -> dict[str, torch.Tensor]:
         return {str(number): local(parameter).detach() for number, parameter in enumerate(self.parameters)}

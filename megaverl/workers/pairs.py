@@ -88,9 +88,9 @@ class PairUpdates(ModelWorker):
             unit: number of responses per term of the loss.
         """
         weights = torch.full((len(batch),), 1.0 / max(len(batch) // unit, 1))
-        given = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
-        given["own"] = batch.response_mask
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, given, unit=unit)
+        pair_fields = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
+        pair_fields["own"] = batch.response_mask
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, pair_fields, unit=unit)
         return as_metrics(self.trainable.update(micro, loss))
 
 
@@ -185,18 +185,18 @@ class PreferenceUpdates(PairUpdates):
 
     def _mismatched_kl(self, batch: RolloutBatch, reference: Policy) -> torch.Tensor:
         """Return KTO's reference point, which pairs each prompt with a response to the next prompt."""
-        others = batch.select(of_the_next(batch.group_ids.tolist()))
+        shifted = batch.select(of_the_next(batch.group_ids.tolist()))
         crossed = RolloutBatch(
             {
                 "input_ids": batch.input_ids,
                 "prompt_lengths": batch.prompt_lengths,
-                "generated_ids": others.generated_ids,
-                "response_lengths": others.response_lengths,
-                "response_mask": others.response_mask,
+                "generated_ids": shifted.generated_ids,
+                "response_lengths": shifted.response_lengths,
+                "response_mask": shifted.response_mask,
             }
         )
-        mine, frozen = (_of_responses(policy, crossed)[0] for policy in (self._plain, reference))
-        return kto_reference_kl(mine, frozen)
+        policy_log_probs, frozen = (_of_responses(policy, crossed)[0] for policy in (self._plain, reference))
+        return kto_reference_kl(policy_log_probs, frozen)
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = self.model.log_probs(logits, micro)
@@ -241,8 +241,8 @@ def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
         log_probs, squares = policy.model.squared_probs(logits, micro, temperature=policy.temperature)
         return torch.where(micro.response_mask, log_probs - squares.log(), 0.0)
 
-    found = policy.score(batch, score, batch.response_shape).cpu()
-    sums, lengths = response_log_probs(found, batch.response_mask)
+    policy_log_probs = policy.score(batch, score, batch.response_shape).cpu()
+    sums, lengths = response_log_probs(policy_log_probs, batch.response_mask)
     return sums / lengths.clamp(min=1)
 
 

@@ -77,12 +77,12 @@ class Player:
         """
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
         # Round-robin: the consecutive episodes of a group go to different ranks.
-        mine = range(rank, len(starts), size)
+        own_numbers = range(rank, len(starts), size)
         games: dict[int, Game] = {}
         begun: dict[int, Any] = {}
         try:
             with together(self.world):
-                for number in mine:
+                for number in own_numbers:
                     with self._environment(number, "reset"):
                         games[number] = make_game(self.name, self.codec, self.options)
                 begun = self._side_by_side(games, lambda number: self._begin(games[number], number, starts[number]))
@@ -103,13 +103,15 @@ class Player:
         self, starts: Sequence[Start], games: Mapping[int, Game], everyone: Mapping[int, Any], generate: Generate
     ) -> list[Views]:
         def step(turns: Mapping[int, Mapping[str, list[list[int]]]]) -> dict[int, Turns]:
-            found: dict[int, Any] = {}
+            results: dict[int, Any] = {}
             with together(self.world):
-                own = {number: games[number] for number in turns if number in games}
-                found = self._side_by_side(own, lambda number: self._step(own[number], number, turns[number]))
+                own_games = {number: games[number] for number in turns if number in games}
+                results = self._side_by_side(
+                    own_games, lambda number: self._step(own_games[number], number, turns[number])
+                )
             return {
                 number: Turns({agent: outcome_of(row) for agent, row in outcomes.items()}, acting)
-                for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
+                for number, (outcomes, acting) in _joined(gather_json(results, self.world)).items()
             }
 
         return play(
@@ -147,8 +149,8 @@ class Player:
     def _side_by_side(self, games: Mapping[int, Game], call: Callable[[int], Any]) -> dict[int, Any]:
         """Run `call` for each episode, in threads if the environment waits for something outside this process."""
         first = next(iter(games.values()), None)
-        own: Any = getattr(first, "environment", first)  # the user's environment object
-        if games and type(own).waits:
+        environment: Any = getattr(first, "environment", first)  # the user's environment object
+        if games and type(environment).waits:
             with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
                 return dict(zip(games, threads.map(call, games), strict=True))
         return {number: call(number) for number in games}
@@ -182,19 +184,19 @@ def outcome_row(outcome: Outcome) -> list[Any]:
         reward = read_number(float(outcome.reward))
     except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeError(f"the reward of a turn is {show(outcome.reward)}; it must be a finite number.") from error
-    said = [
+    columns = [
         reward,
         bool(outcome.done),
         outcome.conversation,
-        [outcome_row(each) for each in outcome.also],
+        [outcome_row(other_outcome) for other_outcome in outcome.also],
     ]
-    return [[*map(int, outcome.token_ids)], *said, outcome.overlaps, [*outcome.untrained]]
+    return [[*map(int, outcome.token_ids)], *columns, outcome.overlaps, [*outcome.untrained]]
 
 
 def outcome_of(row: Sequence[Any]) -> Outcome:
     """Return the outcome that `outcome_row` serialised."""
     token_ids, reward, done, conversation, also, *rest = row
-    return Outcome(token_ids, reward, done, conversation, [outcome_of(each) for each in also], *rest)
+    return Outcome(token_ids, reward, done, conversation, [outcome_of(row) for row in also], *rest)
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:

@@ -206,12 +206,12 @@ class Actor(Policy):
         All micro-batches are copied from the device at once, after the last update, to avoid blocking copies in
         between.
         """
-        found, held, self._differences = LogProbDifference(), self._differences, []
-        flat = torch.cat([each.flatten() for each in held]).cpu() if held else torch.empty(0)
-        for each, here in zip(held, flat.split([each.numel() for each in held]), strict=True):
-            difference, mask = here.view(each.shape)
-            found.add(difference, mask != 0)
-        return found
+        total, held, self._differences = LogProbDifference(), self._differences, []
+        flat = torch.cat([pair.flatten() for pair in held]).cpu() if held else torch.empty(0)
+        for pair, values in zip(held, flat.split([pair.numel() for pair in held]), strict=True):
+            difference, mask = values.view(pair.shape)
+            total.add(difference, mask != 0)
+        return total
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
         """Return the fields that the loss needs of each sample."""
@@ -227,14 +227,14 @@ class Actor(Policy):
 
     def _select(self, batch: RolloutBatch, mini: MiniBatch) -> Mapping[str, torch.Tensor]:
         """Return masks of the tokens that the loss treats specially in a mini-batch, identical on every rank."""
-        found, algorithm = {}, self.algorithm
+        selectors, algorithm = {}, self.algorithm
         if algorithm.top_entropy is not None:
-            found["trains"] = highest_entropies(batch.entropies, mini.mask, fraction=algorithm.top_entropy)
+            selectors["trains"] = highest_entropies(batch.entropies, mini.mask, fraction=algorithm.top_entropy)
         if algorithm.positive_coef:
             positive = mini.mask & batch.desirable.unsqueeze(1)
-            found["positive"] = positive / positive.sum().clamp(min=1)
+            selectors["positive"] = positive / positive.sum().clamp(min=1)
         if self._selector is None:
-            return found
+            return selectors
         (step, epoch, number), mask = mini.number, mini.mask
         # Every rank draws the same numbers, so all of them select the same tokens.
         seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
@@ -244,8 +244,10 @@ class Actor(Policy):
             "response_mask": mask,
             "draws": torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)),
         }
-        own = {name: v for name, v in self.algorithm.policy_loss_options.items() if name in self._selector.options}
-        return {**found, "selected": self._selector(inputs, **own)}
+        selector_options = {
+            name: v for name, v in self.algorithm.policy_loss_options.items() if name in self._selector.options
+        }
+        return {**selectors, "selected": self._selector(inputs, **selector_options)}
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         algorithm, fields = self.algorithm, micro.fields
@@ -294,8 +296,8 @@ class Actor(Policy):
         the advantages. See `algorithms.policy_losses`.
         """
         mask = inputs["weights"] != 0
-        given = {**inputs, "response_mask": mask}
-        parts = [(entry.name, entry(given, **options)) for entry, options in self._corrections]
+        masked_inputs = {**inputs, "response_mask": mask}
+        parts = [(entry.name, entry(masked_inputs, **options)) for entry, options in self._corrections]
         apart = OF_SINGLE_TOKENS if self._reads("importance_weights") else ()
         weighing = [part for name, part in parts if name in apart]
         others = [part for name, part in parts if name not in apart]
@@ -502,15 +504,17 @@ def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> 
         options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
     if algorithm.clip_range_high is not None:
         options["clip_high"] = algorithm.clip_range_high
-    given = algorithm.policy_loss_options.items()
-    return options | {name: value for name, value in given if name in loss.options}
+    loss_options = algorithm.policy_loss_options.items()
+    return options | {name: value for name, value in loss_options if name in loss.options}
 
 
 def rollout_corrections(algorithm: AlgorithmConfig) -> list[tuple[Entry[Correction], dict[str, Any]]]:
     """Return the configured corrections with their options; empty if none is configured."""
-    found = []
-    for given in (algorithm.correction, *algorithm.correction.also):
-        limits = {name: limit for name, limit in (("low", given.low), ("high", given.high)) if limit is not None}
-        if given.kind != "none":
-            found.append((corrections.get(given.kind), {**given.options, **limits}))
-    return found
+    entries = []
+    for correction in (algorithm.correction, *algorithm.correction.also):
+        limits = {
+            name: limit for name, limit in (("low", correction.low), ("high", correction.high)) if limit is not None
+        }
+        if correction.kind != "none":
+            entries.append((corrections.get(correction.kind), {**correction.options, **limits}))
+    return entries

@@ -61,9 +61,11 @@ class Draws:
         """Return the sampling options of `count` samples, with the mixture distribution for opponents."""
         if self.opponent_beta is None:
             return sampling
-        each = of_each(sampling, count)
-        mixed = {way: way.mixed(self.opponent_beta) for way in each}
-        return [mixed[way] if self.is_opponent(sample) else way for sample, way in enumerate(each)]
+        sampling_of_each = of_each(sampling, count)
+        mixed = {options: options.mixed(self.opponent_beta) for options in sampling_of_each}
+        return [
+            mixed[options] if self.is_opponent(sample) else options for sample, options in enumerate(sampling_of_each)
+        ]
 
     def seed(self, sample: int, turn: int = 0, agent: str = "") -> int:
         """Return the seed of one turn of one sample."""
@@ -118,8 +120,8 @@ def responses(
 
         def one_finished(number: int, generation: Generation) -> None:
             assert finished is not None
-            own = rollout_batch([repeated[number]], [generation], [group_ids[number]])
-            finished(number, without_opponents(own, [number], draws))
+            sample_batch = rollout_batch([repeated[number]], [generation], [group_ids[number]])
+            finished(number, without_opponents(sample_batch, [number], draws))
 
         hears = one_finished if finished is not None else None
         generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears, images=images)
@@ -134,8 +136,8 @@ def without_opponents(batch: RolloutBatch, numbers: Sequence[int], draws: Draws)
     """
     if draws.opponent_beta is None:
         return batch
-    own = torch.tensor([not draws.is_opponent(number) for number in numbers])
-    return batch.with_(response_mask=batch.response_mask & own.unsqueeze(1))
+    is_actors = torch.tensor([not draws.is_opponent(number) for number in numbers])
+    return batch.with_(response_mask=batch.response_mask & is_actors.unsqueeze(1))
 
 
 def held_responses(
@@ -165,8 +167,8 @@ def held_responses(
     held, generations = rollout.generate_held(
         token_ids, sampling, seeds, group_size=draws.group_size, fabric=readers.fabric, hold=hold, images=images
     )
-    own = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
-    return as_held(without_opponents(own, held.rows, draws), held)
+    held_batch = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
+    return as_held(without_opponents(held_batch, held.rows, draws), held)
 
 
 def episodes(
@@ -187,8 +189,12 @@ def episodes(
         Start(prompt.token_ids, prompt.text, prompt.reference, prompt.extra, draws.environment_seed(number))
         for number, prompt in enumerate(prompts)
     ]
-    a_turn = {way: way.with_max_tokens(player.limits.turn_tokens) for way in of_each(sampling, len(prompts))}
-    turn_sampling = a_turn[sampling] if isinstance(sampling, SamplingOptions) else [a_turn[way] for way in sampling]
+    a_turn = {
+        options: options.with_max_tokens(player.limits.turn_tokens) for options in of_each(sampling, len(prompts))
+    }
+    turn_sampling = (
+        a_turn[sampling] if isinstance(sampling, SamplingOptions) else [a_turn[options] for options in sampling]
+    )
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
         names = [("" if r.agent == ALONE else r.agent) + r.conversation for r in requests]
@@ -252,18 +258,18 @@ def episode_batch(
             "turns": [part.spans for part in parts],
         },
     )
-    own, turns = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.generated_ids)
+    written_mask, turns = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.generated_ids)
     rewards = torch.zeros_like(batch.rollout_log_probs)
     for row, part in enumerate(parts):
         length = len(part.tokens)
-        own[row, :length] = trained = torch.tensor(part.trained, dtype=torch.bool)
+        written_mask[row, :length] = trained = torch.tensor(part.trained, dtype=torch.bool)
         turns[row, :length] = torch.tensor(part.turns, dtype=torch.int64)
         for (_, end), reward in zip(part.spans, part.rewards, strict=True):
             # The reward of an untrained turn goes to the last trained token before its end.
             places = trained[:end].nonzero()
             rewards[row, int(places[-1]) if len(places) else end - 1] += reward
     episodes = torch.tensor(numbers) + first_episode
-    return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards, episode_ids=episodes)
+    return batch.with_(response_mask=written_mask, turn_ids=turns, turn_rewards=rewards, episode_ids=episodes)
 
 
 def episodes_batch(
@@ -303,17 +309,17 @@ def own_rows(batch: RolloutBatch) -> list[int]:
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None) -> Metrics:
     """Return metrics of responses that took `seconds` to generate. Opponents count only in the throughput."""
-    own = of_all(batch, batch.response_mask.sum(dim=1)).double()
+    written_tokens = of_all(batch, batch.response_mask.sum(dim=1)).double()
     stopped = torch.tensor([reason == "stop" for reason in batch.columns["finish_reason"]], dtype=torch.bool)
-    finished, num_tokens = of_all(batch, stopped), float(own.sum())
+    finished, num_tokens = of_all(batch, stopped), float(written_tokens.sum())
     if draws is not None and draws.opponent_beta is not None:
         rows, written = own_rows(batch), of_all(batch, batch.response_lengths)
-        own, finished, num_tokens = own[rows], finished[rows], float(written.sum())
+        written_tokens, finished, num_tokens = written_tokens[rows], finished[rows], float(written.sum())
     return {
         "rollout/seconds": seconds,
         "rollout/throughput_tokens_per_sec": num_tokens / seconds,
-        "rollout/response_length_mean": float(own.mean()),
-        "rollout/response_length_max": float(own.max()),
+        "rollout/response_length_mean": float(written_tokens.mean()),
+        "rollout/response_length_max": float(written_tokens.max()),
         "rollout/finished_fraction": float(finished.double().mean()),
         **_turn_metrics(batch),
         "rollout/weight_version": float(weight_version),
@@ -381,14 +387,14 @@ def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
 
 def score_metrics(scores: Scores, seconds: float) -> Metrics:
     """Return metrics of rewards that took `seconds` to compute, over the samples that could be scored."""
-    known = scores.known
+    scored = scores.known
     return {
         "reward/latency_ms": seconds * 1e3,
-        "reward/mean": float(known.total.mean()),
-        "reward/std": float(known.total.std(unbiased=False)),
-        "reward/max": float(known.total.max()),
-        "reward/min": float(known.total.min()),
-        "reward/accuracy": float(known.correct.float().mean()),
+        "reward/mean": float(scored.total.mean()),
+        "reward/std": float(scored.total.std(unbiased=False)),
+        "reward/max": float(scored.total.max()),
+        "reward/min": float(scored.total.min()),
+        "reward/accuracy": float(scored.correct.float().mean()),
         **{f"reward/{name}": float(values.nanmean()) for name, values in scores.components.items()},
-        **({} if known is scores else {"reward/unscored_fraction": 1.0 - float(scores.scored.float().mean())}),
+        **({} if scored is scores else {"reward/unscored_fraction": 1.0 - float(scores.scored.float().mean())}),
     }

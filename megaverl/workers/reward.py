@@ -62,8 +62,8 @@ class Scores:
 
     def metric(self, name: str) -> torch.Tensor:
         """Return `accuracy`, `reward` (the total) or a reward by its name, [B]; NaN where it is unknown."""
-        own = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
-        return own[name] if name in own else self.components[name]
+        total_metrics = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
+        return total_metrics[name] if name in total_metrics else self.components[name]
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> Scores:
         """Return the scores of these samples, in this order."""
@@ -146,8 +146,8 @@ class RewardRole:
         A user's function may not be thread-safe.
         """
         functions = [component.function for component in self.reward.components]
-        ours = (str(each.function.__module__).partition(".")[0] == "megaverl" for each in functions)
-        return any(each.may_fail for each in functions) and all(ours)
+        ours = (str(component.function.__module__).partition(".")[0] == "megaverl" for component in functions)
+        return any(component.may_fail for component in functions) and all(ours)
 
     def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
         """Score this rank's samples of an incomplete batch, ahead of `score`.
@@ -158,17 +158,17 @@ class RewardRole:
             rows: numbers of the samples of `part` in the whole batch.
             num_samples: number of samples of the whole batch.
         """
-        mine = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
-        places = [place for place, row in enumerate(rows) if row in mine]
+        rank_rows = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
+        places = [place for place, row in enumerate(rows) if row in rank_rows]
         if not places or self._failed is not None:
             return
         if self._threads is not None:
             self._asked.append(self._threads.submit(self._score_places, part, rows, places))
         else:
             self._score_places(part, rows, places)
-        for each in self.learned:
-            if isinstance(each.model, TransformersRewardModel):
-                self._kept(partial(each.model.score_some, part, {rows[place]: place for place in places}, mine))
+        for learned in self.learned:
+            if isinstance(learned.model, TransformersRewardModel):
+                self._kept(partial(learned.model.score_some, part, {rows[place]: place for place in places}, rank_rows))
 
     def _score_places(self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]) -> None:
         numbers = [rows[place] for place in places]
@@ -235,11 +235,11 @@ class RewardRole:
             columns = self._take_scored(rows) or self._of_answers(batch, rows, answers)
             scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(self.reward.components))
         table = gather_host_rows(scored, self.world)
-        components = {each.name: table[:, 2 + i] for i, each in enumerate(self.reward.components)}
+        components = {component.name: table[:, 2 + i] for i, component in enumerate(self.reward.components)}
         total, correct = table[:, 0], table[:, 1].bool()
-        for each in self.learned:
-            components[each.name] = each.model.scores(batch)  # scores of all samples
-            total = total + each.weight * components[each.name]
+        for learned in self.learned:
+            components[learned.name] = learned.model.scores(batch)  # scores of all samples
+            total = total + learned.weight * components[learned.name]
         # Without a rule that decides correctness, a positive score of the first reward model counts as correct.
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
@@ -277,11 +277,13 @@ class RewardRole:
 
     def _gather_logged(self, shown: set[int]) -> dict[int, dict[str, Any]]:
         """Return the values passed to `log_extra` for the samples that are shown. Collective over the role."""
-        mine = {str(row): columns for row, columns in self._logged.items() if row in shown}
+        shown_columns = {str(row): columns for row, columns in self._logged.items() if row in shown}
         self._logged.clear()
         if not self._logs_extra:
             return {}
-        merged = reduce_json(mine, lambda every: {row: each[row] for each in every for row in each}, self.world)
+        merged = reduce_json(
+            shown_columns, lambda every: {row: logged[row] for logged in every for row in logged}, self.world
+        )
         return {int(row): columns for row, columns in merged.items()}
 
     def begin(self, state: TrainerState) -> None:
@@ -295,35 +297,37 @@ class RewardRole:
         """
         if not any(component.function.may_fail for component in self.reward.components):
             return {}
-        added = reduce_json(Service.spent(), lambda each: {k: sum(r[k] for r in each) for k in each[0]}, self.world)
+        added = reduce_json(
+            Service.spent(), lambda reports: {k: sum(r[k] for r in reports) for k in reports[0]}, self.world
+        )
         return {name: float(count) for name, count in added.items()}
 
     @staticmethod
     def _why() -> str:
         """Return a sentence with the last failure of a service on this rank, or ""."""
-        said = [service.last_failure for service in Service.known() if service.last_failure]
-        return f"The last failure: {said[-1]}. " if said else ""
+        failures = [service.last_failure for service in Service.known() if service.last_failure]
+        return f"The last failure: {failures[-1]}. " if failures else ""
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the role reads, including those that its models read."""
         size = dist.get_world_size(self.world)
-        found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
-        for each in self.learned:
-            for mine, rows in zip(found, each.model.rows(outline), strict=True):
-                mine.update(rows)
-        return [sorted(mine) for mine in found]
+        rank_rows = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
+        for learned in self.learned:
+            for needed, rows in zip(rank_rows, learned.model.rows(outline), strict=True):
+                needed.update(rows)
+        return [sorted(numbers) for numbers in rank_rows]
 
     def weights(self, scores: Scores) -> dict[str, float]:
         """Return the weight of every component in the total."""
-        own = {rule.name: rule.weight for rule in self.reward.components}
-        own |= {model.name: model.weight for model in self.learned}
-        return {name: own.get(name, 1.0) for name in scores.components}
+        weights = {rule.name: rule.weight for rule in self.reward.components}
+        weights |= {model.name: model.weight for model in self.learned}
+        return {name: weights.get(name, 1.0) for name in scores.components}
 
     def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
         """Return the samples `rows` as reward functions see them."""
-        own = batch.response_mask.sum(dim=1)
+        trained_tokens = batch.response_mask.sum(dim=1)
         # `response_mask` excludes an opponent's tokens, so count by length there.
-        num_tokens = own.where(own > 0, batch.response_lengths).tolist()
+        num_tokens = trained_tokens.where(trained_tokens > 0, batch.response_lengths).tolist()
         return [self._sample(batch, row, num_tokens[row]) for row in rows]
 
     def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
@@ -357,11 +361,11 @@ class RewardRole:
 
 def _means(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return the mean of every metric over all values of all ranks."""
-    found: dict[str, list[float]] = {}
-    for each in logged:
-        for name, values in each.items():
-            found.setdefault(f"reward/{name}", []).extend(values)
-    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+    values_by_name: dict[str, list[float]] = {}
+    for metrics in logged:
+        for name, values in metrics.items():
+            values_by_name.setdefault(f"reward/{name}", []).extend(values)
+    return {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
 
 
 # Samples are scored in fixed blocks, so that rounding does not depend on whether they were scored ahead.
@@ -399,10 +403,10 @@ class TransformersRewardModel:
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         self.folder, self.world, self.micro_batch_tokens = folder, world, micro_batch_tokens
-        own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        alike = own.backend.get_vocab() == tokenizer.backend.get_vocab()
-        alike = alike and own.chat_template in (None, tokenizer.chat_template)
-        self._tokenizer = None if alike else own
+        own_tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        alike = own_tokenizer.backend.get_vocab() == tokenizer.backend.get_vocab()
+        alike = alike and own_tokenizer.chat_template in (None, tokenizer.chat_template)
+        self._tokenizer = None if alike else own_tokenizer
         self._run_tokenizer = tokenizer
 
         def not_read(error: BaseException) -> ModelError:
@@ -458,16 +462,16 @@ class TransformersRewardModel:
     @torch.no_grad()
     def _scored(self, tokens_of: Mapping[int, list[int]]) -> dict[int, float]:
         """Return the scores of samples by their numbers."""
-        rows, tokens, found = list(tokens_of), list(tokens_of.values()), torch.zeros(len(tokens_of))
+        rows, tokens, scores = list(tokens_of), list(tokens_of.values()), torch.zeros(len(tokens_of))
         self._check_lengths(tokens, rows)
         for places in self._micro_batches(tokens):
             ids = torch.tensor([tokens[place] for place in places], device=platform.device)
             logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-            found[places] = logits[:, 0].float().cpu()
-        if not found.isfinite().all():
-            place = int((~found.isfinite()).nonzero()[0, 0])
-            raise RewardError(f"{self.folder}: the score of response {rows[place]} is {found[place]}.")
-        return dict(zip(rows, found.tolist(), strict=True))
+            scores[places] = logits[:, 0].float().cpu()
+        if not scores.isfinite().all():
+            place = int((~scores.isfinite()).nonzero()[0, 0])
+            raise RewardError(f"{self.folder}: the score of response {rows[place]} is {scores[place]}.")
+        return dict(zip(rows, scores.tolist(), strict=True))
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the role reads."""

@@ -73,12 +73,12 @@ class Rollout:
 
     def engine_metrics(self) -> dict[str, float]:
         """Return metrics of the engines since `saved_work` was reset. Collective over the role's ranks."""
-        engine, found = self.engine, {}
+        engine, metrics = self.engine, {}
         if engine.in_flight is not None:
-            found["rollout/sequences_in_flight"] = float(engine.in_flight.number)
+            metrics["rollout/sequences_in_flight"] = float(engine.in_flight.number)
         # All ranks of a replica have the same counters, so only its first rank reports them.
         counted = vars(engine.saved_work if engine.tp_rank == 0 else SavedWork())
-        return found | dict(reduce_json(counted, SavedWork.shares, self.world))
+        return metrics | dict(reduce_json(counted, SavedWork.shares, self.world))
 
     def _wake(self) -> None:
         if self.sync is not None:
@@ -107,7 +107,7 @@ class Rollout:
 
         Arguments and errors are those of `write`.
         """
-        mine, found = self.write(
+        numbers, generations = self.write(
             prompts,
             sampling,
             seeds,
@@ -116,7 +116,7 @@ class Rollout:
             finished=finished,
             images=images,
         )
-        everything = _as_rows(mine, found).gather(self.world)
+        everything = _as_rows(numbers, generations).gather(self.world)
         responses = dict(zip(everything.columns["number"], _from_rows(everything), strict=True))
         return [responses[number] for number in range(len(prompts))]
 
@@ -142,16 +142,23 @@ class Rollout:
         Returns:
             The result of `hold`, and this rank's responses in the order of its samples.
         """
-        mine, found = self.write(prompts, sampling, seeds, group_size=group_size, finished=finished, images=images)
-        sizes = [[number, len(each.token_ids), fabric.rank] for number, each in zip(mine, found, strict=True)]
-        known = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
+        numbers, generations = self.write(
+            prompts, sampling, seeds, group_size=group_size, finished=finished, images=images
+        )
+        sizes = [
+            [number, len(generation.token_ids), fabric.rank]
+            for number, generation in zip(numbers, generations, strict=True)
+        ]
+        own_sizes = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
         # Only the lengths go to every rank. Each rank computes the same assignment, and tokens go point to point.
-        table = sorted(gather_host_rows(known, self.world).tolist())
+        table = sorted(gather_host_rows(own_sizes, self.world).tolist())
         source: dict[int, list[int]] = {rank: [] for rank in fabric.world.ranks}
         for number, _, rank in table:
             source[rank].append(number)
         held = hold([length for _, length, _ in table])
-        moved = move_ragged(fabric, Moving.plan(fabric, "responses", source, held.by_rank), _as_rows(mine, found))
+        moved = move_ragged(
+            fabric, Moving.plan(fabric, "responses", source, held.by_rank), _as_rows(numbers, generations)
+        )
         assert moved is not None
         return held, _from_rows(moved)
 
@@ -191,22 +198,24 @@ class Rollout:
             # The rank with the least free memory sets the budget of all, because the number of concurrent sequences
             # affects an engine's rounding.
             engine.in_flight.fit(int(reduce_json(platform.free_memory(), min, self.world)))
-        mine = self.numbers([len(prompt) for prompt in prompts], group_size, conversations)
+        numbers = self.numbers([len(prompt) for prompt in prompts], group_size, conversations)
         # All ranks of a replica hold the same responses, so only its first rank returns them.
         speaks = engine.tp_rank == 0
-        found: list[Generation] = []
-        with together(self.world), _reporting(engine, mine, finished if speaks else None) as rest:
+        generations: list[Generation] = []
+        with together(self.world), _reporting(engine, numbers, finished if speaks else None) as rest:
             if self.sync is not None:
                 self.sync.check_whole()
-            given = [list(prompts[i]) for i in mine]
+            own_prompts = [list(prompts[i]) for i in numbers]
             # Pass `images` only if there are any, because an engine may not accept the argument.
-            more = {} if images is None else {"images": [images[i] for i in mine]}
+            more = {} if images is None else {"images": [images[i] for i in numbers]}
             with user_code(_engine_ended, keep=Exception):  # engines can be user code
-                found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine], **more)
-            rest(found)
+                generations = engine.generate(
+                    own_prompts, of_some(sampling, numbers), [seeds[i] for i in numbers], **more
+                )
+            rest(generations)
         if not self._stays_awake:
             self._sleep()
-        return (mine, found) if speaks else ([], [])
+        return (numbers, generations) if speaks else ([], [])
 
     def numbers(
         self, lengths: Sequence[int], group_size: int = 1, conversations: Sequence[int] | None = None
@@ -350,15 +359,15 @@ class AgentRollouts:
         conversations: Sequence[int],
     ) -> list[Generation]:
         """Generate one response per prompt with the weights of its agent, one agent after the other."""
-        found: dict[int, Generation] = {}
+        generations: dict[int, Generation] = {}
         # Start with the agent whose weights are loaded, which saves a reshard.
         for agent in sorted(set(agents), key=lambda name: (name != self.current, list(self.rollouts).index(name))):
-            mine = [number for number, other in enumerate(agents) if other == agent]
-            prompts_of, seeds_of = [prompts[n] for n in mine], [seeds[n] for n in mine]
-            kept_at = [conversations[n] for n in mine]
-            written = self.of(agent).generate(prompts_of, of_some(sampling, mine), seeds_of, conversations=kept_at)
-            found |= dict(zip(mine, written, strict=True))
-        return [found[number] for number in range(len(prompts))]
+            numbers = [number for number, writer in enumerate(agents) if writer == agent]
+            prompts_of, seeds_of = [prompts[n] for n in numbers], [seeds[n] for n in numbers]
+            kept_at = [conversations[n] for n in numbers]
+            written = self.of(agent).generate(prompts_of, of_some(sampling, numbers), seeds_of, conversations=kept_at)
+            generations |= dict(zip(numbers, written, strict=True))
+        return [generations[number] for number in range(len(prompts))]
 
 
 # prompts (token ids), sampling, seeds -> one response each
@@ -381,6 +390,6 @@ def generate_by(
         ConfigError: the function does not exist.
         RolloutError: the result is not one response per prompt.
     """
-    found = list(call_object(name, "rollout.function", generate, prompts, sampling, seeds))
-    check_generations(found, len(prompts))
-    return found
+    generations = list(call_object(name, "rollout.function", generate, prompts, sampling, seeds))
+    check_generations(generations, len(prompts))
+    return generations

@@ -122,12 +122,12 @@ class ServerSync:
 
     def _log_probs(self, model: TrainingModel, tokens: list[int]) -> list[float]:
         """Return the actor's log-probs of these tokens, after the first one. Collective over the actor's ranks."""
-        given = Generation(tokens[1:], [0.0] * (len(tokens) - 1), "length")
-        batch = RolloutBatch.from_generations([tokens[:1]], [given])
+        generation = Generation(tokens[1:], [0.0] * (len(tokens) - 1), "length")
+        batch = RolloutBatch.from_generations([tokens[:1]], [generation])
         policy = Policy(model, temperature=1.0, micro_batch_tokens=FINGERPRINT_BATCH)
         with model.on_device, torch.no_grad():
-            found: list[float] = policy.log_probs(batch)[0].tolist()
-        return found
+            log_probs: list[float] = policy.log_probs(batch)[0].tolist()
+        return log_probs
 
     def _use(self, folder: Path) -> None:
         """Make the servers read the folder, and remove older versions."""
@@ -150,20 +150,20 @@ class ServerSync:
         assert self._engine is not None
         kept = self._engine.pool.being_read()
         for folder in self._folder.glob("*-*"):
-            found = re.fullmatch(r"([0-9a-f]{12})-(\d+)(\.tmp)?", folder.name)
-            is_old = found and (found[1] != self._run or int(found[2]) < self._number)
+            match = re.fullmatch(r"([0-9a-f]{12})-(\d+)(\.tmp)?", folder.name)
+            is_old = match and (match[1] != self._run or int(match[2]) < self._number)
             if is_old and str(folder.absolute()) not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _published(self, folder: Path) -> PublishedWeights:
         try:
-            known = read_json_file(folder / FINGERPRINT)
+            published = read_json_file(folder / FINGERPRINT)
         except OSError as error:
             raise ReshardError(
                 f"{folder}: the actor's first rank has written the weights there, and this rank cannot read them "
                 f"({error}). Name a folder that both and all servers see: rollout.servers.folder."
             ) from error
-        tokens, log_probs = tuple(known["tokens"]), tuple(known["log_probs"])
+        tokens, log_probs = tuple(published["tokens"]), tuple(published["log_probs"])
         return PublishedWeights(str(folder.absolute()), folder.name, tokens, log_probs, self._tolerance)
 
     def use_folder(self, folder: Path) -> None:

@@ -114,9 +114,9 @@ class TokenTexts:
             # A newline merges with no letters, and it absorbs the space that some tokenizers put before a text.
         )
         after_line = encode(f"\n{text}")
-        ways = [(encode(text), True), (encode(text.removeprefix(" ")), True)]
-        ways += [(after_line[len(line) :], True)] if after_line[: len(line)] == line else []
-        for token_ids, follows in [*ways, (encode(text), False)]:
+        candidates = [(encode(text), True), (encode(text.removeprefix(" ")), True)]
+        candidates += [(after_line[len(line) :], True)] if after_line[: len(line)] == line else []
+        for token_ids, follows in [*candidates, (encode(text), False)]:
             if self.text(token_ids, follows=follows) == text and not self.special.intersection(token_ids):
                 ends = self.ends(token_ids, text, follows=follows)
                 return (token_ids, ends) if len(ends) == len(token_ids) else None
@@ -177,11 +177,11 @@ class Teacher:
         Raises:
             ConfigError: the vocabulary sizes differ.
         """
-        mine, theirs = self.model.spec.vocab_size, student.spec.vocab_size
-        if mine != theirs:
+        teacher_size, student_size = self.model.spec.vocab_size, student.spec.vocab_size
+        if teacher_size != student_size:
             raise ConfigError(
-                f"reference.path: the teacher has a vocabulary of {mine} tokens, and model.path one of {theirs}. "
-                "Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
+                f"reference.path: the teacher has a vocabulary of {teacher_size} tokens, and model.path one of "
+                f"{student_size}. Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
                 "algorithm.name: distillation, which compares texts."
             )
         student.pack = student.pack if student.pack is self.model.pack else None
@@ -206,17 +206,17 @@ class Teacher:
         """
         assert micro.taught is not None, "the teacher attends to micro-batches before they are trained on"
         index = torch.arange(len(micro.taught), device=micro.taught.device)
-        mine = Distributions(micro.taught, index, self.model.head_weight)
-        found = vocab_parallel_divergence(
+        teacher = Distributions(micro.taught, index, self.model.head_weight)
+        values = vocab_parallel_divergence(
             student.distributions(output, micro),
-            mine,
+            teacher,
             self._divergence,
             vocab_size=student.spec.vocab_size,
             temperature=self.temperature,
             top_k=self.top_k,
             group=student.vocab_group,
         )
-        return student.joined(found, micro)
+        return student.joined(values, micro)
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -234,17 +234,17 @@ def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: Mode
     """
     path = config.reference.path or config.model.path
     named = config.reference.tokenizer
-    if named is None and (path == config.model.path or not any((folder / each).is_file() for each in TOKENIZER_FILES)):
+    if named is None and (path == config.model.path or not any((folder / name).is_file() for name in TOKENIZER_FILES)):
         return None
-    own = load_tokenizer(named or folder, trust_remote_code=config.model.trust_remote_code)
-    theirs = {number: token for token, number in own.backend.get_vocab().items()}
-    if all(theirs.get(number, token) == token for token, number in student.backend.get_vocab().items()):
+    tokenizer = load_tokenizer(named or folder, trust_remote_code=config.model.trust_remote_code)
+    teacher_tokens = {number: token for token, number in tokenizer.backend.get_vocab().items()}
+    if all(teacher_tokens.get(number, token) == token for token, number in student.backend.get_vocab().items()):
         return None
     if mistakes := list(other_tokenizer_issues(config)):
         lines = [f"  - {mistake}" for mistake in mistakes]
         raise ConfigError("\n".join([f"reference.path: {path} has other tokens than {student.source}:", *lines]))
-    check_fits(own, spec.vocab_size, model=path)
-    return own
+    check_fits(tokenizer, spec.vocab_size, model=path)
+    return tokenizer
 
 
 def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -252,12 +252,12 @@ def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], li
     cuts = sorted({*ends} & {*others} - {INSIDE})
 
     def numbers(of: Sequence[int]) -> list[int]:
-        found: list[int] = []
+        chunk_numbers: list[int] = []
         reached = cuts[-1] if cuts else 0
         for end in reversed(of):
             reached = reached if end == INSIDE else end
-            found.append(bisect_left(cuts, reached))
-        return found[::-1]
+            chunk_numbers.append(bisect_left(cuts, reached))
+        return chunk_numbers[::-1]
 
     return numbers(ends), numbers(others)
 
@@ -278,10 +278,10 @@ def compared(
         chunks: chunk index of each student token.
         teacher_chunks: chunk index of each teacher token. Every chunk has tokens of both.
     """
-    index, others = (torch.tensor(list(each), dtype=torch.int64) for each in (chunks, teacher_chunks))
+    index, teacher_index = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (chunks, teacher_chunks))
     sums = torch.zeros(2, int(index.max()) + 1 if len(index) else 0, dtype=torch.float64)
     sums[0].index_add_(0, index, log_probs.double())
-    sums[1].index_add_(0, others, teacher.double())
+    sums[1].index_add_(0, teacher_index, teacher.double())
     return log_probs.double() + (sums[1] - sums[0])[index]
 
 
@@ -358,14 +358,18 @@ class TextTeacher(Policy):
                 f"{' and no '.join(sorted(missing))}. Give them, or generate stored rollouts again."
             )
         read = [self._read(batch, row) for row in range(len(batch))]
-        theirs = super().log_probs(self._batch(batch, read)).cpu()
+        teacher_log_probs = super().log_probs(self._batch(batch, read)).cpu()
         result = torch.full_like(batch.rollout_log_probs, torch.nan)
         for row, text in enumerate(read):
-            mine = batch.rollout_log_probs[row, : len(text.chunks)]
-            found = compared(mine, theirs[row, : len(text.response)], text.chunks, text.own_chunks)
-            result[row, : len(text.chunks)] = found.to(result.dtype)
+            student_log_probs = batch.rollout_log_probs[row, : len(text.chunks)]
+            estimates = compared(
+                student_log_probs, teacher_log_probs[row, : len(text.response)], text.chunks, text.own_chunks
+            )
+            result[row, : len(text.chunks)] = estimates.to(result.dtype)
             result[row, len(text.chunks) : len(text.chunks) + text.then_impossible] = LOWEST
-            self._count(mine, theirs[row, : len(text.response)], text, int(batch.response_lengths[row]))
+            self._count(
+                student_log_probs, teacher_log_probs[row, : len(text.response)], text, int(batch.response_lengths[row])
+            )
         beyond = torch.arange(result.shape[1]) >= batch.response_lengths.unsqueeze(1)
         return result.masked_fill(beyond, 0.0)
 
@@ -399,29 +403,29 @@ class TextTeacher(Policy):
 
     def _count(self, mine: torch.Tensor, theirs: torch.Tensor, text: ReadText, length: int) -> None:
         gap = float(mine.double().sum() - theirs.double().sum())
-        found = {"gap": gap, "compared": len(text.chunks), "chunks": len({*text.chunks}), "tokens": length}
+        counts = {"gap": gap, "compared": len(text.chunks), "chunks": len({*text.chunks}), "tokens": length}
         judged = bool(text.chunks) or text.then_impossible
-        found |= {"samples": 1, "impossible": text.then_impossible, "unread": not judged}
-        for name, value in found.items():
+        counts |= {"samples": 1, "impossible": text.then_impossible, "unread": not judged}
+        for name, value in counts.items():
             self._counts[name] = self._counts.get(name, 0.0) + value
 
     def _read(self, batch: RolloutBatch, row: int) -> ReadText:
-        own = self._own.tokenizer
-        prompt, nothing = self._prompt(batch, row), ReadText([own.eos_token_id], [], [], [])
+        tokenizer = self._own.tokenizer
+        prompt, nothing = self._prompt(batch, row), ReadText([tokenizer.eos_token_id], [], [], [])
         response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
         ended = bool(response) and response[-1] in self._student.tokenizer.stop_token_ids
-        said = response[:-1] if ended else response
+        spoken = response[:-1] if ended else response
         # After a chat template, an answer starts without the leading space that some tokenizers add to a text.
-        text, ends = self._student.read(said, follows=not self._student_chats)
+        text, ends = self._student.read(spoken, follows=not self._student_chats)
         written = self._own.write(text) if text else ([], [])
         if written is None or not prompt:
             return nothing
         token_ids, own_ends = written
         chunks, own_chunks = chunks_of(ends if token_ids else [], own_ends)
-        if ended and len(chunks) == len(said):
-            token_ids, last = [*token_ids, own.eos_token_id], max(chunks, default=-1) + 1
+        if ended and len(chunks) == len(spoken):
+            token_ids, last = [*token_ids, tokenizer.eos_token_id], max(chunks, default=-1) + 1
             chunks, own_chunks = [*chunks, last], [*own_chunks, last]
-        rest = said[len(chunks) :]
+        rest = spoken[len(chunks) :]
         # A character that the length limit cut off is not impossible.
         impossible = bool(rest) and (rest[0] in self._student.special or ended or len(rest) > MOST_UNFINISHED)
         fits = len(prompt) + len(token_ids) <= self.model.spec.max_positions
@@ -429,26 +433,26 @@ class TextTeacher(Policy):
 
     def _prompt(self, batch: RolloutBatch, row: int) -> list[int]:
         """Return the teacher's tokens of everything before a response."""
-        messages, own = batch.columns["messages"][row], self._own.tokenizer
+        messages, tokenizer = batch.columns["messages"][row], self._own.tokenizer
         if self._chats:
-            return own.encode(own.render_chat(messages, where=f"reference.tokenizer: sample {row}"))
+            return tokenizer.encode(tokenizer.render_chat(messages, where=f"reference.tokenizer: sample {row}"))
         texts = [message["content"] for message in messages] if self._student_chats else [batch.columns["prompt"][row]]
-        token_ids = own.encode("\n\n".join(texts), add_special_tokens=True)
+        token_ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=True)
         # Some tokenizers append an end-of-sequence token, which must not end the prompt.
-        return token_ids[:-1] if token_ids[-1:] == [own.eos_token_id] else token_ids
+        return token_ids[:-1] if token_ids[-1:] == [tokenizer.eos_token_id] else token_ids
 
     def _batch(self, batch: RolloutBatch, read: Sequence[ReadText]) -> RolloutBatch:
         """Return the batch in the teacher's tokens."""
 
         def rows(of: Sequence[Sequence[int]]) -> torch.Tensor:
             width = max([1, *map(len, of)])
-            return torch.tensor([[*each, *[0] * (width - len(each))] for each in of], dtype=torch.int64)
+            return torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in of], dtype=torch.int64)
 
-        lengths = torch.tensor([len(each.response) for each in read])
-        generated = rows([each.response for each in read])
+        lengths = torch.tensor([len(text.response) for text in read])
+        generated = rows([text.response for text in read])
         tensors = {
-            "input_ids": rows([each.prompt for each in read]),
-            "prompt_lengths": torch.tensor([len(each.prompt) for each in read]),
+            "input_ids": rows([text.prompt for text in read]),
+            "prompt_lengths": torch.tensor([len(text.prompt) for text in read]),
             "generated_ids": generated,
             "response_lengths": lengths,
             "response_mask": torch.arange(generated.shape[1]) < lengths.unsqueeze(1),
@@ -465,9 +469,9 @@ def reference_policy(config: Config, model: TrainingModel, folder: Path, student
         ConfigError: see `other_tokenizer`.
         DataError: see `other_tokenizer`.
     """
-    own = other_tokenizer(config, folder, student, model.spec)
+    own_tokenizer = other_tokenizer(config, folder, student, model.spec)
     cap, temperature = config.reference.micro_batch_tokens, float(config.rollout.sampling.get("temperature", 1.0))
-    if own is None:
+    if own_tokenizer is None:
         return Policy(model, temperature=temperature, micro_batch_tokens=cap)
     chat = config.data.chat_template == "auto"
-    return TextTeacher(model, student, own, temperature=temperature, micro_batch_tokens=cap, chat=chat)
+    return TextTeacher(model, student, own_tokenizer, temperature=temperature, micro_batch_tokens=cap, chat=chat)

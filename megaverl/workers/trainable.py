@@ -321,13 +321,13 @@ class TrainableModel(ABC):
 
         The sums are copied from the device in a single blocking copy, and reduced on the host.
         """
-        mine = MetricSums()
+        local_sums = MetricSums()
         if self.model.reports:
             for report in reports:
-                mine = add_metrics(mine, report)
-        names, values = sorted(mine), []
+                local_sums = add_metrics(local_sums, report)
+        names, values = sorted(local_sums), []
         if names:
-            values = torch.stack([mine[name].double() for name in names]).tolist()
+            values = torch.stack([local_sums[name].double() for name in names]).tolist()
         total = reduce_json(dict(zip(names, values, strict=True)), _total, self.model.grid.world)
         return {name: torch.tensor(sums, dtype=torch.float64) for name, sums in total.items()}
 
@@ -349,7 +349,9 @@ class TrainableModel(ABC):
 def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Return the sums of every name, added in rank order."""
     total: dict[str, list[float]] = {}
-    for found in ranks:
-        for name, sums in found.items():
-            total[name] = [one + more for one, more in zip(total[name], sums, strict=True)] if name in total else sums
+    for rank_sums in ranks:
+        for name, sums in rank_sums.items():
+            total[name] = (
+                [value + more for value, more in zip(total[name], sums, strict=True)] if name in total else sums
+            )
     return total

@@ -173,12 +173,12 @@ def told_layouts(layout_of: LayoutOf | None, engines: Sequence[int], group: dist
     Returns:
         Index of an engine rank -> layout.
     """
-    told = None
+    encoded = None
     if layout_of is not None and dist.get_rank(group) == engines[0]:
         held = RankLayouts(layout_of, len(engines))
-        told = [held.class_of, [layout.to_json() for layout in held.layouts]]
-    class_of, distinct = broadcast_json(told, engines[0], group)
-    layouts = [Layout.from_json(each) for each in distinct]
+        encoded = [held.class_of, [layout.to_json() for layout in held.layouts]]
+    class_of, distinct = broadcast_json(encoded, engines[0], group)
+    layouts = [Layout.from_json(layout) for layout in distinct]
     return lambda rank: layouts[class_of[rank]]
 
 

@@ -119,7 +119,7 @@ class TrainerConfig:
         Raises:
             ConfigError: lists every setting that cannot be converted.
         """
-        found: dict[str, Any] = {}
+        overrides: dict[str, Any] = {}
         mistakes = []
         for name, key in KEYS.items():
             value = getattr(self, name)
@@ -131,12 +131,12 @@ class TrainerConfig:
                 mistakes.append(str(error))
                 continue
             if value is not None:
-                put(found, key, value)
+                put(overrides, key, value)
         if mistakes:
             raise ConfigError("\n".join(mistakes))
         for key, value in self.options.items():
-            put(found, key, plain(value, key))
-        return found
+            put(overrides, key, plain(value, key))
+        return overrides
 
     def to_config(self, *, check_paths: bool = True) -> Config:
         """Return the checked configuration.
@@ -341,19 +341,19 @@ def _names_inputs(values: Mapping[str, Any]) -> bool:
     """Return whether a model or training data is named, under either key of the YAML file."""
     named = {"model": ("path", "pretrain_model_path"), "data": ("train", "train_path")}
     sections = [(values.get(section), keys) for section, keys in named.items()]
-    return any(isinstance(given, str) or any(key in given for key in keys) for given, keys in sections if given)
+    return any(isinstance(section, str) or any(key in section for key in keys) for section, keys in sections if section)
 
 
 def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
     """Return nested mappings as dotted keys and values, so that only these keys count as set by the user."""
-    found: list[Override] = []
+    overrides: list[Override] = []
     for key, value in values.items():
         # A mapping whose keys are no identifiers is a value, not a nested section.
         if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
-            found += as_overrides(value, f"{inside}{key}.")
+            overrides += as_overrides(value, f"{inside}{key}.")
         else:
-            found.append((f"{inside}{key}", value))
-    return found
+            overrides.append((f"{inside}{key}", value))
+    return overrides
 
 
 def refuse_unknown(names: Iterable[str], who: str = "") -> None:

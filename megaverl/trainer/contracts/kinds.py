@@ -56,16 +56,16 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         options: `batched`, `row` (columns of a row other than prompt and answer), `prompt_key` and `answer_key` (names
             of these two columns), and the function's own options.
     """
-    own = {key: value for key, value in options.items() if key not in ("batched", "row", *ROW_KEYS)}
+    function_options = {key: value for key, value in options.items() if key not in ("batched", "row", *ROW_KEYS)}
     batched = bool(options.get("batched", False))
-    given = options.get("row")
+    example = options.get("row")
     names = RowNames(prompt=str(options.get("prompt_key", "prompt")), answer=str(options.get("answer_key", "answer")))
     samples = [
         RewardSample(
             f"Question {i}?",
             response,
             "42",
-            {"level": i} if given is None else dict(given),
+            {"level": i} if example is None else dict(example),
             num_tokens=len(response),
             finish_reason="stop",
             token_ids=list(range(len(response))),
@@ -74,7 +74,7 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     ]
 
     def score(some: Sequence[RewardSample] = samples) -> list[float]:
-        reward = build_reward([{"function": name, "options": own, "batched": batched}], row=names)
+        reward = build_reward([{"function": name, "options": function_options, "batched": batched}], row=names)
         return [float(value) for value in reward.score(list(some)).total]
 
     def bound() -> dict[str, str]:
@@ -82,18 +82,18 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         function = RewardFunction(name, load_function(name, "reward.function"), batched)
         if function.takes_samples:
             return {FIRST[batched]: "whole samples (RewardSample)"}
-        columns = None if given is None else frozenset(given)
+        columns = None if example is None else frozenset(example)
         try:
-            binding = function.binding(own, replace(names, extra=columns))
+            binding = function.binding(function_options, replace(names, extra=columns))
         except ValueError as error:
-            raise function.unbound(own, error) from error
-        if given is None and (missing := missing_columns(binding, ["level"])):
+            raise function.unbound(function_options, error) from error
+        if example is None and (missing := missing_columns(binding, ["level"])):
             row = ", ".join(f"{column}: ..." for column in missing)
             raise Broken(
                 f"it takes the columns {', '.join(missing)}, and their values are not known: give a row of the data, "
                 f"row='{{{row}}}'."
             )
-        return binding.described(function.function, own)
+        return binding.described(function.function, function_options)
 
     def finite() -> None:
         wrong = [RESPONSES[i][:20] for i, value in enumerate(score()) if not math.isfinite(value)]
@@ -119,8 +119,8 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         # A function with missing parameters cannot be called, so no further promise is tested.
         yield "every parameter has a value", partial(_fail, str(problem))
         return
-    for parameter, what in parameters.items():
-        yield f"{parameter} gets {what}", lambda: None
+    for parameter, source in parameters.items():
+        yield f"{parameter} gets {source}", lambda: None
     yield "a finite number for every response: empty, long, of any letters", finite
     yield "a response scores alike alone and among others", independent
     yield "the same twice", same
@@ -208,22 +208,22 @@ def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
         """Generate random responses that depend only on prompt and seed."""
         if len(given) != len(own):
             raise Broken(f"it asked the engine for {len(given)} responses with {len(own)} seeds; give one each.")
-        found = []
+        generations = []
         for prompt, seed in zip(given, own, strict=True):
             draw = random.Random(f"{list(prompt)} {seed}")
             count = draw.randint(1, sampling.max_tokens)
             tokens = [draw.randrange(50) for _ in range(count)]
-            found.append(Generation(tokens, [-draw.random() for _ in tokens], "stop"))
-        return found
+            generations.append(Generation(tokens, [-draw.random() for _ in tokens], "stop"))
+        return generations
 
     def call(some: slice = slice(None)) -> list[Generation]:
         return generate_by(name, engine, prompts[some], SamplingOptions(8), seeds[some])
 
     def bounded() -> None:
-        long = [len(each.token_ids) for each in call() if len(each.token_ids) > 8]
+        long = [len(generation.token_ids) for generation in call() if len(generation.token_ids) > 8]
         if long:
             raise Broken(f"a response has {long[0]} tokens; sampling.max_tokens is 8.")
-        if positive := [value for each in call() for value in each.log_probs if value > 1e-6]:
+        if positive := [value for generation in call() for value in generation.log_probs if value > 1e-6]:
             raise Broken(f"a log-probability is {positive[0]}; they are at most 0.")
 
     def same() -> None:
@@ -348,11 +348,11 @@ def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     """Yield the promises of a policy loss (`algorithm.policy_loss`)."""
     batch, draw = make_batch(), torch.Generator().manual_seed(1)
     start = batch.old_log_probs + 0.2 * torch.randn(SAMPLES, LENGTH, generator=draw)
-    given = {"old_log_probs": batch.old_log_probs, "advantages": torch.randn(SAMPLES, LENGTH, generator=draw)}
-    given["weights"] = batch.response_mask / batch.response_mask.sum()
+    fields = {"old_log_probs": batch.old_log_probs, "advantages": torch.randn(SAMPLES, LENGTH, generator=draw)}
+    fields["weights"] = batch.response_mask / batch.response_mask.sum()
 
     def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
-        return given | {"log_probs": log_probs}
+        return fields | {"log_probs": log_probs}
 
     yield from _promises_of_a_loss(partial(policy_losses.get(name), **options), inputs_of, start, "tokens")
 
@@ -367,18 +367,18 @@ def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
 
     def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
         ratios, zeros = log_probs - frozen, torch.zeros(SAMPLES)
-        found = {"weights": weights, "desirable": desirable, "log_probs": log_probs[:, 0]}
-        found |= {
+        fields = {"weights": weights, "desirable": desirable, "log_probs": log_probs[:, 0]}
+        fields |= {
             "ref_log_probs": frozen[:, 0],
             "reference_kl": torch.tensor(0.1),
             "reward_shift": torch.tensor(0.1),
             "margin_shifts": zeros,
         }
         for number, side in enumerate(("chosen", "rejected")):
-            found |= {f"{side}_log_probs": log_probs[:, number], f"ref_{side}_log_probs": frozen[:, number]}
-            found |= {f"{side}_lengths": lengths[:, number], f"{side}_log_ratios": ratios[:, number]}
-            found |= {f"{side}_matched": -ratios[:, number].detach(), f"{side}_alignment": zeros}
-        return found
+            fields |= {f"{side}_log_probs": log_probs[:, number], f"ref_{side}_log_probs": frozen[:, number]}
+            fields |= {f"{side}_lengths": lengths[:, number], f"{side}_log_ratios": ratios[:, number]}
+            fields |= {f"{side}_matched": -ratios[:, number].detach(), f"{side}_alignment": zeros}
+        return fields
 
     def prefers() -> None:
         # Move log-probs toward better responses, and then away from them.
@@ -406,13 +406,13 @@ def _promises_of_a_loss(
             # NaN at weight 0 reveals arithmetic before masking, because 0 * NaN is NaN.
             floats = [k for k, v in inputs.items() if v.is_floating_point() and v.dim() and k != "weights"]
             inputs |= {k: inputs[k].masked_fill(weights == 0, torch.nan) for k in floats}
-        found = loss(inputs).loss
-        return found.detach(), torch.autograd.grad(found, log_probs)[0]
+        value = loss(inputs).loss
+        return value.detach(), torch.autograd.grad(value, log_probs)[0]
 
     def finite() -> None:
-        found, gradient = call()
-        if not torch.isfinite(found) or not torch.isfinite(gradient).all():
-            raise Broken(f"loss {float(found)}, gradient finite: {bool(torch.isfinite(gradient).all())}.")
+        value, gradient = call()
+        if not torch.isfinite(value) or not torch.isfinite(gradient).all():
+            raise Broken(f"loss {float(value)}, gradient finite: {bool(torch.isfinite(gradient).all())}.")
         if not gradient[weights != 0].any():
             raise Broken(f"the gradient is 0 for all {what}.")
 
@@ -471,10 +471,10 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
         return advantage_estimators.get(name)(inputs, **options)
 
     def finite() -> None:
-        found = call().advantages
-        if not torch.isfinite(found).all():
+        advantages = call().advantages
+        if not torch.isfinite(advantages).all():
             raise Broken("some are NaN or infinite.")
-        if found[~batch.response_mask].any():
+        if advantages[~batch.response_mask].any():
             raise Broken("tokens outside response_mask have one: multiply by response_mask.")
 
     def unpoisoned() -> None:
