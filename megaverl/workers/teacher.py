@@ -181,8 +181,8 @@ class Teacher:
         if teacher_size != student_size:
             raise ConfigError(
                 f"reference.path: the teacher has a vocabulary of {teacher_size} tokens, and model.path one of "
-                f"{student_size}. Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
-                "algorithm.name: distillation, which compares texts."
+                f"{student_size}. Distributions can be compared only over the same vocabulary: use a teacher of the "
+                "same family, or algorithm.name: distillation, which compares texts."
             )
         student.pack = student.pack if student.pack is self.model.pack else None
         student.token_multiple = math.lcm(student.token_multiple, self.model.token_multiple)
