@@ -16,7 +16,7 @@ from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
 from megaverl.config.run import LoopConfig, named_reward
 from megaverl.config.yaml_source import COMMAND_LINE, Override, recipe
 from megaverl.errors import ConfigError
-from megaverl.trainer.api import Devices, device_map, parse_devices
+from megaverl.trainer.api.devices import Devices, device_map, parse_devices
 from megaverl.trainer.preflight import check_builds, check_packages
 from megaverl.trainer.resuming import check_resume
 
