@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from megaverl.config.errors import ConfigIssue, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.named_functions import (
     AGGREGATION_INPUTS,
     CORRECTION_INPUTS,
@@ -41,6 +41,7 @@ from megaverl.config.section import (
     rule,
 )
 from megaverl.config.signatures import Registered, registered
+from megaverl.config.wording import listed, yaml_text
 
 FILTERS = ("best_and_worst", "best_and_random")
 # Keys that choose the estimator, the policy loss and the aggregation: the `involves` of mistakes about them.

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.section import BOUNDS, Fraction, Issues, NonNegativeFloat, PositiveFloat, is_number
 from megaverl.config.signatures import Registered, registered, user_function_signature
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 
 # Tensors that a training step can give an advantage estimator.
 ESTIMATOR_INPUTS = (

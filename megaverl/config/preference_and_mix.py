@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.named_functions import (
     PAIR_INPUTS,
     REWARD_INPUTS,
@@ -18,6 +18,7 @@ from megaverl.config.run import MixConfig
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
 from megaverl.config.signatures import signature_of
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 
 
 def preference_issues(config: Config, command: str, check_paths: bool) -> Issues:

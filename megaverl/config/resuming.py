@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.schema import Config
 from megaverl.config.section import section_at
+from megaverl.config.wording import yaml_text
 
 Outcome = Literal["used", "kept", "refused"]
 # Training stages, under the names that checkpoints store.

@@ -21,10 +21,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.key_types import list_entry, section_of, type_at
 from megaverl.config.run import named_reward
 from megaverl.config.typed_yaml import MAX_BYTES, BadYaml, compose, construct, read_argument
+from megaverl.config.wording import yaml_text
 from megaverl.errors import ConfigError
 
 BASE = "base"
