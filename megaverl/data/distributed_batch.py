@@ -74,8 +74,8 @@ class Readers:
         if "agent_ids" in batch:
             return batch
         groups = batch.group_ids.tolist() if "group_ids" in batch else list(range(len(batch)))
-        found = self.held(sequence_lengths(batch), groups)
-        return as_held(batch.select(found.rows), found)
+        held = self.held(sequence_lengths(batch), groups)
+        return as_held(batch.select(held.rows), held)
 
 
 def as_held(batch: RolloutBatch, held: HeldRows) -> RolloutBatch:
@@ -84,9 +84,10 @@ def as_held(batch: RolloutBatch, held: HeldRows) -> RolloutBatch:
     If every rank holds all samples, the result is an ordinary batch.
     """
     lengths = held.lengths
-    wide = batch.trim().pad_to(
-        prompt=max(lengths.prompt_lengths, default=0), response=max(lengths.response_lengths, default=0)
-    )
+    # All ranks pad to the same widths, as results of all ranks are joined column by column.
+    longest_prompt = max(lengths.prompt_lengths, default=0)
+    longest_response = max(lengths.response_lengths, default=0)
+    wide = batch.trim().pad_to(prompt=longest_prompt, response=longest_response)
     if all(len(rows) == len(lengths) for rows in held.by_rank.values()):
         return wide
     return RolloutBatch(wide.tensors, wide.columns, held=held)

@@ -89,15 +89,25 @@ class HeldRows:
         Returns:
             Results of all of this rank's samples, by name, on the device of the inputs.
         """
+        # Every rank of the group takes part, also one that computed nothing.
         source = {rank: source.get(rank, ()) for rank in self.fabric.world.ranks}
-        mine = torch.tensor([self.place[row] for row in source[self.fabric.rank]], dtype=torch.int64)
-        rows = {key: tensor[beside(tensor, mine)] for key, tensor in tensors.items()}
-        # A response has one value per token, or one more.
-        longest = max(self.lengths.response_lengths, default=0)
-        beyond = {key: tensor.shape[1] - longest for key, tensor in rows.items() if tensor.dim() > 1}
-        axes = {key: f"{more} more" for key, more in beyond.items() if more in (0, 1)}
-        sizes = torch.tensor([self.lengths.response_lengths[row] for row in source[self.fabric.rank]])
-        lengths = {axes[key]: sizes.long() + beyond[key] for key in axes}
+        computed_rows = source[self.fabric.rank]
+        places = torch.tensor([self.place[row] for row in computed_rows], dtype=torch.int64)
+        rows = {key: tensor[beside(tensor, places)] for key, tensor in tensors.items()}
+        response_lengths = self.lengths.response_lengths
+        longest = max(response_lengths, default=0)
+        computed_lengths = torch.tensor([response_lengths[row] for row in computed_rows]).long()
+        axes: dict[str, str] = {}
+        lengths: dict[str, Tensor] = {}
+        for key, tensor in rows.items():
+            if tensor.dim() < 2:
+                continue
+            # A response has one value per token, or one more. Other widths are sent whole.
+            surplus = tensor.shape[1] - longest
+            if surplus in (0, 1):
+                axis = f"{surplus} more"
+                axes[key] = axis
+                lengths[axis] = computed_lengths + surplus
         moving = Moving.plan(self.fabric, name, source, self.by_rank)
         moved = move_ragged(self.fabric, moving, RaggedBatch(rows, axes, lengths))
         assert moved is not None

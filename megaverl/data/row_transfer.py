@@ -69,18 +69,27 @@ class Moving:
         """
         rank = fabric.rank
         moves = plan_moves(rank, source, dest, fabric.placement.node_of)
-        empty = [
-            Move(min(source), other, ()) for other, rows in dest.items() if source and not (rows or other in source)
-        ]
-        moves += [move for move in empty if rank in (move.source, move.dest)]
-        return cls(name, tuple(source.get(rank, ())), tuple(dest.get(rank, ())), tuple(moves), rank in dest)
+        if source:
+            sender = min(source)
+            for receiver, rows in dest.items():
+                has_nothing = not rows and receiver not in source
+                if has_nothing and rank in (sender, receiver):
+                    moves.append(Move(sender, receiver, ()))
+        held = tuple(source.get(rank, ()))
+        wanted = tuple(dest.get(rank, ()))
+        return cls(name, held, wanted, tuple(moves), receives=rank in dest)
 
 
 def as_ragged(
     tensors: Mapping[str, Tensor], batch: NamedTensors, columns: Mapping[str, Sequence[object]] | None = None
 ) -> RaggedBatch:
     """Return fields of a batch without their padding."""
-    axes = {name: axis for name in tensors if (axis := field_of(name).axes) in _LENGTHS}
+    axes = {}
+    for name in tensors:
+        axis = field_of(name).axes
+        if axis in _LENGTHS:
+            axes[name] = axis
+    # Sorted, so that all ranks pack the lengths in the same order.
     lengths = {axis: batch[_LENGTHS[axis]] for axis in sorted(set(axes.values()))}
     return RaggedBatch(tensors, axes, lengths, _fills(), columns or {})
 
@@ -100,12 +109,13 @@ class Heard(NamedTuple):
 def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
     """Move rows of any tensors, like `move_batch`."""
     _check_held(moving, ragged)
-    sent, out = _send_from_host(fabric, moving, ragged)
-    heard, into = _hear(fabric, moving)
+    # All host messages are sent before any is awaited, so two ranks that send to each other do not deadlock.
+    sent, device_data = _send_from_host(fabric, moving, ragged)
+    heard, device_buffers = _hear(fabric, moving)
     if fabric.rows is not None:
-        Channel(fabric, moving.name).exchange(fabric.rows, out, into)
+        Channel(fabric, moving.name).exchange(fabric.rows, device_data, device_buffers)
     sent.wait()
-    return _merged(fabric, moving, ragged, heard, into)
+    return _merged(fabric, moving, ragged, heard, device_buffers)
 
 
 def send_whole(
@@ -115,43 +125,59 @@ def send_whole(
 
     Tensors on the host go from host to host, others from device to device, as rows do.
     """
-    sent, channel, by_device = PendingSends(), Channel(fabric, name), dict[torch.device | None, list[int]]()
+    sent = PendingSends()
+    channel = Channel(fabric, name)
+    # Receivers that are reached through the same device get the same bytes, which are packed once.
+    ranks_by_device: dict[torch.device | None, list[int]] = {}
     for rank in dest:
-        by_device.setdefault(fabric.device_between(fabric.rank, rank), []).append(rank)
-    for device, ranks in by_device.items():
-        stays = {key: tensor for key, tensor in tensors.items() if tensor.device == device}
-        parts, payload = pack_tensors({key: each.cpu() for key, each in tensors.items() if key not in stays})
-        on_device, there = pack_tensors(stays)
+        device = fabric.device_between(fabric.rank, rank)
+        ranks_by_device.setdefault(device, []).append(rank)
+    for device, ranks in ranks_by_device.items():
+        device_tensors = {}
+        host_tensors = {}
+        for key, tensor in tensors.items():
+            if tensor.device == device:
+                device_tensors[key] = tensor
+            else:
+                host_tensors[key] = tensor.cpu()
+        parts, payload = pack_tensors(host_tensors)
+        device_parts, device_payload = pack_tensors(device_tensors)
+        header = {**head, "parts": parts, "on_device": device_parts}
         for rank in ranks:
-            sent.add(send_json(fabric, name, rank, {**head, "parts": parts, "on_device": on_device}))
+            sent.add(send_json(fabric, name, rank, header))
         sent.add(channel.send_to(ranks, payload))
         if fabric.rows is not None:
-            sent.add(channel.send(fabric.rows, dict.fromkeys(ranks, there)))
+            sent.add(channel.send(fabric.rows, dict.fromkeys(ranks, device_payload)))
     return sent
 
 
 def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that `send_whole` sent with this header, on the host or device where they were."""
-    channel, entries = Channel(fabric, name), head["on_device"]
-    (data,) = channel.receive_from(source)
-    fabric.traffic.received += data.numel()
-    found = unpack_tensors(head["parts"], data)
-    if entries and fabric.rows is not None:
+    channel = Channel(fabric, name)
+    (host_payload,) = channel.receive_from(source)
+    fabric.traffic.received += host_payload.numel()
+    tensors = unpack_tensors(head["parts"], host_payload)
+    device_parts = head["on_device"]
+    if device_parts and fabric.rows is not None:
         device = fabric.device_between(source, fabric.rank)
-        data = torch.empty(num_bytes(entries), dtype=torch.uint8, device=device)
-        channel.receive(fabric.rows, {source: data})
-        fabric.traffic.received += data.numel()
-        found |= unpack_tensors(entries, data)
-    return found
+        device_payload = torch.empty(num_bytes(device_parts), dtype=torch.uint8, device=device)
+        channel.receive(fabric.rows, {source: device_payload})
+        fabric.traffic.received += device_payload.numel()
+        tensors |= unpack_tensors(device_parts, device_payload)
+    return tensors
 
 
 def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:
     """Raise DataError if a rank gave other rows than it holds."""
     if moving.held and ragged is None:
         raise DataError(f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none")
-    if ragged is not None and (wrong := {len(tensor) for tensor in ragged.tensors.values()} - {len(moving.held)}):
+    if ragged is None:
+        return
+    count = len(moving.held)
+    other_counts = {len(tensor) for tensor in ragged.tensors.values()} - {count}
+    if other_counts:
         raise DataError(
-            f"{moving.name}: tensors of {sorted(wrong)} rows for the {len(moving.held)} rows that this rank holds"
+            f"{moving.name}: tensors of {sorted(other_counts)} rows for the {count} rows that this rank holds"
         )
 
 
@@ -163,22 +189,25 @@ def _merged(
     on_device: Mapping[int, Tensor],
 ) -> RaggedBatch | None:
     """Return this rank's rows from its own and all received ones."""
-    place = {row: number for number, row in enumerate(moving.held)}
-    to = {row: number for number, row in enumerate(moving.wanted)}
     if not moving.receives:
         return None
+    place_held = {row: place for place, row in enumerate(moving.held)}
+    place_wanted = {row: place for place, row in enumerate(moving.wanted)}
+    # (places in the result, batch, places in that batch)
     parts: list[tuple[Sequence[int], RaggedBatch, Sequence[int]]] = []
     if ragged is not None:
-        kept = [row for row in moving.wanted if row in place]
-        parts.append(([to[row] for row in kept], ragged, [place[row] for row in kept]))
+        kept = [row for row in moving.wanted if row in place_held]
+        parts.append(([place_wanted[row] for row in kept], ragged, [place_held[row] for row in kept]))
     for move in moving.moves:
         if move.dest == fabric.rank:
-            one = RaggedBatch.unpack(*heard[move.source], _fills(), on_device.get(move.source))
-            parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
-    # Parts without rows must not widen the result.
-    if parts and any(here for here, _, _ in parts):
-        parts = [part for part in parts if part[0]]
-    return merge(len(moving.wanted), parts) if parts else None
+            message = heard[move.source]
+            received = RaggedBatch.unpack(message.header, message.payload, _fills(), on_device.get(move.source))
+            parts.append(([place_wanted[row] for row in move.rows], received, range(len(move.rows))))
+    if not parts:
+        return None
+    # Parts without rows must not widen the result. If all are empty, they still say which tensors an empty batch has.
+    parts_with_rows = [part for part in parts if part[0]]
+    return merge(len(moving.wanted), parts_with_rows or parts)
 
 
 def _send_from_host(
@@ -188,32 +217,47 @@ def _send_from_host(
 
     Returns the pending messages, and the device data that must follow.
     """
-    place = {row: number for number, row in enumerate(moving.held)}
-    channel, sent, on_device = Channel(fabric, moving.name), PendingSends(), dict[int, Tensor]()
+    sent = PendingSends()
+    device_data: dict[int, Tensor] = {}
+    if ragged is None:
+        return sent, device_data
+    channel = Channel(fabric, moving.name)
+    place_held = {row: place for place, row in enumerate(moving.held)}
     on_host: RaggedBatch | None = None
     for move in moving.moves:
-        if move.source == fabric.rank and ragged is not None:
-            device = fabric.device_between(move.source, move.dest)
-            if device is None and on_host is None:
-                # Copy from the device once, not for every message.
-                on_host = ragged.on_host()
-            rows = ragged if on_host is None or device is not None else on_host
-            header, payload, on_device[move.dest] = rows.pack([place[row] for row in move.rows], device)
-            sent.add(channel.send_to([move.dest], header, payload))
-    return sent, on_device
+        if move.source != fabric.rank:
+            continue
+        device = fabric.device_between(move.source, move.dest)
+        rows = ragged
+        if device is None:
+            # Copy from the device once, not for every message.
+            on_host = ragged.on_host() if on_host is None else on_host
+            rows = on_host
+        places = [place_held[row] for row in move.rows]
+        header, payload, device_data[move.dest] = rows.pack(places, device)
+        sent.add(channel.send_to([move.dest], header, payload))
+    return sent, device_data
 
 
 def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
     """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
-    channel, heard, on_device = Channel(fabric, moving.name), dict[int, Heard](), dict[int, Tensor]()
-    for source in (move.source for move in moving.moves if move.dest == fabric.rank):
+    channel = Channel(fabric, moving.name)
+    heard: dict[int, Heard] = {}
+    device_buffers: dict[int, Tensor] = {}
+    for move in moving.moves:
+        if move.dest != fabric.rank:
+            continue
+        source = move.source
         parts = channel.receive_from(source)
         if len(parts) != 2:
             raise DataError(f"{moving.name}: {fabric.describe(source)} sent data that are not rows")
-        heard[source] = Heard(parts[0].numpy().tobytes(), parts[1])
-        if (size := num_bytes_on_device(heard[source].header)) is not None:
+        header, payload = parts
+        message = Heard(header.numpy().tobytes(), payload)
+        heard[source] = message
+        fabric.traffic.received += payload.numel()
+        num_device_bytes = num_bytes_on_device(message.header)
+        if num_device_bytes is not None:
             device = fabric.device_between(source, fabric.rank)
-            on_device[source] = torch.empty(size, dtype=torch.uint8, device=device)
-    fabric.traffic.received += sum(each.payload.numel() for each in heard.values())
-    fabric.traffic.received += sum(each.numel() for each in on_device.values())
-    return heard, on_device
+            device_buffers[source] = torch.empty(num_device_bytes, dtype=torch.uint8, device=device)
+            fabric.traffic.received += num_device_bytes
+    return heard, device_buffers
