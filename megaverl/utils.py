@@ -3,6 +3,8 @@
 import sys
 from typing import TYPE_CHECKING
 
+from megaverl.lazy_names import lazy_getattr
+
 if TYPE_CHECKING:
     from megaverl.platform.flash_attention import is_flash_attn_available
     from megaverl.trainer.api import set_device_map
@@ -10,20 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["get_ppo_config", "is_flash_attn_available", "set_device_map"]
 
-_PUBLIC = {
-    "get_ppo_config": "megaverl.trainer.api.settings",
-    "is_flash_attn_available": "megaverl.platform.flash_attention",  # which loads torch
-    "set_device_map": "megaverl.trainer.api",
-}
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "get_ppo_config": "megaverl.trainer.api.settings",
+        "is_flash_attn_available": "megaverl.platform.flash_attention",  # which loads torch
+        "set_device_map": "megaverl.trainer.api",
+    },
+)
 
 # `megaverl.utils.config` is this module too, as os.path is another one's name.
 config = sys.modules[f"{__name__}.config"] = sys.modules[__name__]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'megaverl.utils' has no attribute {name!r}; it has {', '.join(__all__)}")
-    from importlib import import_module
-
-    value: object = getattr(import_module(_PUBLIC[name]), name)
-    return value

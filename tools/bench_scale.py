@@ -32,8 +32,11 @@ from megaverl.config import load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.held_rows import HeldRows, Moving, Readers, as_held
-from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
+from megaverl.data.distributed_batch import Readers, as_held
+from megaverl.data.held_rows import HeldRows
+from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.row_transfer import Moving
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import of_default_group

@@ -5,7 +5,7 @@ checkpoint can be read with another TP, PP, VPP or DP.
 
 Under FSDP2 each rank stores its part of weights and moments as boxes of arrays with Hugging Face names: `ROLE.NAME` is
 a weight in float32, as the optimizer updates it, and `ROLE.optimizer.state.exp_avg.NAME` is one of its moments. Shards
-may differ between ranks. Ranks with the same shard each write a share of it (`parts.py`).
+may differ between ranks. Ranks with the same shard each write a share of it (`rank_shards.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.checkpoint.parts import boxed, optimizer_shards, share_replicas, shares_of
+from megaverl.checkpoint.rank_shards import boxed, optimizer_shards, share_replicas, shares_of
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout

@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from megaverl.checkpoint import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER, ChecksummedFile, write_bytes
+from megaverl.checkpoint.background import HeldTensors, HostBuffers
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.parts import HeldTensors, HostBuffers, frame_of, read_object, read_tensor, write_tensor
+from megaverl.checkpoint.tensor_records import frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 from megaverl.weights.torch_dist import COMMON_FILE

@@ -26,9 +26,9 @@ from megaverl.checkpoint import (
     write_bytes,
     writing,
 )
+from megaverl.checkpoint.background import start_writing
 from megaverl.checkpoint.choice import STATE_FILE, is_finished, kind_of
 from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
-from megaverl.checkpoint.parts import start_writing
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
 from megaverl.checkpoint.training_state import (
     apply_state,

@@ -1,7 +1,7 @@
 """State of a run: each role's weights, optimizer and scheduler as its engine shards them, and random generators.
 
 Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another grid.
-Every rank stores what it holds (`parts.py`).
+Every rank stores what it holds (`rank_shards.py`).
 
 This module also loads a checkpoint of one training engine into the other. Both engines' checkpoints are layouts of the
 same Hugging Face arrays, so weights and Adam's moments go directly from the files into their places. If the other

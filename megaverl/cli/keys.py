@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from megaverl.cli.options import Subcommand, UsageError
 from megaverl.config import Config
-from megaverl.config.errors import did_you_mean
 from megaverl.config.passthrough import PLACES
 from megaverl.config.section import described_keys
+from megaverl.config.wording import did_you_mean
 from megaverl.errors import MISTAKE
 from megaverl.sharding.model_spec import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from megaverl.models.folder import Support
+    from megaverl.models.support import Support
 
 KEYS = """\
 Explain configuration keys: type, default and meaning, including fields of other libraries.
@@ -129,7 +129,7 @@ def _models_options(parser: argparse.ArgumentParser) -> None:
 
 def _models(arguments: argparse.Namespace) -> int:
     """Print which models are supported: all of them, or the one in a folder."""
-    from megaverl.models.folder import ANY, NAMED, support_of
+    from megaverl.models.support import ANY, NAMED, support_of
 
     if arguments.folder is not None:
         supports = support_of(arguments.folder, trust_remote_code=arguments.trust_remote_code)

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         # Imported here because it loads the whole configuration package, which no other path of this function needs.
-        from megaverl.config.errors import did_you_mean
+        from megaverl.config.wording import did_you_mean
 
         print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)

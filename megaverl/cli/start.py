@@ -21,9 +21,9 @@ import yaml
 from megaverl.cli.options import Subcommand, UsageError
 from megaverl.config import Config, load_config
 from megaverl.config.algorithm import PRESETS
-from megaverl.config.errors import did_you_mean
 from megaverl.config.loader import layered
 from megaverl.config.section import described_keys
+from megaverl.config.wording import did_you_mean
 from megaverl.config.yaml_source import all_recipes, recipe, recipes_folder
 from megaverl.errors import MegaverlError
 from megaverl.gpus import count_gpus

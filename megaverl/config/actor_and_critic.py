@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megaverl.config.algorithm import BY_NAME
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.roles import SHARED_BY_CRITIC
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
+from megaverl.config.wording import yaml_text
 
 KEY = "critic.share_backbone"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from megaverl.config.errors import ConfigIssue, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.named_functions import (
     AGGREGATION_INPUTS,
     CORRECTION_INPUTS,
@@ -21,6 +21,7 @@ from megaverl.config.named_functions import (
     SELECTOR_INPUTS,
     VALUE_LOSS_INPUTS,
     find_function,
+    function_and_option_issues,
     function_issues,
     option_issues,
     out_of_order,
@@ -41,6 +42,7 @@ from megaverl.config.section import (
     rule,
 )
 from megaverl.config.signatures import Registered, registered
+from megaverl.config.wording import listed, yaml_text
 
 FILTERS = ("best_and_worst", "best_and_random")
 # Keys that choose the estimator, the policy loss and the aggregation: the `involves` of mistakes about them.
@@ -444,10 +446,16 @@ class AlgorithmConfig(Section):
     def check_advantage(self, at: str) -> Issues:
         """Refuse an unknown advantage estimator, and inputs and options that it cannot have."""
         name = self.advantage_name
-        yield from function_issues(f"{at}.advantage", "advantage_estimators", name, ESTIMATOR_INPUTS)
+        yield from function_and_option_issues(
+            f"{at}.advantage",
+            "advantage_estimators",
+            name,
+            ESTIMATOR_INPUTS,
+            f"{at}.advantage_options",
+            self.advantage_options,
+        )
         estimator = self.estimator()
         if estimator is not None:
-            yield from option_issues(f"{at}.advantage_options", name, self.advantage_options, estimator)
             yield from self._unread_by_estimator(at, estimator)
 
     def _unread_by_estimator(self, at: str, estimator: Registered) -> Issues:
@@ -628,11 +636,17 @@ class AlgorithmConfig(Section):
                 yield ConfigIssue(f"{at}.{key}", text, involves=BY_NAME)
             return
         name = self.value_loss
-        yield from function_issues(f"{at}.value_loss", "value_losses", name, VALUE_LOSS_INPUTS)
+        yield from function_and_option_issues(
+            f"{at}.value_loss",
+            "value_losses",
+            name,
+            VALUE_LOSS_INPUTS,
+            f"{at}.value_loss_options",
+            self.value_loss_options,
+        )
         loss = find_function("value_losses", name)
         if loss is None:
             return
-        yield from option_issues(f"{at}.value_loss_options", name, self.value_loss_options, loss)
         if self.changed("value_clip_range") and "clip_range" in self.value_loss_options:
             yield _set_twice(at, "value_loss_options.clip_range", "value_clip_range")
         elif self.changed("value_clip_range") and "clip_range" not in loss.options:
@@ -667,10 +681,9 @@ class AlgorithmConfig(Section):
         if name is None:
             yield from self.distillation.unused(key, f"{key}.divergence is null. Use jensen_shannon.")
             return
-        yield from function_issues(f"{key}.divergence", "divergences", name, DIVERGENCE_INPUTS)
-        function = find_function("divergences", name)
-        if function is not None:
-            yield from option_issues(f"{key}.options", name, options, function)
+        yield from function_and_option_issues(
+            f"{key}.divergence", "divergences", name, DIVERGENCE_INPUTS, f"{key}.options", options
+        )
         beta = options.get("beta")
         if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
             text = f"found {beta}; expected above 0 and below 1. At 0 it is forward_kl, at 1 reverse_kl: name these."

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megaverl.config.algorithm import BY_AGGREGATION, BY_NAME
-from megaverl.config.errors import ConfigIssue, conflict_issues, did_you_mean, divisors, listed, yaml_text
+from megaverl.config.errors import ConfigIssue, conflict_issues
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
+from megaverl.config.wording import did_you_mean, divisors, listed, yaml_text
 
 
 def algorithm_and_step_issues(config: Config) -> Issues:

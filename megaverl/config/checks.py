@@ -9,7 +9,7 @@ from __future__ import annotations
 from megaverl.config.actor_and_critic import shared_backbone_issues
 from megaverl.config.actor_and_teacher import teacher_issues
 from megaverl.config.algorithm_and_step import algorithm_and_step_issues
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.files_and_packages import file_issues, package_issues, read_model, run_folder_issues
 from megaverl.config.grids import REINFORCING, grid_mistakes
 from megaverl.config.lengths import length_issues
@@ -23,6 +23,7 @@ from megaverl.config.rollout_and_training import (
 )
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues, Section, entry_issues
+from megaverl.config.wording import yaml_text
 
 ALL_COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "generate", "eval")
 # Section -> commands that read it, and so apply its rules. `role_issues` applies those of the roles.

@@ -1,12 +1,9 @@
-"""Configuration mistakes, the exception that lists them all, and the words that their messages share."""
+"""Configuration mistakes, and the exception that lists them all."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import isqrt
-from typing import Any
 
 from megaverl.errors import ConfigError
 
@@ -41,60 +38,6 @@ class InvalidConfig(ConfigError):
         lines = [f"{count} mistake{'s' if count > 1 else ''} in the configuration ({source}):"]
         lines += ["  - " + str(mistake).replace("\n", "\n    ") for mistake in self.mistakes]
         super().__init__("\n".join(lines))
-
-
-def yaml_text(value: Any) -> str:
-    """Return `value` as YAML would write it, cut to 80 characters, for a message."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else repr(value)
-    assert text is not None
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` most likely means, or None.
-
-    Tried in order: an abbreviation part by part, a close spelling, one name contained in the other, a loosely similar
-    spelling.
-    """
-    known = sorted(set(known))
-    if alike := [other for other in known if _shortens(name, other)]:
-        return min(alike, key=len)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    if close:
-        return close[0]
-    folded = name.lower().replace("-", "_")
-    containing = [
-        other for other in known if len(folded) > 2 and len(other) > 2 and (folded in other or other in folded)
-    ]
-    if containing:
-        return min(containing, key=lambda other: abs(len(other) - len(folded)))
-    loose = difflib.get_close_matches(folded, known, n=1, cutoff=0.55)
-    return loose[0] if loose else None
-
-
-def _shortens(name: str, other: str) -> bool:
-    """Return whether `name` abbreviates `other` part by part, as gpu_mem does gpu_memory_utilization."""
-    parts, others = (text.lower().replace("-", "_").split("_") for text in (name, other))
-    alike = all(whole.startswith(part) for part, whole in zip(parts, others, strict=False))
-    return len(name) > 2 and len(parts) <= len(others) and alike
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean `x`?" with a leading space, or "" if no known name is close."""
-    close = nearest(name, known)
-    return f" Did you mean `{close}`?" if close else ""
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of `number`, ascending."""
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
-def listed(values: Iterable[Any], most: int = 16) -> str:
-    """Return the values joined by commas, cut after `most` of them."""
-    texts = [str(value) for value in values]
-    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 def conflict_issues(

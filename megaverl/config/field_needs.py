@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
+from megaverl.config.wording import yaml_text
 from megaverl.gpus import has_usable_gpu
 
 ENGINE = "transformer_engine"

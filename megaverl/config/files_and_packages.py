@@ -7,12 +7,13 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from megaverl.config.errors import ConfigIssue, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.grids import used_roles
 from megaverl.config.run import RESUME_WORDS, is_hub_name
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
 from megaverl.config.signatures import source_file
+from megaverl.config.wording import listed, yaml_text
 from megaverl.errors import ModelError
 from megaverl.rewards.reasoning_gym import PREFIX, why_no_task
 from megaverl.rollout.environments import verifiers

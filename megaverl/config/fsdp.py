@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megaverl.config.errors import did_you_mean, listed, yaml_text
 from megaverl.config.section import NonNegativeFloat, Positive, Section
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 
 TRAINERS = ("megatron", "fsdp")
 

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.roles import GridConfig, PlacementConfig, RolloutConfig, TrainedConfig
 from megaverl.config.schema import Config
+from megaverl.config.wording import divisors, listed
 from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
 from megaverl.distributed.placement_resolver import problems_of, resolve

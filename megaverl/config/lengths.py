@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.grids import used_roles
 from megaverl.config.roles import SAMPLING
 from megaverl.config.run import DataConfig
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
+from megaverl.config.wording import yaml_text
 from megaverl.config.yaml_source import MISSING
 from megaverl.errors import ModelError
 from megaverl.sharding.model_spec import ModelSpec

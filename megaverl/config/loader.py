@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megaverl.config.checks import cross_mistakes
-from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.fsdp import TRAINERS, from_fsdp_config
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.key_types import FLAT_NAMES
@@ -36,6 +36,7 @@ from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
 from megaverl.config.section import BOUNDS, all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 from megaverl.config.yaml_source import (
     BASE,
     MISSING,

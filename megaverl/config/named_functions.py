@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.section import BOUNDS, Fraction, Issues, NonNegativeFloat, PositiveFloat, is_number
 from megaverl.config.signatures import Registered, registered, user_function_signature
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 
 # Tensors that a training step can give an advantage estimator.
 ESTIMATOR_INPUTS = (
@@ -201,3 +202,27 @@ def option_issues(
     for option in function.required:
         if option not in values:
             yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=(involves,))
+
+
+def function_and_option_issues(
+    key: str,
+    registry: str,
+    name: str,
+    available: Sequence[str],
+    options_key: str,
+    options: Mapping[str, Any],
+    involves: str = "algorithm.name",
+) -> Issues:
+    """Yield what is wrong with a function that the configuration names, and with the options for it.
+
+    Options are checked only if the function is found.
+
+    Args:
+        key, registry, name, available: see `function_issues`.
+        options_key, options: key of the mapping that holds the options, and the options as configured.
+        involves: key that chose the function.
+    """
+    yield from function_issues(key, registry, name, available)
+    function = find_function(registry, name)
+    if function is not None:
+        yield from option_issues(options_key, name, options, function, involves)

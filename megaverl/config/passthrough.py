@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, listed, nearest, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.field_ranges import field_out_of_range
 from megaverl.config.signatures import DTYPES, External, class_fields, installed_version
+from megaverl.config.wording import did_you_mean, listed, nearest, yaml_text
 from megaverl.plugins import load_object
 
 _FROM_MODEL = "It comes from the model's config.json."

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.named_functions import (
     PAIR_INPUTS,
     REWARD_INPUTS,
     SINGLE_INPUTS,
     find_function,
-    function_issues,
-    option_issues,
+    function_and_option_issues,
 )
 from megaverl.config.run import MixConfig
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
 from megaverl.config.signatures import signature_of
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 
 
 def preference_issues(config: Config, command: str, check_paths: bool) -> Issues:
@@ -48,9 +48,8 @@ def _preference_loss_issues(config: Config) -> Issues:
     loss = find_function("preference_losses", name)
     is_of_singles = loss is not None and "desirable" in loss.inputs
     available = SINGLE_INPUTS if is_of_singles else PAIR_INPUTS
-    yield from function_issues(key, "preference_losses", name, available)
-    if loss is not None:
-        yield from option_issues("preference.options", name, config.preference.options, loss, key)
+    options = config.preference.options
+    yield from function_and_option_issues(key, "preference_losses", name, available, "preference.options", options, key)
 
 
 def reward_model_issues(config: Config, command: str) -> Issues:
@@ -62,11 +61,14 @@ def reward_model_issues(config: Config, command: str) -> Issues:
     options: dict[str, Any] = config.reward_model.options
     margin_key = "preference.margin_key"
     has_margins = config.preference.margin_key is not None and (command == "reward" or not config.mixes_reward_model)
-    yield from function_issues("reward_model.loss", "reward_model_losses", name, (*REWARD_INPUTS, "margins"))
+    key = "reward_model.loss"
+    available = (*REWARD_INPUTS, "margins")
+    yield from function_and_option_issues(
+        key, "reward_model_losses", name, available, "reward_model.options", options, key
+    )
     loss = find_function("reward_model_losses", name)
     if loss is None:
         return
-    yield from option_issues("reward_model.options", name, options, loss, "reward_model.loss")
     if "margins" in loss.inputs and not has_margins:
         yield ConfigIssue(margin_key, f"is not set, and {name} reads margins. Name the column that holds them.")
     if "margins" not in loss.reads and has_margins:

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.schema import Config
 from megaverl.config.section import section_at
+from megaverl.config.wording import yaml_text
 
 Outcome = Literal["used", "kept", "refused"]
 # Training stages, under the names that checkpoints store.
@@ -62,17 +63,21 @@ def _only_adds(before: Any, now: Any) -> bool:
 
 
 RULES = (
-    ResumeRule(("run.seed",), "refused", "The order of the rows and every random draw come from it."),
+    ResumeRule(
+        ("run.seed",),
+        "refused",
+        "The seed determines the order of the rows and every random draw.",
+    ),
     ResumeRule(
         ("data.prompts_per_step", "data.shuffle", "data.streaming"),
         "refused",
-        "The place in the training prompts is counted by it.",
+        "The checkpoint stores a position in the training prompts, and this setting changes what it refers to.",
         stages=("train",),
     ),
     ResumeRule(
         ("data.shuffle_buffer",),
         "refused",
-        "The place in the training prompts is counted by it.",
+        "The checkpoint stores a position in the training prompts, and this setting changes what it refers to.",
         stages=("train",),
         when="with data.streaming",
         holds=lambda config, before, now: config.data.streaming,
@@ -80,43 +85,43 @@ RULES = (
     ResumeRule(
         ("sft.batch_size", "data.shuffle"),
         "refused",
-        "The place in the rows is counted by it.",
+        "The checkpoint stores a position in the rows, and this setting changes what it refers to.",
         stages=("sft",),
     ),
     ResumeRule(
         ("preference.batch_size", "data.shuffle"),
         "refused",
-        "The place in the rows is counted by it.",
+        "The checkpoint stores a position in the rows, and this setting changes what it refers to.",
         stages=("dpo", "reward_model"),
     ),
     ResumeRule(
         ("*.optimizer.optimizer",),
         "refused",
-        "The checkpoint holds the state of the other optimizer.",
+        "The checkpoint contains the state of the earlier optimizer, which another optimizer cannot read.",
         holds=lambda config, before, now: (before or "adam") != (now or "adam"),
     ),
     ResumeRule(
         ("*.ddp.use_distributed_optimizer", "*.optimizer.use_distributed_optimizer"),
         "refused",
-        "megatron-core saves the state of a sharded optimizer in another form than that of a whole one.",
+        "megatron-core stores the state of a distributed optimizer in another format than that of an ordinary one.",
         holds=lambda config, before, now: (before is not False) != (now is not False),
     ),
     ResumeRule(
         ("*.freeze", "*.freeze.*"),
         "refused",
-        "The checkpoint holds no optimizer state of weights that were frozen.",
+        "The checkpoint contains no optimizer state for weights that were frozen.",
         when="unless patterns are only added",
         holds=lambda config, before, now: not _only_adds(before, now),
     ),
     ResumeRule(
         ("model.dtype",),
         "used",
-        "The checkpoint holds master weights and moments in float32, which weights of any dtype are made from.",
+        "The checkpoint contains master weights and moments in float32, from which weights of any dtype are made.",
     ),
     ResumeRule(
         ("algorithm.kl.target",),
         "refused",
-        "The checkpoint holds the state of the other kind of KL controller.",
+        "The checkpoint contains the state of the other KL controller (fixed or adaptive).",
         stages=("train",),
         when="from null to a number, or back",
         holds=lambda config, before, now: (before is None) != (now is None),
@@ -124,24 +129,24 @@ RULES = (
     ResumeRule(
         ("model.path", "model.revision", "model.hub"),
         "kept",
-        "Trained weights are the checkpoint's. The rest, such as the tokenizer and a reference without a path, is read "
-        "from the new place.",
+        "Trained weights come from the checkpoint. Only the rest, such as the tokenizer and a reference without a "
+        "path, is read from the new place.",
     ),
-    ResumeRule(("model.init",), "kept", "Trained weights are the checkpoint's."),
-    ResumeRule(("critic.path", "reward_model.path"), "kept", "Trained weights are the checkpoint's."),
+    ResumeRule(("model.init",), "kept", "Trained weights come from the checkpoint."),
+    ResumeRule(("critic.path", "reward_model.path"), "kept", "Trained weights come from the checkpoint."),
     ResumeRule(
         ("reward.*.path",),
         "kept",
-        "Trained weights are the checkpoint's.",
+        "Trained weights come from the checkpoint.",
         stages=("train",),
         when="with a reward model that `mix` trains",
         holds=lambda config, before, now: config.mixes_reward_model,
     ),
-    ResumeRule(("*.lora.path",), "kept", "Trained adapters are the checkpoint's."),
+    ResumeRule(("*.lora.path",), "kept", "Trained adapters come from the checkpoint."),
     ResumeRule(
         ("sft.*",),
         "kept",
-        "Of a run like this only the quickstart's warm-up reads it, which is over.",
+        "In an RL run only the quickstart's warm-up reads this section, and the warm-up is over.",
         stages=("train",),
         when="unless `mix` has an update sft",
         holds=lambda config, before, now: all(entry.update != "sft" for entry in config.mix),
@@ -149,7 +154,7 @@ RULES = (
     ResumeRule(
         ("algorithm.kl.coef",),
         "kept",
-        "The adaptive coefficient goes on from the checkpoint's value.",
+        "The adaptive coefficient continues from the value in the checkpoint.",
         stages=("train",),
         when="with algorithm.kl.target",
         holds=lambda config, before, now: config.algorithm.kl.target is not None,
@@ -157,7 +162,7 @@ RULES = (
     ResumeRule(
         ("algorithm.entropy_coef",),
         "kept",
-        "The adaptive coefficient goes on from the checkpoint's value.",
+        "The adaptive coefficient continues from the value in the checkpoint.",
         stages=("train",),
         when="with algorithm.entropy_target",
         holds=lambda config, before, now: config.algorithm.entropy_target is not None,
@@ -165,7 +170,7 @@ RULES = (
     ResumeRule(
         ("*.optimizer.initial_loss_scale",),
         "kept",
-        "The loss scale goes on from the checkpoint's value.",
+        "The loss scale continues from the value in the checkpoint.",
         when="with model.dtype: float16",
     ),
 )

@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from megaverl.child_checks import probe_modules
-from megaverl.config.errors import ConfigIssue, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 from megaverl.errors import MegaverlError, RewardError
 from megaverl.rewards import find_reward, load_modules, reward_names
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from megaverl.config.errors import ConfigIssue, conflict_issues, did_you_mean, listed, yaml_text
+from megaverl.config.errors import ConfigIssue, conflict_issues
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.section import (
     MOST,
@@ -31,6 +31,7 @@ from megaverl.config.section import (
     over,
     rule,
 )
+from megaverl.config.wording import did_you_mean, listed, yaml_text
 from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
 from megaverl.errors import ConfigError
 from megaverl.rollout.environments import agents_of, check_options, environment_names

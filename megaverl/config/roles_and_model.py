@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.grids import used_roles
 from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues
+from megaverl.config.wording import yaml_text
 
 
 def role_issues(config: Config, command: str) -> Issues:

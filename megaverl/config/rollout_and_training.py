@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megaverl.config.errors import ConfigIssue, conflict_issues, yaml_text
+from megaverl.config.errors import ConfigIssue, conflict_issues
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues, is_number
+from megaverl.config.wording import yaml_text
 from megaverl.sharding.model_spec import ModelSpec
 
 

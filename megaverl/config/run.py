@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic_core import PydanticCustomError
 
-from megaverl.config.errors import ConfigIssue, conflict_issues, listed, yaml_text
+from megaverl.config.errors import ConfigIssue, conflict_issues
 from megaverl.config.section import (
     AS_LIST,
     Function,
@@ -28,6 +28,7 @@ from megaverl.config.section import (
     rule,
 )
 from megaverl.config.watching import ProfileConfig
+from megaverl.config.wording import listed, yaml_text
 from megaverl.rewards import reward_names
 
 TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import yaml
 from pydantic import BaseModel
 
-from megaverl.config.errors import yaml_text
+from megaverl.config.wording import yaml_text
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000

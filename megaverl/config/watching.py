@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.section import AS_LIST, Issues, NonNegative, Positive, Section, Text, rule
+from megaverl.config.wording import yaml_text
 
 # A single integer is accepted in place of a list: `run.profile.steps: 5`.
 Numbers = BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value)

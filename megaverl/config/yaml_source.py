@@ -21,11 +21,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-import megaverl
-from megaverl.config.errors import ConfigIssue, yaml_text
+from megaverl.config.errors import ConfigIssue
 from megaverl.config.key_types import list_entry, section_of, type_at
 from megaverl.config.run import named_reward
 from megaverl.config.typed_yaml import MAX_BYTES, BadYaml, compose, construct, read_argument
+from megaverl.config.wording import yaml_text
 from megaverl.errors import ConfigError
 
 BASE = "base"
@@ -483,7 +483,7 @@ def _first_line(error: Exception) -> str:
 
 def recipes_folder() -> Path:
     """Return the folder of all recipes: inside the package if it was installed, beside it in a checkout."""
-    package = Path(megaverl.__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, experts_column, field_of, join, own_names
+from megaverl.data.batch_conversion import own_names
+from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of
+from megaverl.data.routed_experts import experts_column
 from megaverl.distributed.ragged import beside
 from megaverl.errors import DataError
 
@@ -82,8 +84,8 @@ class RolloutBatch:
                 False: rows are responses, whatever they begin with. None: rows are responses, and it is an error if
                 every row begins with its own prompt.
             held: the samples of a step's batch in this batch, if this rank does not hold all of them.
-            named: tensors by keyword, also under the names of other trainers (`batch_fields.NAMES`): `attention_mask`
-                of prompts padded on either side, `generated_mask`, `logprobs`.
+            named: tensors by keyword, also under the names of other trainers (`batch_conversion.NAMES`):
+                `attention_mask` of prompts padded on either side, `generated_mask`, `logprobs`.
 
         Raises:
             DataError: a required tensor is missing; a name is unknown; a dtype, shape or column length is wrong; a
@@ -308,8 +310,26 @@ class RolloutBatch:
 
         Args:
             multiple_of: s is a multiple of it (the tensor-parallel size under sequence parallelism).
+
+        Raises:
+            DataError: a response has no prompt, so nothing predicts its first token.
         """
-        return join(self, multiple_of)
+        orphans = ((self.prompt_lengths == 0) & (self.response_lengths > 0)).nonzero()
+        if len(orphans):
+            raise DataError(f"sample {int(orphans[0, 0])} has a response but an empty prompt: nothing predicts it")
+        longest = int(self.sequence_lengths.max()) if len(self) else 0
+        # At least one column, so that a model can read a batch of padding rows only.
+        width = -(-max(longest, 1) // multiple_of) * multiple_of
+        starts = self.prompt_lengths.unsqueeze(1)
+        tokens = torch.arange(self.generated_ids.shape[1], device=starts.device)
+        present = tokens < self.response_lengths.unsqueeze(1)
+        columns = torch.arange(self.input_ids.shape[1], device=starts.device)
+        prompt = torch.where(columns < starts, self.input_ids, 0)
+        token_ids = self.input_ids.new_zeros(len(self), width)
+        kept = min(width, prompt.shape[1])
+        token_ids[:, :kept] = prompt[:, :kept]
+        places = torch.where(present, starts + tokens, 0)
+        return token_ids.scatter_add(1, places, torch.where(present, self.generated_ids, 0))
 
     def _resized(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return all tensors cut or padded to these sizes."""
@@ -350,6 +370,20 @@ def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[in
         index = torch.tensor(list(indices), dtype=torch.int64, device=rows.device)
         result[index, : rows.shape[1]] = rows[: len(indices)]
     return result
+
+
+def answer_rows(batch: RolloutBatch) -> Tensor:
+    """Return for each sample the row in which its episode ends, [B] int64.
+
+    That is the last row of the episode with the same agent. If an episode has one conversation, it is the sample
+    itself.
+    """
+    rows = torch.arange(len(batch))
+    if "episode_ids" not in batch:
+        return rows
+    agents = batch.agent_ids if "agent_ids" in batch else torch.zeros_like(rows)
+    _, number = torch.stack([batch.episode_ids, agents], dim=1).unique(dim=0, return_inverse=True)
+    return torch.zeros_like(rows).scatter_reduce(0, number, rows, "amax")[number]
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -409,4 +443,4 @@ def _rows(lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float)
     return rows
 
 
-__all__ = ["Field", "MissingField", "RolloutBatch", "scatter_rows"]
+__all__ = ["Field", "MissingField", "RolloutBatch", "answer_rows", "scatter_rows"]

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from megaverl.data.batch import RolloutBatch
-    from megaverl.data.prompts import Message
+    from megaverl.data.messages import Message
     from megaverl.data.tokenizers import Tokenizer
 
 # Column of a batch with a list of `SharedItem` per sample.
@@ -315,16 +314,20 @@ def image_column(of_prompts: Iterable[Sequence[SharedItem] | None]) -> dict[str,
     return {COLUMN: [list(prompt_images) for prompt_images in with_images]} if with_images else {}
 
 
-def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) -> list[SharedItem]:
+def images_of_rows(
+    column: Sequence[Sequence[SharedItem] | None] | None, prompts: Sequence[int] | None = None
+) -> list[SharedItem]:
     """Return all images of a batch, row after row.
 
     Args:
+        column: the batch's column of images, or None if it has none.
         prompts: number per row that is equal for rows with the same prompt. The images of such rows are returned once,
             at the first of them.
     """
-    column = batch.columns.get(COLUMN) or [()] * len(batch)
+    if column is None:
+        return []
     if prompts is not None:
-        first: dict[int, Any] = {}
+        first: dict[int, Sequence[SharedItem] | None] = {}
         for number, row_images in zip(prompts, column, strict=False):
             first.setdefault(number, row_images)
         column = list(first.values())

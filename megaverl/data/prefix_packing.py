@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import check_cap, plan_micro_batches
 from megaverl.data.images import COLUMN
+from megaverl.data.sequence_lengths import SequenceLengths
 
 # Stop refining once the busiest rank has at most this many times the mean tokens.
 GOOD_ENOUGH = 1.02
-
-
-class _Columns(NamedTuple):
-    """Fields of `SequenceLengths`."""
-
-    prompt_lengths: list[int]
-    response_lengths: list[int]
-    prompts: list[int]
-
-
-class SequenceLengths(_Columns):
-    """Lengths and prompts of all samples of a batch, known to every rank whichever samples it holds.
-
-    Attributes:
-        prompt_lengths, response_lengths: tokens per sample.
-        prompts: number per sample that is equal for samples with identical prompts, token for token.
-    """
-
-    @cached_property
-    def plans(self) -> dict[Hashable, list[list[list[int]]]]:
-        """Cache of planned micro-batches, by the other arguments of a plan.
-
-        Roles often plan alike, and each one plans twice: once to announce its samples and once to compute.
-        """
-        return {}
-
-    def __len__(self) -> int:
-        return len(self.prompt_lengths)
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of prompt and response together, per sample."""
-        return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
 
 
 def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megaverl.data.images import Images, text_of_parts
+from megaverl.data.messages import Message, Tools
 from megaverl.data.row_values import parse_text, plain_columns, plain_value
 from megaverl.data.tool_calls import without_nulls
 from megaverl.distributed.shared_item import SharedItem
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from megaverl.data.tokenizers import Tokenizer
 
 
-Message = dict[str, Any]
-# JSON schemas of functions, in the form that chat templates take.
-Tools = list[dict[str, Any]]
 TooLong = Literal["error", "drop", "truncate_left"]
 # Upper bound of the tokens that a tokenizer adds around a text.
 NUM_ADDED_TOKENS = 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
-from megaverl.data.held_rows import as_ragged, receive_whole, send_whole
+from megaverl.data.row_transfer import as_ragged, receive_whole, send_whole
 from megaverl.distributed.ragged import RaggedBatch, flattened, num_bytes_on_device, put_together
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
 

@@ -33,10 +33,16 @@ def taken_out(columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, list[Any]
     def name_of(entry: Any) -> Any:
         if not isinstance(entry, list) or not any(isinstance(item, SharedItem) for item in entry):
             return entry
-        tensors.update({f"{item.key}/{name}": tensor for item in entry for name, tensor in item.tensors.items()})
+        for item in entry:
+            # Rows with the same image have items with the same key, so the tensors are stored once.
+            for name, tensor in item.tensors.items():
+                tensors[f"{item.key}/{name}"] = tensor
         return {MARK: [[item.key, item.size] for item in entry]}
 
-    return {name: [name_of(entry) for entry in column] for name, column in columns.items()}, tensors
+    named = {}
+    for name, column in columns.items():
+        named[name] = [name_of(entry) for entry in column]
+    return named, tensors
 
 
 def put_back(columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
@@ -47,20 +53,26 @@ def put_back(columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]
     """
     by_key: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        key, _, own = name.rpartition("/")
-        by_key.setdefault(key, {})[own] = tensor
-    made: dict[str, SharedItem] = {}
+        # A key may contain slashes, a tensor's own name does not.
+        key, _, tensor_name = name.rpartition("/")
+        by_key.setdefault(key, {})[tensor_name] = tensor
+    items: dict[str, SharedItem] = {}
 
-    def item(key: str, size: int) -> SharedItem:
-        if key not in made:
-            held = by_key[key]
-            made[key] = SharedItem(key, size, lambda: held)
-        return made[key]
+    def item_of(key: str, size: int) -> SharedItem:
+        if key not in items:
+            item_tensors = by_key[key]
+            items[key] = SharedItem(key, size, lambda: item_tensors)
+        return items[key]
 
     def entry_of(entry: Any) -> Any:
-        return [item(*each) for each in entry[MARK]] if isinstance(entry, dict) and MARK in entry else entry
+        if not isinstance(entry, dict) or MARK not in entry:
+            return entry
+        return [item_of(key, size) for key, size in entry[MARK]]
 
-    return {name: [entry_of(entry) for entry in column] for name, column in columns.items()}
+    restored = {}
+    for name, column in columns.items():
+        restored[name] = [entry_of(entry) for entry in column]
+    return restored
 
 
 def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
@@ -75,19 +87,24 @@ def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type])
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors[key := f"tensor {len(tensors)}"] = value
+        key = f"tensor {len(tensors)}"
+        tensors[key] = value
         return {"tensor": key}
     if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [flattened(each, tensors, known) for each in value]}
+        # JSON has one kind of sequence, so the header says which one it was.
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [flattened(part, tensors, known) for part in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: flattened(each, tensors, known) for key, each in value.items()}}
+        return {"dict": {key: flattened(part, tensors, known) for key, part in value.items()}}
     if isinstance(value, Mapping) and all(type(key) is int for key in value):
         # JSON keys are strings, so integer keys become pairs.
-        return {"by number": [[key, flattened(each, tensors, known)] for key, each in value.items()]}
+        return {"by number": [[key, flattened(part, tensors, known)] for key, part in value.items()]}
     name = type(value).__name__
+    # Only listed classes are sent: the receiver constructs nothing that a header alone names.
     if known.get(name) is type(value) and is_dataclass(value):
-        given = {each.name: getattr(value, each.name) for each in fields(value)}
-        return {"of": name, "dict": {key: flattened(each, tensors, known) for key, each in given.items()}}
+        attributes = {attribute.name: getattr(value, attribute.name) for attribute in fields(value)}
+        parts = {key: flattened(part, tensors, known) for key, part in attributes.items()}
+        return {"of": name, "dict": parts}
     raise DataError(
         f"a {name} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
     )
@@ -99,13 +116,16 @@ def put_together(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, 
         return value
     if "tensor" in value:
         return tensors[value["tensor"]]
-    if "list" in value or "tuple" in value:
-        parts = [put_together(each, tensors, known) for each in value["list" if "list" in value else "tuple"]]
-        return parts if "list" in value else tuple(parts)
+    if "list" in value:
+        return [put_together(part, tensors, known) for part in value["list"]]
+    if "tuple" in value:
+        return tuple(put_together(part, tensors, known) for part in value["tuple"])
     if "by number" in value:
-        return {key: put_together(each, tensors, known) for key, each in value["by number"]}
-    found = {key: put_together(each, tensors, known) for key, each in value["dict"].items()}
-    return known[value["of"]](**found) if "of" in value else found
+        return {key: put_together(part, tensors, known) for key, part in value["by number"]}
+    entries = {key: put_together(part, tensors, known) for key, part in value["dict"].items()}
+    if "of" in value:
+        return known[value["of"]](**entries)
+    return entries
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -135,15 +155,19 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor
     Raises:
         DataError: a dtype cannot be sent.
     """
-    entries, chunks = [], []
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+    entries = []
+    chunks = []
+    widest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in widest_first:
         if tensor.dtype not in _NAMES:
             raise DataError(
                 f"'{name}' is of {tensor.dtype}, which does not travel; dtypes that do: {', '.join(DTYPES)}"
             )
         entries.append([name, _NAMES[tensor.dtype], list(tensor.shape)])
         chunks.append(tensor.detach().contiguous().flatten().view(torch.uint8))
-    return entries, torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
+    # torch.cat refuses an empty list.
+    payload = torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
+    return entries, payload
 
 
 def num_bytes_on_device(header: bytes) -> int | None:
@@ -164,17 +188,19 @@ def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[st
         ValueError: the entries do not match the number of bytes.
         KeyError, TypeError, RuntimeError: the entries are malformed.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     start = 0
-    for name, dtype, shape in entries:
-        stop = start + math.prod(shape) * DTYPES[dtype].itemsize
+    for name, dtype_name, shape in entries:
+        dtype = DTYPES[dtype_name]
+        stop = start + math.prod(shape) * dtype.itemsize
+        # Slicing beyond the end would silently give fewer bytes.
         if stop > payload.numel():
             raise ValueError(f"the message ends at byte {payload.numel()}, within '{name}'")
-        found[name] = payload[start:stop].view(DTYPES[dtype]).reshape(shape)
+        tensors[name] = payload[start:stop].view(dtype).reshape(shape)
         start = stop
     if start != payload.numel():
-        raise ValueError(f"{payload.numel()} bytes came, and the header speaks of {start}")
-    return found
+        raise ValueError(f"the message has {payload.numel()} bytes, and its header describes {start}")
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -210,19 +236,33 @@ class RaggedBatch:
         index = torch.tensor(places, dtype=torch.int64)
         lengths = {axis: values.cpu()[index].to(torch.int64) for axis, values in self.lengths.items()}
         rows = {name: tensor[beside(tensor, index)] for name, tensor in self.tensors.items()}
-        ragged = {name: [axis, list(rows[name].shape)] for name, axis in self.axes.items()}
+        ragged = {}
         for name, axis in self.axes.items():
-            inside = _tokens(lengths[axis], rows[name].shape[1])
-            rows[name] = rows[name].flatten(0, 1)[beside(rows[name], inside)]
-        columns, shared = taken_out({n: [column[place] for place in places] for n, column in self.columns.items()})
-        own = {_length_of(axis): values for axis, values in lengths.items()}
-        own |= {name: tensor for name, tensor in rows.items() if tensor.device != device}
-        parts, payload = pack_tensors(own | {_SHARED + key: tensor for key, tensor in shared.items()})
+            padded = rows[name]
+            # The receiver pads again to this shape.
+            ragged[name] = [axis, list(padded.shape)]
+            used = _tokens(lengths[axis], padded.shape[1])
+            rows[name] = padded.flatten(0, 1)[beside(padded, used)]
+        columns, shared = taken_out(
+            {name: [column[place] for place in places] for name, column in self.columns.items()}
+        )
         # Lengths are packed with the host's tensors, because the receiver needs them to unpack.
-        stays, on_device = pack_tensors({name: tensor for name, tensor in rows.items() if name not in own})
-        found = {"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns}
+        host_tensors = {_length_of(axis): values for axis, values in lengths.items()}
+        device_tensors = {}
+        for name, tensor in rows.items():
+            if tensor.device == device:
+                device_tensors[name] = tensor
+            else:
+                host_tensors[name] = tensor
+        host_tensors |= {_SHARED + key: tensor for key, tensor in shared.items()}
+        parts, payload = pack_tensors(host_tensors)
+        on_device_parts, on_device = pack_tensors(device_tensors)
+        content = {"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns}
+        # The receiver waits for a second message if this entry is present.
+        if on_device_parts:
+            content["on_device"] = on_device_parts
         try:
-            header = json.dumps(found | ({"on_device": stays} if stays else {}))
+            header = json.dumps(content)
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"a column of {', '.join(self.columns)} holds what JSON cannot, and cannot go to another rank: {error}"
@@ -235,17 +275,23 @@ class RaggedBatch:
 
     def gather(self, group: dist.ProcessGroup | None = None) -> RaggedBatch:
         """Return the rows of all ranks of the group in rank order, in host memory. Collective."""
-        header, payload, _ = self.on_host().pack(range(len(next(iter(self.tensors.values())))))
+        header, payload, _ = self.on_host().pack(range(self._num_rows))
         headers = gather_json([header.decode(), payload.numel()], group)
-        payloads = gather_rows(payload, group).cpu().split([size for _, size in headers])
-        parts, count = [], 0
-        for (text, _), data in zip(headers, payloads, strict=True):
+        sizes = [size for _, size in headers]
+        payloads = gather_rows(payload, group).cpu().split(sizes)
+        parts = []
+        count = 0
+        for (rank_header, _), rank_payload in zip(headers, payloads, strict=True):
             # A copy is aligned for wide elements, unlike a slice of the payload.
-            one = RaggedBatch.unpack(text.encode(), data.clone(), self.fills)
-            num_rows = len(next(iter(one.tensors.values())))
-            parts.append((range(count, count + num_rows), one, range(num_rows)))
+            part = RaggedBatch.unpack(rank_header.encode(), rank_payload.clone(), self.fills)
+            num_rows = part._num_rows
+            parts.append((range(count, count + num_rows), part, range(num_rows)))
             count += num_rows
         return merge(count, parts)
+
+    @property
+    def _num_rows(self) -> int:
+        return len(next(iter(self.tensors.values())))
 
     @classmethod
     def unpack(
@@ -257,18 +303,24 @@ class RaggedBatch:
             DataError: the header does not match the bytes.
         """
         try:
-            found = json.loads(header)
-            tensors = unpack_tensors(found["parts"], payload)
+            content = json.loads(header)
+            tensors = unpack_tensors(content["parts"], payload)
             if on_device is not None:
-                tensors |= unpack_tensors(found.get("on_device", []), on_device)
-            lengths = {axis: tensors.pop(_length_of(axis)) for axis in found["axes"]}
-            shared = {key.removeprefix(_SHARED): tensors.pop(key) for key in [*tensors] if key.startswith(_SHARED)}
-            axes = {name: axis for name, (axis, _) in found["ragged"].items()}
-            for name, (axis, shape) in found["ragged"].items():
-                rows = tensors[name].new_full(shape, fills.get(name, 0))
-                rows.flatten(0, 1)[beside(rows, _tokens(lengths[axis], shape[1]))] = tensors[name]
-                tensors[name] = rows
-            return cls(tensors, axes, lengths, fills, put_back(found["columns"], shared))
+                tensors |= unpack_tensors(content.get("on_device", []), on_device)
+            lengths = {axis: tensors.pop(_length_of(axis)) for axis in content["axes"]}
+            shared = {}
+            for name in list(tensors):
+                if name.startswith(_SHARED):
+                    shared[name.removeprefix(_SHARED)] = tensors.pop(name)
+            axes = {}
+            for name, (axis, shape) in content["ragged"].items():
+                axes[name] = axis
+                padded = tensors[name].new_full(shape, fills.get(name, 0))
+                used = _tokens(lengths[axis], shape[1])
+                padded.flatten(0, 1)[beside(padded, used)] = tensors[name]
+                tensors[name] = padded
+            columns = put_back(content["columns"], shared)
+            return cls(tensors, axes, lengths, fills, columns)
         except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
             raise DataError(f"a message of rows cannot be read: {error}") from error
 
@@ -284,7 +336,9 @@ def beside(like: Tensor, values: Tensor) -> Tensor:
 def on_one_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move all tensors to the device that any of them is on, or keep them if all are in host memory."""
     like = next((tensor for tensor in tensors.values() if tensor.device.type != "cpu"), None)
-    return {name: tensor if like is None else beside(like, tensor) for name, tensor in tensors.items()}
+    if like is None:
+        return dict(tensors)
+    return {name: beside(like, tensor) for name, tensor in tensors.items()}
 
 
 def _length_of(axis: str) -> str:
@@ -293,7 +347,8 @@ def _length_of(axis: str) -> str:
 
 def _tokens(lengths: Tensor, width: int) -> Tensor:
     """Return the flat indices of the used entries of [rows, width], [n] int64."""
-    return (torch.arange(width) < lengths.unsqueeze(1)).flatten().nonzero()[:, 0]
+    is_used = torch.arange(width) < lengths.unsqueeze(1)
+    return is_used.flatten().nonzero()[:, 0]
 
 
 def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence[int]]]) -> RaggedBatch:
@@ -310,32 +365,39 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
     """
     first = parts[0][1]
     for _, part, _ in parts:
-        for mine, other in ((first.tensors, part.tensors), (first.columns, part.columns)):
-            if different := mine.keys() ^ other.keys():
-                raise DataError(f"the ranks' rows differ in what they hold: {', '.join(sorted(different))}")
+        different = (first.tensors.keys() ^ part.tensors.keys()) | (first.columns.keys() ^ part.columns.keys())
+        if different:
+            raise DataError(f"the ranks' rows differ in what they hold: {', '.join(sorted(different))}")
+    # Ranks pad their rows to their own longest one, so the result is as wide as the widest part.
     widths: dict[str, int] = {}
     for _, part, _ in parts:
         for name, axis in part.axes.items():
             widths[axis] = max(int(part.tensors[name].shape[1]), widths.get(axis, 0))
     tensors: dict[str, Tensor] = {}
-    for name, like in first.tensors.items():
-        axis = first.axes.get(name, "")
-        shape = (count, widths[axis], *like.shape[2:]) if axis else (count, *like.shape[1:])
-        held = (part.tensors[name] for _, part, _ in parts)
-        on_device = next((tensor for tensor in held if tensor.device.type != "cpu"), like)
-        tensors[name] = on_device.new_full(shape, first.fills.get(name, 0))
+    for name, example in first.tensors.items():
+        if name in first.axes:
+            shape = (count, widths[first.axes[name]], *example.shape[2:])
+        else:
+            shape = (count, *example.shape[1:])
+        of_all_parts = (part.tensors[name] for _, part, _ in parts)
+        # The result lies on the device if one part does: a copy to it need not block, one from it would.
+        like = next((tensor for tensor in of_all_parts if tensor.device.type != "cpu"), example)
+        tensors[name] = like.new_full(shape, first.fills.get(name, 0))
     lengths = {axis: torch.zeros(count, dtype=values.dtype) for axis, values in first.lengths.items()}
     columns: dict[str, list[Any]] = {name: [None] * count for name in first.columns}
     for here, part, there in parts:
         if not here:
             continue
-        to, index = torch.tensor(list(here)), torch.tensor(list(there))
+        target_rows = torch.tensor(list(here))
+        source_rows = torch.tensor(list(there))
         for axis, values in part.lengths.items():
-            lengths[axis][to] = values[index].cpu()
+            lengths[axis][target_rows] = values[source_rows].cpu()
         for name, tensor in part.tensors.items():
-            rows, whole = tensor[beside(tensor, index)], tensors[name]
-            kept = (slice(0, rows.shape[1]),) if first.axes.get(name) else ()
-            whole[beside(whole, to), *kept] = beside(whole, rows)
+            rows = tensor[beside(tensor, source_rows)]
+            whole = tensors[name]
+            # A narrower part leaves the padding at the end of its rows.
+            columns_kept = (slice(0, rows.shape[1]),) if name in first.axes else ()
+            whole[beside(whole, target_rows), *columns_kept] = beside(whole, rows)
         for name, column in part.columns.items():
             for target, origin in zip(here, there, strict=True):
                 columns[name][target] = column[origin]

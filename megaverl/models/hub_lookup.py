@@ -6,12 +6,16 @@ would find out after its start. The module imports neither torch nor transformer
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from megaverl.config import Config
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.run import is_hub_name
+from megaverl.user_code import describe
+
+logger = logging.getLogger(__name__)
 
 # Deadline for the hub's answer.
 ANSWER_SECONDS = 5.0
@@ -53,15 +57,22 @@ def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tup
     The reason is "" if the model was found or its existence is unknown.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
         snapshot_download(name, revision=revision, local_dir=local_dir, local_files_only=True)
-    # A damaged cache may raise anything. The hub is asked instead.
-    except Exception:
-        pass
-    else:
         return "", False
+    except LocalEntryNotFoundError:
+        # The usual case of a model that was never downloaded: the hub is asked.
+        pass
+    # A damaged cache may raise anything. The hub is asked as well, and the ranks may stumble over the same damage.
+    except Exception as error:
+        logger.warning("%s: the cache of the hub cannot be read (%s), so the hub is asked.", name, describe(error))
     here = f"no such folder in {os.getcwd()}"
     try:
         HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(name, revision=revision, timeout=ANSWER_SECONDS)

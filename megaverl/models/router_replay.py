@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megaverl.data.batch_fields import ROUTERS_CHOICE
+from megaverl.data.routed_experts import ROUTERS_CHOICE
 from megaverl.distributed.groups import Grid
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform

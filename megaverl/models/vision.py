@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,11 +17,16 @@ from megaverl.platform import to_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from megaverl.models.packing import Packing
-
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Replaces image tokens that a response has sampled: any ordinary token of the vocabulary will do.
 NO_IMAGE = 0
+
+
+class PackedRow(Protocol):
+    """Places of the samples in a packed row, of which `packing.Packing` has more."""
+
+    positions: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclass
@@ -87,7 +92,7 @@ class VisionReader:
         tokens: torch.Tensor,
         prompt_lengths: torch.Tensor,
         response_lengths: torch.Tensor,
-        packing: Packing | None,
+        packing: PackedRow | None,
         images: Sequence[SharedItem],
     ) -> VisionInputs:
         """Build the vision inputs for rows on the host.

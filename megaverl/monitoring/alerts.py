@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megaverl.config.errors import did_you_mean
 from megaverl.config.watching import AlertConfig, Condition, post_address, read_condition
+from megaverl.config.wording import did_you_mean
 
 WAITING = 100  # queued messages to one receiver; further ones are dropped
 ATTEMPTS, SECONDS_OF_ONE = 3, 10.0

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.config.errors import divisors
+from megaverl.config.wording import divisors
 from megaverl.errors import ConfigError, RolloutError
 from megaverl.planner.job import GB, PlannedJob, make_job
 from megaverl.planner.memory import UTILIZATION, MemoryModel, RankMemory, phases_of

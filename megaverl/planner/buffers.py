@@ -170,9 +170,9 @@ class TrainedBytes:
         gradients: the gradient buffers.
         optimizer: float32 master weights and Adam's two moments of this replica's share.
         step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
-        saved_weights, saved_optimizer: bytes that the rank writes to a checkpoint (`megaverl.checkpoint.parts`): one
-            replica's share of the weights, and its optimizer state in float32. Norms count for every tensor-parallel
-            rank, though only one of them writes them.
+        saved_weights, saved_optimizer: bytes that the rank writes to a checkpoint (`megaverl.checkpoint.rank_shards`):
+            one replica's share of the weights, and its optimizer state in float32. Norms count for every
+            tensor-parallel rank, though only one of them writes them.
     """
 
     weights: int

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.config.errors import divisors
 from megaverl.config.grids import is_placed
 from megaverl.config.passthrough import recompute_fields
+from megaverl.config.wording import divisors
 from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.outside import read_json_file
 from megaverl.sharding.model_spec import ModelSpec, misfits

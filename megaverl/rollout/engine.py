@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megaverl.config.roles import RolloutConfig
     from megaverl.distributed.shared_item import SharedItem
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.vllm import QuantisedWeight
@@ -367,15 +366,6 @@ class InFlight:
 def sampling_options(fields: Mapping[str, Any], **changes: Any) -> SamplingOptions:
     """Return the configuration's sampling fields, with changes, as `SamplingOptions`."""
     return SamplingOptions(**{**fields, **changes})
-
-
-def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
-    """Return the sampling of prompts with these lengths: equal for all, or by rule under adaptive sampling."""
-    plain = sampling_options(config.sampling)
-    if not config.adaptive_sampling:
-        return plain
-    by_rule = [(rule, sampling_options(config.sampling, **rule.changes)) for rule in config.sampling_rules]
-    return [next((options for rule, options in by_rule if rule.holds(length)), plain) for length in lengths]
 
 
 def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:

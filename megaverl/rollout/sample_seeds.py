@@ -29,22 +29,30 @@ def split_prompts(
     Returns:
         For each replica the indices of its prompts, ascending. Every index occurs exactly once.
     """
-    if conversations is not None:
-        return [
-            [i for i, number in enumerate(conversations) if number % num_replicas == r] for r in range(num_replicas)
-        ]
-    groups = [range(start, min(start + group_size, len(lengths))) for start in range(0, len(lengths), group_size)]
-    num_whole = len(groups) // num_replicas * num_replicas
-    units = sorted(groups[:num_whole], key=lambda group: (-sum(lengths[i] for i in group), group.start))
-    singles = [range(i, i + 1) for group in groups[num_whole:] for i in group]
-    units += sorted(singles, key=lambda group: (-lengths[group.start], group.start))
-
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    if conversations is not None:
+        for prompt, conversation in enumerate(conversations):
+            shares[conversation % num_replicas].append(prompt)
+        return shares
+
+    def tokens_of(prompts: Sequence[int]) -> int:
+        return sum(lengths[prompt] for prompt in prompts)
+
+    groups = []
+    for start in range(0, len(lengths), group_size):
+        groups.append(range(start, min(start + group_size, len(lengths))))
+    num_whole = len(groups) // num_replicas * num_replicas
+    # The longest first, so that the short ones even out the loads at the end. Equal lengths keep their order: every
+    # rank must compute the same split.
+    units = sorted(groups[:num_whole], key=lambda group: (-tokens_of(group), group.start))
+    singles = [range(prompt, prompt + 1) for group in groups[num_whole:] for prompt in group]
+    units += sorted(singles, key=lambda single: (-tokens_of(single), single.start))
+
     num_tokens = [0] * num_replicas
     for unit in units:
-        replica = min(range(num_replicas), key=lambda r: (len(shares[r]), num_tokens[r], r))
+        replica = min(range(num_replicas), key=lambda number: (len(shares[number]), num_tokens[number], number))
         shares[replica] += unit
-        num_tokens[replica] += sum(lengths[i] for i in unit)
+        num_tokens[replica] += tokens_of(unit)
     return [sorted(share) for share in shares]
 
 

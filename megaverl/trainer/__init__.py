@@ -2,26 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from megaverl.lazy_names import lazy_getattr
+
 if TYPE_CHECKING:
     from megaverl.trainer.api.trainers import PPOTrainer, RLTrainer, RoleBasedDistributedStrategy, init_distributed
 
 __all__ = ["PPOTrainer", "RLTrainer", "RoleBasedDistributedStrategy", "init_distributed"]
 
-_PUBLIC = {
-    "PPOTrainer": "megaverl.trainer.api.trainers",
-    "RLTrainer": "megaverl.trainer.api.trainers",
-    "RoleBasedDistributedStrategy": "megaverl.trainer.api.trainers",
-    "init_distributed": "megaverl.trainer.api.trainers",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'megaverl.trainer' has no attribute {name!r}; it has {', '.join(__all__)}")
-    from importlib import import_module
-
-    public: object = getattr(import_module(_PUBLIC[name]), name)
-    return public
+__getattr__ = lazy_getattr(__name__, dict.fromkeys(__all__, "megaverl.trainer.api.trainers"))
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.held_rows import as_ragged
+from megaverl.data.row_transfer import as_ragged
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.controller.dialogue import Dialogue
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import Readers
-from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
+from megaverl.data.distributed_batch import Readers
+from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow
 from megaverl.distributed.worlds import Fabric

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.distributed_batch import whole_on
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.collectives import together
 from megaverl.errors import CheckpointError, MegaverlError
@@ -314,7 +315,7 @@ class Trainer:
         if values:
             batch: RolloutBatch = values["rollouts"]
             # A checkpoint holds all samples, while this rank may hold only its own rows.
-            whole = batch if batch.held is None else batch.held.whole_on(0, batch)
+            whole = whole_on(batch, 0)
             measured = self.step.measured(self.next_step)
             cut_off = self._rollouts(self.next_step, {**values, "rollouts": whole}, measured)
         self._leave(signal, cut_off)

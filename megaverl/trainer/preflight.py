@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaverl.config import Config
-from megaverl.config.errors import ConfigIssue, InvalidConfig, listed
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.field_needs import FieldMachine, need_mistakes, without_repeats
 from megaverl.config.files_and_packages import package_issues
 from megaverl.config.grids import used_roles
 from megaverl.config.roles import GridConfig
 from megaverl.config.run import is_hub_name
+from megaverl.config.wording import listed
 from megaverl.errors import ConfigError, ModelError, RolloutError
 from megaverl.gpus import cuda_builds_beside_cpu_torch, has_usable_gpu, is_processor_meant, unusable_gpus
 from megaverl.models.hub_lookup import missing_models

@@ -20,7 +20,8 @@ from megaverl.data.tasks import make_task, write_rows
 from megaverl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.backends import read_metrics
-from megaverl.monitoring.console import Console, plot_curves, text_curve
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.curves import plot_curves, text_curve
 from megaverl.rollout.environments.games import EXAMPLES, example
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job

@@ -20,8 +20,11 @@ from torch import Tensor
 from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
-from megaverl.data.held_rows import HeldRows, Readers, as_held, as_ragged
-from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
+from megaverl.data.distributed_batch import Readers, as_held
+from megaverl.data.held_rows import HeldRows
+from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.row_transfer import as_ragged
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import Fabric

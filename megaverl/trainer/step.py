@@ -14,13 +14,14 @@ from megaverl.algorithms import check_finite, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.held_rows import Readers, of_all, of_held
+from megaverl.data.distributed_batch import Readers, of_all, of_held
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import call_object
 from megaverl.rewards.trl import TrainerState
-from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
+from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some
+from megaverl.rollout.sampling_rules import sampling_of
 from megaverl.trainer.arriving_samples import TakesSamples
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
 from megaverl.trainer.roles import Mix, Roles

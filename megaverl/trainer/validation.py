@@ -14,10 +14,9 @@ import torch
 
 from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
-from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import answer_rows
+from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptDataset, PromptRecord
-from megaverl.data.held_rows import Readers, of_all
+from megaverl.data.distributed_batch import Readers, of_all
 from megaverl.data.streaming import Prompts
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console

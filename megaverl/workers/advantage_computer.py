@@ -19,8 +19,8 @@ from megaverl.algorithms import (
     whiten,
 )
 from megaverl.config.algorithm import FILTERS, AlgorithmConfig
-from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import FIELDS, answer_rows
+from megaverl.data.batch import RolloutBatch, answer_rows
+from megaverl.data.batch_fields import FIELDS
 from megaverl.data.held_rows import HeldRows
 from megaverl.distributed.ragged import beside, on_one_device
 from megaverl.errors import DataError

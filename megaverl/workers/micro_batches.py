@@ -22,12 +22,13 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import EXPERTS_COLUMN as EXPERTS
-from megaverl.data.batch_fields import padded_experts
 from megaverl.data.batching import mini_batches, plan_micro_batches
-from megaverl.data.held_rows import of_all, of_held
+from megaverl.data.distributed_batch import of_all, of_held
 from megaverl.data.images import COLUMN, images_of_rows
-from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
+from megaverl.data.prefix_packing import plan_packed_micro_batches, sequence_lengths, shared_tokens
+from megaverl.data.routed_experts import EXPERTS_COLUMN as EXPERTS
+from megaverl.data.routed_experts import padded_experts
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.ragged import beside
 from megaverl.errors import TrainingStopped
@@ -210,7 +211,7 @@ def _micro_batch(
     packing = None
     if model.pack is None:
         tokens = batch.joined(multiple_of=model.token_multiple)
-        experts = padded_experts(batch, tokens.shape[1])
+        experts = padded_experts(batch.columns.get(EXPERTS), batch.sequence_lengths, tokens.shape[1])
     else:
         padded = batch.joined()
         packing = model.pack(
@@ -221,13 +222,14 @@ def _micro_batch(
             multiple_of=model.token_multiple,
         )
         tokens = padded.flatten()[packing.source].unsqueeze(0)
-        experts = padded_experts(batch, padded.shape[1])
+        experts = padded_experts(batch.columns.get(EXPERTS), batch.sequence_lengths, padded.shape[1])
         experts = None if experts is None else experts.flatten(0, 1)[packing.source].unsqueeze(0)
     width = int(batch.response_lengths.max())
     vision = None
     if model.vision is not None:
         # In a packed row a shared prompt is stored once, together with its images.
-        images = images_of_rows(batch, [prompts[row] for row in rows] if packing is not None else None)
+        shared_prompts = [prompts[row] for row in rows] if packing is not None else None
+        images = images_of_rows(batch.columns.get(COLUMN), shared_prompts)
         vision = model.vision.read(tokens, batch.prompt_lengths, batch.response_lengths, packing, images)
     micro = MicroBatch(
         samples=index,

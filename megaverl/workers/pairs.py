@@ -27,7 +27,7 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import of_all
+from megaverl.data.distributed_batch import of_all
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.micro_batches import ModelWorker, micro_batches_for, share
 from megaverl.workers.model import Loss, TrainingModel

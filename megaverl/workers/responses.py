@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megaverl.config import Config
-from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import answer_rows
+from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.held_rows import HeldRows, Readers, as_held, of_all
+from megaverl.data.distributed_batch import Readers, as_held, of_all
+from megaverl.data.held_rows import HeldRows
 from megaverl.data.images import COLUMN, image_column
-from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.errors import RolloutError
 from megaverl.rollout import sample_seed, turn_seed
 from megaverl.rollout.engine import (

@@ -15,12 +15,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import answer_rows
+from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.batching import blocks_of, rows_of_rank
-from megaverl.data.held_rows import of_all
-from megaverl.data.prefix_packing import SequenceLengths
-from megaverl.data.prompts import Message
+from megaverl.data.distributed_batch import of_all
+from megaverl.data.messages import Message
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.errors import ModelError, RewardError

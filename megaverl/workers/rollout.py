@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from megaverl.data.batch_fields import EXPERTS_COLUMN as EXPERTS
-from megaverl.data.batch_fields import experts_column, experts_of
-from megaverl.data.held_rows import HeldRows, Moving, move_ragged
+from megaverl.data.held_rows import HeldRows
+from megaverl.data.routed_experts import EXPERTS_COLUMN as EXPERTS
+from megaverl.data.routed_experts import experts_column, experts_of
+from megaverl.data.row_transfer import Moving, move_ragged
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Fabric

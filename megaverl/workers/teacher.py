@@ -29,7 +29,7 @@ from megaverl.config import Config
 from megaverl.config.actor_and_teacher import other_tokenizer_issues
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.images import COLUMN
-from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import ConfigError, DataError
 from megaverl.models.packing import MicroBatch

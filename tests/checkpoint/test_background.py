@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megaverl.checkpoint.parts import HeldTensors, HostBuffers
+from megaverl.checkpoint.background import HeldTensors, HostBuffers
 from tests.device_tensors import DeviceTensor
 
 

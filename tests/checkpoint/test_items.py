@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaverl.checkpoint import ChecksummedFile, crc32_of, parts, read_into
-from megaverl.checkpoint.parts import frame_of, read_object, read_tensor, write_tensor
+from megaverl.checkpoint import ChecksummedFile, crc32_of, read_into, tensor_records
+from megaverl.checkpoint.tensor_records import frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import DamagedCheckpoint
 from tests.device_tensors import DeviceTensor
 
@@ -68,8 +68,8 @@ def test_what_lies_in_a_gpu_is_written_as_if_it_lay_on_the_host(tmp_path: Path, 
 
 
 def test_tensors_too_large_for_a_plain_zip_are_left_to_torch() -> None:
-    assert frame_of((parts.LARGEST // 4,), torch.float32) is not None
-    assert frame_of((parts.LARGEST // 4 + 1,), torch.float32) is None
+    assert frame_of((tensor_records.LARGEST // 4,), torch.float32) is not None
+    assert frame_of((tensor_records.LARGEST // 4 + 1,), torch.float32) is None
 
 
 def test_no_byte_can_change_unseen(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ platform.adapt_megatron()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
-from megaverl.checkpoint import parts  # noqa: E402
-from megaverl.checkpoint.parts import boxes_of, shares_of  # noqa: E402
+from megaverl.checkpoint import rank_shards  # noqa: E402
+from megaverl.checkpoint.rank_shards import boxes_of, shares_of  # noqa: E402
 
 RANKS = "tests.checkpoint.ranks:"
 
@@ -63,9 +63,9 @@ def test_what_megatron_core_has_gathered_is_read(
         assert changed == []
 
 
-@pytest.mark.parametrize("largest", [parts.CHUNK_BYTES, 8], ids=["whole", "cut"])
+@pytest.mark.parametrize("largest", [rank_shards.CHUNK_BYTES, 8], ids=["whole", "cut"])
 def test_flat_ranges_of_a_stacked_layer_are_boxes_of_the_stack(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", largest)
+    monkeypatch.setattr(rank_shards, "CHUNK_BYTES", largest)
     of = ShardedTensor.from_rank_offsets(
         "weight", torch.zeros(4, 3), (0, 1, 5), (1, 1, 2), replica_id=(0, 0, 3), prepend_axis_num=1
     )

@@ -14,7 +14,7 @@ import pytest
 
 from megaverl.cli.main import main
 from megaverl.models.architectures import weights_of
-from megaverl.models.folder import ANY, NAMED, Support, support_of
+from megaverl.models.support import ANY, NAMED, Support, support_of
 from megaverl.models.tiny import TINY, make_tiny_folder
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, ModelSpec

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from megaverl.config import passthrough
-from megaverl.config.errors import nearest
 from megaverl.config.passthrough import TARGETS, PassthroughClass
 from megaverl.config.signatures import class_fields, source_file
+from megaverl.config.wording import nearest
 from megaverl.config.yaml_source import MISSING, put, take, value_at
 from megaverl.platform import platform
 from tests.launcher import Launcher

@@ -75,7 +75,7 @@ def test_a_refusal_says_what_was_and_what_is_and_what_to_do() -> None:
     found = changes(config_of("run.seed=1").to_dict(), config_of("run.seed=2"), "train")
     [mistake] = refusals(found, "step_00000004")
     assert str(mistake) == (
-        "run.seed: was 1 in step_00000004, is 2. The order of the rows and every random draw come from it. "
+        "run.seed: was 1 in step_00000004, is 2. The seed determines the order of the rows and every random draw. "
         "Set it back, or start a new run from the saved weights: another run.name, or checkpoint.resume=never."
     )
 

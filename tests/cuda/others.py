@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megaverl.data import held_rows
-from megaverl.data.held_rows import Heard, Moving
+from megaverl.data.row_transfer import Heard, Moving
 from megaverl.distributed.ragged import RaggedBatch, num_bytes_on_device
 from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import Generation

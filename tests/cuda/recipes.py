@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaverl.checkpoint.background import HeldTensors, HostBuffers
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.parts import HeldTensors, HostBuffers
 from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config

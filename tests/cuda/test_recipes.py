@@ -97,8 +97,9 @@ ALLOWED = {
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 24 * 2,
     f"{DISPATCHER}: event.synchronize": 24 * 2,
     "megaverl/platform/device.py:synchronize: torch.cuda.synchronize": 1,  # of a save
-    "megaverl/checkpoint/parts.py:write_tensor: copy to the host": 8,  # of the few that are written here, in a thread
-    "megaverl/checkpoint/parts.py:copy: copy to the host": 8,  # of those that were not written before an update
+    # of the few that are written here, in a thread
+    "megaverl/checkpoint/tensor_records.py:write_tensor: copy to the host": 8,
+    "megaverl/checkpoint/background.py:copy: copy to the host": 8,  # of those that were not written before an update
     "megaverl/weights/reshard.py:_agree: copy to the host": 1,
     "megaverl/weights/reshard.py:finished: stream.synchronize": 1,
     "megaverl/weights/transports/ipc.py:_any_rank: item": 1,

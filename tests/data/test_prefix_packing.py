@@ -11,13 +11,13 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
 from megaverl.data.prefix_packing import (
     GOOD_ENOUGH,
-    SequenceLengths,
     packed_tokens,
     plan_packed_micro_batches,
     prompt_numbers,
     sequence_lengths,
     shared_tokens,
 )
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.errors import DataError
 
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.serving import run_blocking
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import Moving, _send_from_host, as_ragged, move_batch
+from megaverl.data.distributed_batch import move_batch
+from megaverl.data.row_transfer import Moving, _send_from_host, as_ragged
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed import worlds
 from megaverl.distributed.collectives import barrier, gather_json

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.monitoring.console import plot_curves, sparkline, text_curve
+from megaverl.monitoring.curves import plot_curves, sparkline, text_curve
 
 
 def test_sparkline_spans_smallest_to_largest() -> None:

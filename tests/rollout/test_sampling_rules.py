@@ -7,7 +7,8 @@ import torch
 
 from megaverl.config.roles import RolloutConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.rollout.engine import Generation, SamplingOptions, drawing, of_each, sampling_of
+from megaverl.rollout.engine import Generation, SamplingOptions, drawing, of_each
+from megaverl.rollout.sampling_rules import sampling_of
 from megaverl.workers.responses import Draws, own_rows, rollout_metrics, without_opponents
 
 

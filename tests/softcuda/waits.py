@@ -45,7 +45,10 @@ FAULTS = {
         "megaverl.weights.reshard:FinalParts.wait_for", "event = self._event", "event = None", "overlap"
     ),
     "a save writes what has not been copied": Fault(
-        "megaverl.checkpoint.parts:HostBuffers.copy", "copy_(tensor)", "copy_(tensor, non_blocking=True)", "staging"
+        "megaverl.checkpoint.background:HostBuffers.copy",
+        "copy_(tensor)",
+        "copy_(tensor, non_blocking=True)",
+        "staging",
     ),
     "a micro-batch is overwritten on its way": Fault(
         "megaverl.platform.device:to_device",
@@ -108,7 +111,7 @@ def overlap() -> bool:
 
 def staging() -> bool:
     """A save reads a copy of a tensor that the next update changes."""
-    from megaverl.checkpoint.parts import HeldTensors, HostBuffers
+    from megaverl.checkpoint.background import HeldTensors, HostBuffers
 
     tensor = torch.ones(NUMEL, device="cuda")
     held = HeldTensors({"weight": tensor}, {}, HostBuffers())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.held_rows import Readers
+from megaverl.data.distributed_batch import Readers, whole_on
 from megaverl.distributed import collectives
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.distributed.worlds import of_default_group
@@ -197,7 +197,7 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         assert torch.equal(found["same"], mine.rollout_log_probs)
         assert torch.equal(found["more"][:, 1:], mine.rollout_log_probs)
         assert torch.equal(found["one"], mine.rollout_log_probs.sum(1))
-    whole = held.whole_on(0, mine)
+    whole = whole_on(mine, 0)
     if fabric.rank == 0:
         assert all(torch.equal(whole[name], batch[name]) for name in batch)
         assert whole.columns == batch.columns

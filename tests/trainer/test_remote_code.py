@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megaverl.models.folder import Support, support_of
+from megaverl.models.support import Support, support_of
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
 from tests.trainer.test_end_to_end import LOGPROB_LIMIT, metrics_of

@@ -87,7 +87,7 @@ def test_a_run_that_left_inside_a_step_goes_on_with_other_settings(
     assert ended.codes == [0], ended.text
     said = "responses of step 3 are trained on as they were generated before rollout.sampling.temperature changed"
     assert said in ended.text
-    assert "without effect: model.init: 'weights' -> 'random'. Trained weights are the checkpoint's." in ended.text
+    assert "without effect: model.init: 'weights' -> 'random'. Trained weights come from the checkpoint." in ended.text
     found = metrics(tmp_path / "runs" / "run")
     # of 8 updates in 4 steps the third step takes the fifth and sixth
     assert [record["actor/lr"] for record in found[:2]] == pytest.approx([1e-3, 0.75e-3])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaverl.algorithms import Advantages
 from megaverl.config import load_config
-from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.trainer.executor import SampleRouting
 
 OUTLINE = SequenceLengths([2, 2, 2], [1, 1, 1], [0, 1, 2])

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import experts_column
 from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.routed_experts import experts_column
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.grid import GridShape
 from megaverl.models.packing import pack
 from megaverl.workers.micro_batches import Weighting, mini_batch_mask, plan_for, run_updates

@@ -24,7 +24,8 @@ from packaging.specifiers import SpecifierSet
 from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch, driver_older_than_torch
 from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.hardware import hardware
-from megaverl.monitoring.doctor.network import network, storage
+from megaverl.monitoring.doctor.network import network
+from megaverl.monitoring.doctor.storage import storage
 from megaverl.monitoring.doctor.trials import TRIAL_SECONDS, measure_rates, start_trials
 from megaverl.monitoring.tracker import collect_versions
 from megaverl.platform import flash_attention, platform

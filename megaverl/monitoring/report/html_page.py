@@ -72,7 +72,7 @@ class ReportServer(ThreadingHTTPServer):
     """Server of the page of runs that may still be running. The page is made again when there are new steps.
 
     Args:
-        token: what an address must end in (?token=...); None: anyone who reaches the port may look.
+        token: secret at the end of the address (?token=...). None: anyone who reaches the port can read the page.
     """
 
     daemon_threads = True
@@ -115,9 +115,9 @@ class _PageHandler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         token = parse_qs(url.query).get("token", [""])[0]
         if self.server.token is not None and not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._answer(403, b"the address must end in ?token=..., as megaverl report --serve printed it")
+            return self._answer(403, b"The address must end in ?token=..., as printed by megaverl report --serve.")
         if url.path != "/":
-            return self._answer(404, b"the report is at /")
+            return self._answer(404, b"The report is at /.")
         try:
             return self._answer(200, self.server.page())
         except DataError as error:
@@ -206,7 +206,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     if "train/tokens_per_sec" in run.metrics:
         tiles.append(("tokens/s", short(median(run.metrics["train/tokens_per_sec"].values)), "median"))
     if memory := memory_parts(run):
-        tiles.append(("memory", f"{short(memory[0].peak / 1024)} GiB", f"most, {memory[0].name}"))
+        tiles.append(("memory", f"{short(memory[0].peak / 1024)} GiB", f"peak, {memory[0].name}"))
     return tiles
 
 

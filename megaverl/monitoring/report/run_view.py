@@ -17,7 +17,7 @@ from rich.text import Text
 
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import DataError
-from megaverl.monitoring.console import sparkline
+from megaverl.monitoring.curves import sparkline
 from megaverl.monitoring.report.run_folder import (
     duration,
     short,

@@ -95,19 +95,19 @@ def observations(run: RunRecord) -> Iterator[str]:
             yield f"{name} is not a finite number at step {steps[0]}{more}."
     planned = run.planned_steps
     if planned is not None and 0 < run.num_steps < planned:
-        yield f"The run has {run.num_steps} of {planned} steps: it is still running, or it was ended."
+        yield f"The run has {run.num_steps} of {planned} steps: it is still running, or was stopped."
     yield from _slow_steps(run)
     drift = run.metrics.get("rollout/logprob_diff_mean")
     if drift is not None and len(drift.values) >= 20:
         before, after = ends(drift)
         if after > max(10 * before, 1e-3):
             yield (
-                f"rollout/logprob_diff_mean rose from {short(before)} to {short(after)}: the engine's log-probs drift "
-                "away from those that training computes."
+                f"rollout/logprob_diff_mean rose from {short(before)} to {short(after)}: the log-probs of the engine "
+                "drift away from those of the trainer."
             )
     flat = run.metrics.get("reward/std")
     if flat is not None and flat.values and math.isfinite(flat.values[-1]) and not any(flat.values[-5:]):
-        yield "All responses of the last steps have the same reward: there is nothing to learn from."
+        yield "All responses of the last steps have the same reward, so they give no gradient."
 
 
 def _slow_steps(run: RunRecord) -> Iterator[str]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from megaverl.config import Config, load_config
-from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.run import LoopConfig, named_reward
+from megaverl.config.wording import did_you_mean
 from megaverl.config.yaml_source import COMMAND_LINE, Override, recipe
 from megaverl.errors import ConfigError
-from megaverl.trainer.api import Devices, device_map, parse_devices
+from megaverl.trainer.api.devices import Devices, device_map, parse_devices
 from megaverl.trainer.preflight import check_builds, check_packages
 from megaverl.trainer.resuming import check_resume
 

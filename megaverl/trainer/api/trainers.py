@@ -22,7 +22,7 @@ from megaverl.config.yaml_source import Override
 from megaverl.errors import INTERRUPTED, SAVED_AND_LEFT, ConfigError, TrainingStopped
 from megaverl.processes import free_port
 from megaverl.temporary import remove_temporary_folder
-from megaverl.trainer.api import DataParallelConfig, Devices, placement_of
+from megaverl.trainer.api.devices import DataParallelConfig, Devices, placement_of
 from megaverl.trainer.api.settings import (
     JOB_OF_ONE,
     Description,

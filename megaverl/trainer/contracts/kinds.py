@@ -37,7 +37,7 @@ from megaverl.rewards.registry import FIRST
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
 from megaverl.rollout.environments.environment import Codec, make_game
-from megaverl.trainer.contracts import Broken, Promise
+from megaverl.trainer.contracts.contract import Broken, Promise
 from megaverl.workers.advantage_computer import kept_by
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import generate_by

@@ -16,7 +16,8 @@ import pytest
 
 from megaverl.monitoring.doctor import Finding, as_dict, as_text, examine
 from megaverl.monitoring.doctor.examine import KERNELS, SECTIONS, kernels, versions
-from megaverl.monitoring.doctor.network import is_free, network, storage
+from megaverl.monitoring.doctor.network import is_free, network
+from megaverl.monitoring.doctor.storage import storage
 from megaverl.monitoring.doctor.trials import Trial
 from megaverl.platform import Platform
 from tests.launcher import Launcher

@@ -1,0 +1,263 @@
+"""Transfer of rows and whole tensors between ranks, of one role or of two.
+
+Data on the host, such as tokens, go from host to host. Results that were computed on a device go from device to device
+(`Fabric.rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megaverl.data.batch_fields import FIELDS, field_of
+from megaverl.distributed.ragged import (
+    RaggedBatch,
+    merge,
+    num_bytes,
+    num_bytes_on_device,
+    pack_tensors,
+    unpack_tensors,
+)
+from megaverl.distributed.worlds import Channel, Fabric, PendingSends, send_json
+from megaverl.errors import DataError
+from megaverl.sharding.rows import Move, Rows, plan_moves
+
+_LENGTHS = {"S": "prompt_lengths", "R": "response_lengths"}
+
+
+class NamedTensors(Protocol):
+    """Tensors that are looked up by name: a RolloutBatch or a dictionary."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Moving:
+    """One transfer of the step's flow for one batch: what this rank holds and wants, and its messages.
+
+    Attributes:
+        name: name of what moves. Messages of different names do not mix, so transfers may run from different threads
+            (gloo).
+        held: rows that this rank holds, in this order.
+        wanted: rows that this rank wants, in this order.
+        moves: messages that this rank sends or receives.
+        receives: whether this rank is a receiver, even if it wants no rows this time.
+    """
+
+    name: str
+    held: tuple[int, ...]
+    wanted: tuple[int, ...]
+    moves: tuple[Move, ...]
+    receives: bool
+
+    @classmethod
+    def plan(cls, fabric: Fabric, name: str, source: Rows, dest: Rows) -> Moving:
+        """Return this rank's part of a transfer. Arguments must be equal on every rank.
+
+        A rank of `dest` that wants no rows and holds none still gets one header, from which it builds an empty batch.
+
+        Args:
+            source: rows that each rank holds.
+            dest: rows that each rank wants.
+
+        Raises:
+            DataError: a wanted row is held by no rank.
+        """
+        rank = fabric.rank
+        moves = plan_moves(rank, source, dest, fabric.placement.node_of)
+        if source:
+            sender = min(source)
+            for receiver, rows in dest.items():
+                has_nothing = not rows and receiver not in source
+                if has_nothing and rank in (sender, receiver):
+                    moves.append(Move(sender, receiver, ()))
+        held = tuple(source.get(rank, ()))
+        wanted = tuple(dest.get(rank, ()))
+        return cls(name, held, wanted, tuple(moves), receives=rank in dest)
+
+
+def as_ragged(
+    tensors: Mapping[str, Tensor], batch: NamedTensors, columns: Mapping[str, Sequence[object]] | None = None
+) -> RaggedBatch:
+    """Return fields of a batch without their padding."""
+    axes = {}
+    for name in tensors:
+        axis = field_of(name).axes
+        if axis in _LENGTHS:
+            axes[name] = axis
+    # Sorted, so that all ranks pack the lengths in the same order.
+    lengths = {axis: batch[_LENGTHS[axis]] for axis in sorted(set(axes.values()))}
+    return RaggedBatch(tensors, axes, lengths, _fills(), columns or {})
+
+
+def _fills() -> dict[str, float | bool]:
+    """Return the padding value of every field."""
+    return {name: field.fill for name, field in FIELDS.items()}
+
+
+class Heard(NamedTuple):
+    """Message received from a rank on the host."""
+
+    header: bytes
+    payload: Tensor
+
+
+def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
+    """Move rows of any tensors, like `move_batch`."""
+    _check_held(moving, ragged)
+    # All host messages are sent before any is awaited, so two ranks that send to each other do not deadlock.
+    sent, device_data = _send_from_host(fabric, moving, ragged)
+    heard, device_buffers = _hear(fabric, moving)
+    if fabric.rows is not None:
+        Channel(fabric, moving.name).exchange(fabric.rows, device_data, device_buffers)
+    sent.wait()
+    return _merged(fabric, moving, ragged, heard, device_buffers)
+
+
+def send_whole(
+    fabric: Fabric, name: str, dest: Sequence[int], head: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> PendingSends:
+    """Start sending whole tensors to several ranks, after a JSON header.
+
+    Tensors on the host go from host to host, others from device to device, as rows do.
+    """
+    sent = PendingSends()
+    channel = Channel(fabric, name)
+    # Receivers that are reached through the same device get the same bytes, which are packed once.
+    ranks_by_device: dict[torch.device | None, list[int]] = {}
+    for rank in dest:
+        device = fabric.device_between(fabric.rank, rank)
+        ranks_by_device.setdefault(device, []).append(rank)
+    for device, ranks in ranks_by_device.items():
+        device_tensors = {}
+        host_tensors = {}
+        for key, tensor in tensors.items():
+            if tensor.device == device:
+                device_tensors[key] = tensor
+            else:
+                host_tensors[key] = tensor.cpu()
+        parts, payload = pack_tensors(host_tensors)
+        device_parts, device_payload = pack_tensors(device_tensors)
+        header = {**head, "parts": parts, "on_device": device_parts}
+        for rank in ranks:
+            sent.add(send_json(fabric, name, rank, header))
+        sent.add(channel.send_to(ranks, payload))
+        if fabric.rows is not None:
+            sent.add(channel.send(fabric.rows, dict.fromkeys(ranks, device_payload)))
+    return sent
+
+
+def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that `send_whole` sent with this header, on the host or device where they were."""
+    channel = Channel(fabric, name)
+    (host_payload,) = channel.receive_from(source)
+    fabric.traffic.received += host_payload.numel()
+    tensors = unpack_tensors(head["parts"], host_payload)
+    device_parts = head["on_device"]
+    if device_parts and fabric.rows is not None:
+        device = fabric.device_between(source, fabric.rank)
+        device_payload = torch.empty(num_bytes(device_parts), dtype=torch.uint8, device=device)
+        channel.receive(fabric.rows, {source: device_payload})
+        fabric.traffic.received += device_payload.numel()
+        tensors |= unpack_tensors(device_parts, device_payload)
+    return tensors
+
+
+def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:
+    """Raise DataError if a rank gave other rows than it holds."""
+    if moving.held and ragged is None:
+        raise DataError(f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none")
+    if ragged is None:
+        return
+    count = len(moving.held)
+    other_counts = {len(tensor) for tensor in ragged.tensors.values()} - {count}
+    if other_counts:
+        raise DataError(
+            f"{moving.name}: tensors of {sorted(other_counts)} rows for the {count} rows that this rank holds"
+        )
+
+
+def _merged(
+    fabric: Fabric,
+    moving: Moving,
+    ragged: RaggedBatch | None,
+    heard: Mapping[int, Heard],
+    on_device: Mapping[int, Tensor],
+) -> RaggedBatch | None:
+    """Return this rank's rows from its own and all received ones."""
+    if not moving.receives:
+        return None
+    place_held = {row: place for place, row in enumerate(moving.held)}
+    place_wanted = {row: place for place, row in enumerate(moving.wanted)}
+    # (places in the result, batch, places in that batch)
+    parts: list[tuple[Sequence[int], RaggedBatch, Sequence[int]]] = []
+    if ragged is not None:
+        kept = [row for row in moving.wanted if row in place_held]
+        parts.append(([place_wanted[row] for row in kept], ragged, [place_held[row] for row in kept]))
+    for move in moving.moves:
+        if move.dest == fabric.rank:
+            message = heard[move.source]
+            received = RaggedBatch.unpack(message.header, message.payload, _fills(), on_device.get(move.source))
+            parts.append(([place_wanted[row] for row in move.rows], received, range(len(move.rows))))
+    if not parts:
+        return None
+    # Parts without rows must not widen the result. If all are empty, they still say which tensors an empty batch has.
+    parts_with_rows = [part for part in parts if part[0]]
+    return merge(len(moving.wanted), parts_with_rows or parts)
+
+
+def _send_from_host(
+    fabric: Fabric, moving: Moving, ragged: RaggedBatch | None
+) -> tuple[PendingSends, dict[int, Tensor]]:
+    """Send a header and host data to every receiver.
+
+    Returns the pending messages, and the device data that must follow.
+    """
+    sent = PendingSends()
+    device_data: dict[int, Tensor] = {}
+    if ragged is None:
+        return sent, device_data
+    channel = Channel(fabric, moving.name)
+    place_held = {row: place for place, row in enumerate(moving.held)}
+    on_host: RaggedBatch | None = None
+    for move in moving.moves:
+        if move.source != fabric.rank:
+            continue
+        device = fabric.device_between(move.source, move.dest)
+        rows = ragged
+        if device is None:
+            # Copy from the device once, not for every message.
+            on_host = ragged.on_host() if on_host is None else on_host
+            rows = on_host
+        places = [place_held[row] for row in move.rows]
+        header, payload, device_data[move.dest] = rows.pack(places, device)
+        sent.add(channel.send_to([move.dest], header, payload))
+    return sent, device_data
+
+
+def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
+    """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
+    channel = Channel(fabric, moving.name)
+    heard: dict[int, Heard] = {}
+    device_buffers: dict[int, Tensor] = {}
+    for move in moving.moves:
+        if move.dest != fabric.rank:
+            continue
+        source = move.source
+        parts = channel.receive_from(source)
+        if len(parts) != 2:
+            raise DataError(f"{moving.name}: {fabric.describe(source)} sent data that are not rows")
+        header, payload = parts
+        message = Heard(header.numpy().tobytes(), payload)
+        heard[source] = message
+        fabric.traffic.received += payload.numel()
+        num_device_bytes = num_bytes_on_device(message.header)
+        if num_device_bytes is not None:
+            device = fabric.device_between(source, fabric.rank)
+            device_buffers[source] = torch.empty(num_device_bytes, dtype=torch.uint8, device=device)
+            fabric.traffic.received += num_device_bytes
+    return heard, device_buffers
