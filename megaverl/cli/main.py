@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """Return the text of `megaverl --help`."""
     width = max(map(len, COMMANDS))
-    return _USAGE.format(commands="\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()))
+    return _USAGE.format(
+        commands="\n".join(f"  {name:<{width}}  {description}" for name, (_, description) in COMMANDS.items())
+    )
 
 
 def parser_of(name: str, command: Subcommand | None = None) -> argparse.ArgumentParser:

@@ -189,14 +189,14 @@ def _trace(arguments: argparse.Namespace) -> int:
     from megaverl.monitoring.profiler import collective_lines, write_step_trace
 
     try:
-        written, others = write_step_trace(arguments.run, arguments.step, arguments.output)
+        written, skipped = write_step_trace(arguments.run, arguments.step, arguments.output)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     print(f"{written} ({written.stat().st_size / 1e6:.2f} MB): open it at https://ui.perfetto.dev")
     if lines := collective_lines(arguments.run, arguments.step):
         print("\n".join(["what went into collectives:", *lines]))
-    for path in others:
+    for path in skipped:
         where = "https://pytorch.org/memory_viz" if path.suffix == ".pickle" else "https://www.speedscope.app"
         print(f"{path}: open it at {where}")
     return 0

@@ -119,16 +119,16 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
 def _serve(arguments: argparse.Namespace) -> int:
     """Start vLLM's server, and wait until it ends."""
     command, variables = server_command(arguments, os.environ)
-    what = arguments.what
+    service = arguments.what
     host = arguments.host
     port = arguments.port or PORTS[arguments.what]
     check_start(arguments.model, host, port)
-    log = arguments.log or Path("runs", "serve", f"{what}_{port}.log")
+    log = arguments.log or Path("runs", "serve", f"{service}_{port}.log")
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def tell() -> None:
         print(f"serving {arguments.model} at {url} (Ctrl-C ends it)", flush=True)
-        if what == "rollout":
+        if service == "rollout":
             print(f"to add it to a run: megaverl rollout-pool add RUN {url}", flush=True)
 
     print(f"starting vLLM's server; its log: {log}", flush=True)

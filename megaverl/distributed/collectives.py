@@ -78,17 +78,19 @@ def conclude(
     # A tag of its own separates these messages from point-to-point ones of the same group.
     tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF
     # The subtrees are contiguous ranges of places, so this concatenates in order.
-    found = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]
+    subtrees = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]
     if place:
         above = (parent(place) + root) % size
-        sent = _send(ranks, above, b"".join(found), tag)
+        sent = _send(ranks, above, b"".join(subtrees), tag)
         result = _receive(ranks, above, tag)
         # The result comes after the parent has read this message, so this does not block.
         _finish(sent)
     else:
-        of_places = _split(b"".join(found))
+        of_places = _split(b"".join(subtrees))
         result = function(of_places[size - root :] + of_places[: size - root])
-    _finish([one for child in reversed(below) for one in _send(ranks, child, result, tag)])  # largest subtree first
+    _finish(
+        [sending for child in reversed(below) for sending in _send(ranks, child, result, tag)]
+    )  # largest subtree first
     return result
 
 
@@ -138,12 +140,12 @@ def _chunk(data: bytes) -> bytes:
 
 def _split(chunks: bytes) -> list[bytes]:
     """Split joined `_chunk`s."""
-    found, start = [], 0
+    values, start = [], 0
     while start < len(chunks):
         end = start + _LENGTH + int.from_bytes(chunks[start : start + _LENGTH], "little")
-        found.append(chunks[start + _LENGTH : end])
+        values.append(chunks[start + _LENGTH : end])
         start = end
-    return found
+    return values
 
 
 _Pending = tuple[dist.Work, Tensor, int]
@@ -201,10 +203,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     """
     if dist.get_world_size(group) == 1:
         return [value]
-    found: list[Any] = json.loads(
+    values: list[Any] = json.loads(
         conclude(_encode(value), lambda every: b"[" + b",".join(every) + b"]", group, "gather")
     )
-    return found
+    return values
 
 
 def reduce_json(
@@ -222,7 +224,7 @@ def reduce_json(
     def answer(every: list[bytes]) -> bytes:
         nonlocal error
         try:
-            return _encode({"result": function([json.loads(each) for each in every])})
+            return _encode({"result": function([json.loads(encoded) for encoded in every])})
         except Exception as caught:  # passed on to every rank, this one included
             error = caught
             return _encode({"error": _report(caught)})
@@ -234,8 +236,8 @@ def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = No
     """Return the `value` of the rank `source` of `group` on every rank. Collective."""
     if dist.get_world_size(group) == 1:
         return value
-    mine = _encode(value) if dist.get_rank(group) == source else b""
-    return json.loads(conclude(mine, lambda every: every[source], group, "broadcast"))
+    encoded = _encode(value) if dist.get_rank(group) == source else b""
+    return json.loads(conclude(encoded, lambda every: every[source], group, "broadcast"))
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
@@ -257,7 +259,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     padded[: rows.shape[0]] = rows
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
-    return torch.cat([each[:count] for each, count in zip(received, counts, strict=True)])
+    return torch.cat([rows[:count] for rows, count in zip(received, counts, strict=True)])
 
 
 def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -275,10 +277,10 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     All ranks raise the error of the lowest failing rank, with its class if it is one of megaverl's. The message names
     that rank, unless all ranks failed with the same error.
     """
-    found = reduce_json(None if error is None else _report(error), _first_failure, group)
-    if found is not None:
-        who, report = found
-        raise _error(report, who) from error
+    failure = reduce_json(None if error is None else _report(error), _first_failure, group)
+    if failure is not None:
+        prefix, report = failure
+        raise _error(report, prefix) from error
 
 
 def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | None:
@@ -286,7 +288,7 @@ def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | N
     rank = next((rank for rank, report in enumerate(reports) if report is not None), None)
     if rank is None:
         return None
-    alike = all(other == reports[rank] for other in reports)
+    alike = all(report == reports[rank] for report in reports)
     return "" if alike else f"rank {rank}: ", reports[rank] or []
 
 
@@ -320,8 +322,8 @@ def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | N
             outcome = {"result": function()}
         except Exception as caught:  # passed on to every rank, this one included
             error, outcome = caught, {"error": _report(caught)}
-    who = f"rank {rank}: " if dist.get_world_size(group) > 1 else ""
-    return _result(broadcast_json(outcome, rank, group), who, error)
+    prefix = f"rank {rank}: " if dist.get_world_size(group) > 1 else ""
+    return _result(broadcast_json(outcome, rank, group), prefix, error)
 
 
 def on_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
@@ -341,8 +343,8 @@ def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
 
 def _report(error: Exception) -> list[str]:
     """Return [class name, text] of an error. The class name is empty unless the class is one of megaverl's."""
-    own = isinstance(error, MegaverlError)
-    return [type(error).__name__ if own else "", clean(str(error)) if own else describe(error)]
+    is_expected = isinstance(error, MegaverlError)
+    return [type(error).__name__ if is_expected else "", clean(str(error)) if is_expected else describe(error)]
 
 
 def _error(report: list[str], who: str) -> MegaverlError:

@@ -109,7 +109,7 @@ class Failures:
             what: what this rank was doing, with the affected boxes.
             error: the transport's error.
         """
-        found = [Report(peer, what, self._rank)]
+        reports = [Report(peer, what, self._rank)]
 
         def ask() -> None:
             # Use the group's store, because a group over several worlds has ranks that the default group's store lacks.
@@ -117,22 +117,22 @@ class Failures:
             store = dist.distributed_c10d._get_process_group_store(group)
             store = dist.PrefixStore(f"{self._prefix}/{version}", store)
             if peer >= 0:
-                store.set(f"report/{self._rank}", json.dumps(found[0]))
+                store.set(f"report/{self._rank}", json.dumps(reports[0]))
                 store.set("reporter", str(self._rank))
-                found[0] = _follow(store, found[0])
+                reports[0] = _follow(store, reports[0])
             elif culprit := self._missing(store, what):
-                found[0] = culprit
+                reports[0] = culprit
 
         # A rank that waited for all ranks waits once more for their timeouts, after which they report whom they lack.
         patience = (self._seconds or 0.0) if peer < 0 else 0.0
         _within(patience + 3 * GRACE_SECONDS, ask)
-        root = found[0]
-        who = f"rank {root.culprit}" if root.culprit >= 0 else "some rank"
+        root = reports[0]
+        culprit_name = f"rank {root.culprit}" if root.culprit >= 0 else "some rank"
         waited = "in time" if self._seconds is None else f"within {self._seconds:g} s"
-        here = "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
+        own_part = "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
         return ReshardError(
-            f"{who} died or stalled while the weights of version {version} moved: rank {root.reporter}, {root.doing}, "
-            f"got no answer {waited}.{here} ({type(error).__name__}: {cause_of(error)})"
+            f"{culprit_name} died or stalled while the weights of version {version} moved: rank {root.reporter}, "
+            f"{root.doing}, got no answer {waited}.{own_part} ({type(error).__name__}: {cause_of(error)})"
         )
 
     def _missing(self, store: dist.Store, what: str) -> Report | None:

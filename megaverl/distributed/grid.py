@@ -119,16 +119,16 @@ class GridShape:
 
         Dimensions of size 1 are left out, and so are expert dimensions unless ep > 1.
         """
-        every = [self.coords(other) for other in range(self.world_size)]
-        found: dict[str, tuple[int, ...]] = {}
+        every = [self.coords(number) for number in range(self.world_size)]
+        groups: dict[str, tuple[int, ...]] = {}
         for dims in (DIMS, EXPERT_DIMS) if self.ep > 1 else (DIMS,):
             for dim in dims:
-                others = [each for each in dims if each != dim]
-                place = [getattr(every[rank], each) for each in others]
-                alike = [n for n, it in enumerate(every) if [getattr(it, each) for each in others] == place]
+                other_dims = [name for name in dims if name != dim]
+                place = [getattr(every[rank], name) for name in other_dims]
+                alike = [n for n, it in enumerate(every) if [getattr(it, name) for name in other_dims] == place]
                 if len(alike) > 1:
-                    found.setdefault(dim, tuple(alike))
-        return found
+                    groups.setdefault(dim, tuple(alike))
+        return groups
 
     def __str__(self) -> str:
         extra = "".join(

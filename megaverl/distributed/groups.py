@@ -117,14 +117,14 @@ class ProcessGroupManager:
         Every rank of the world must call this in the same order, also for groups that it is not in. torch names a group
         by the number of groups created before it, so ranks with different counts would never connect.
         """
-        mine = None
+        own_group = None
         for ranks in enumeration:
             key = tuple(sorted(ranks))
             if key not in self._groups:
                 self._groups[key] = dist.new_group(list(key), timeout=self._timeout, group_desc=f"megaverl{key}")
             if dist.get_rank() in key:
-                mine = self._groups[key]
-        return mine
+                own_group = self._groups[key]
+        return own_group
 
     def grid(self, shape: GridShape) -> Grid:
         """Create the groups of a grid over all ranks of the world. Collective over the world.
@@ -148,5 +148,5 @@ class ProcessGroupManager:
         groups["embd"] = self.group({stages[0], stages[-1]} for stages in pipelines)
         groups["pos_embd"] = self.group([stages[0]] for stages in pipelines)
         # Optimizer shards are not replicated over several instances, so each of these groups has one rank.
-        groups["inter_dist_opt"] = self.group([one] for one in range(world))
+        groups["inter_dist_opt"] = self.group([rank] for rank in range(world))
         return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), default_group())

@@ -76,8 +76,8 @@ class Heartbeat:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Heartbeat:
-        found = json.loads(data)
-        return cls(**found | {"begun": tuple(found["begun"])})
+        fields = json.loads(data)
+        return cls(**fields | {"begun": tuple(fields["begun"])})
 
     def __str__(self) -> str:
         machine = self.host.split("/")[0]
@@ -119,15 +119,15 @@ def who_is_gone(
         lost_after: seconds of silence after which a rank counts as lost.
         name: name of a rank in the text.
     """
-    found = []
+    texts = []
     for rank, beat in sorted(beats.items()):
         if beat.left:
             continue
         if is_gone(beat):
-            found.append(f"{name(rank)} is gone: {beat}")
+            texts.append(f"{name(rank)} is gone: {beat}")
         elif silent.get(rank, 0.0) > lost_after:
-            found.append(f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}")
-    return "; ".join(found)
+            texts.append(f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}")
+    return "; ".join(texts)
 
 
 def is_behind(beat: Heartbeat, other: Heartbeat) -> bool:
@@ -158,44 +158,47 @@ def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[in
         The ranks to blame (empty if several ranks all wait for each other) and the rank that has waited, or None if no
         rank has waited for longer than `stalled_after` seconds.
     """
-    here = {rank: beat for rank, beat in sorted(beats.items()) if not beat.left}
-    places = {beat.reached: beat for beat in here.values()}  # few entries even with many ranks
+    present = {rank: beat for rank, beat in sorted(beats.items()) if not beat.left}
+    places = {beat.reached: beat for beat in present.values()}  # few entries even with many ranks
     is_last = {where: not any(is_behind(other, beat) for other in places.values()) for where, beat in places.items()}
     is_passed = {where: any(is_behind(beat, other) for other in places.values()) for where, beat in places.items()}
-    last = [rank for rank, beat in here.items() if is_last[beat.reached]]
-    at_work = [rank for rank in last if not here[rank].waits_for]
-    reading = [rank for rank in last if here[rank].waits_for == "device"]
-    passed = [rank for rank in last if is_passed[here[rank].reached]]
+    last = [rank for rank, beat in present.items() if is_last[beat.reached]]
+    at_work = [rank for rank in last if not present[rank].waits_for]
+    reading = [rank for rank in last if present[rank].waits_for == "device"]
+    passed = [rank for rank in last if is_passed[present[rank].reached]]
     suspects = at_work or reading or passed
-    to_blame = [rank for rank in suspects if here[rank].seconds > stalled_after]
+    to_blame = [rank for rank in suspects if present[rank].seconds > stalled_after]
     # If every rank is a suspect and has waited, no single rank is at fault: all wait for each other.
-    if len(to_blame) == len(here) > 1 and all(here[rank].waited > stalled_after for rank in to_blame):
+    if len(to_blame) == len(present) > 1 and all(present[rank].waited > stalled_after for rank in to_blame):
         to_blame = []
     elif suspects and not to_blame:
         return None
-    waited = {rank: beat.waited for rank, beat in here.items() if rank not in to_blame}
+    waited = {rank: beat.waited for rank, beat in present.items() if rank not in to_blame}
     # A rank that is ahead of a blamed rank counts as waiting, even if its call does not show it.
     for rank in waited:
-        if any(is_behind(here[other], here[rank]) for other in to_blame):
-            waited[rank] = here[rank].seconds
+        if any(is_behind(present[other], present[rank]) for other in to_blame):
+            waited[rank] = present[rank].seconds
     longest = max(waited, key=waited.__getitem__, default=-1)
     return (to_blame, longest) if waited.get(longest, 0.0) > stalled_after else None
 
 
 def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Callable[[int], str]) -> str:
     """Return a text about the ranks that `blame` finds, or "" if none stalls."""
-    found = blame(beats, stalled_after)
-    if found is None:
+    blamed = blame(beats, stalled_after)
+    if blamed is None:
         return ""
-    to_blame, witness = found
+    to_blame, witness = blamed
     texts = [f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}" for rank in to_blame]
     if not texts:
-        here = [(name(rank), beat) for rank, beat in sorted(beats.items()) if not beat.left]
-        texts = ["all ranks wait for each other", *(f"{one}: {beat}, at {beat.where}" for one, beat in here)]
+        present = [(name(rank), beat) for rank, beat in sorted(beats.items()) if not beat.left]
+        texts = [
+            "all ranks wait for each other",
+            *(f"{rank_name}: {beat}, at {beat.where}" for rank_name, beat in present),
+        ]
     waits = beats[witness]
     seconds = waits.waited if waits.waited > stalled_after else waits.seconds
-    what = f", in {waits.collective}" if waits.collective and to_blame else ""
-    text = f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing}{what} (run.timeout_minutes)"
+    collective = f", in {waits.collective}" if waits.collective and to_blame else ""
+    text = f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing}{collective} (run.timeout_minutes)"
     return "; ".join(texts) + text
 
 
@@ -208,13 +211,13 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
         return "nowhere", ""
     where = _text(frame)
     reads = any(call in _line(frame) for call in _READS)
-    found: FrameType | None = frame
+    outer: FrameType | None = frame
     for _ in range(_DEPTH):
-        if found is None:
+        if outer is None:
             break
-        if any(part in found.f_code.co_filename for part in _WAITS) or any(call in _line(found) for call in _CALLS):
-            return _text(found), "ranks"
-        found = found.f_back
+        if any(part in outer.f_code.co_filename for part in _WAITS) or any(call in _line(outer) for call in _CALLS):
+            return _text(outer), "ranks"
+        outer = outer.f_back
     return where, "device" if reads else ""
 
 

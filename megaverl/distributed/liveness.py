@@ -69,7 +69,7 @@ def waits_in() -> str:
             entries += [(entry, trace.get("pg_config", {})) for entry in unfinished(trace.get("entries", ()))]
     if not entries:
         return ""
-    entry, groups = min(entries, key=lambda found: found[0]["time_created_ns"])
+    entry, groups = min(entries, key=lambda item: item[0]["time_created_ns"])
     return describe_collective(entry, groups, time.time_ns())
 
 
@@ -87,9 +87,9 @@ def describe_collective(entry: Mapping[str, Any], groups: Mapping[str, Mapping[s
     """
     operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    name, what = entry["process_group"]
+    name, description = entry["process_group"]
     ranks = groups.get(name, {}).get("ranks", "[]")
-    text = f"{operation} {number} of the group {what if what not in ('', 'undefined') else name}"
+    text = f"{operation} {number} of the group {description if description not in ('', 'undefined') else name}"
     text += f" (ranks {ranks})" if ranks != "[]" else ""
     dtypes, sizes = entry["input_dtypes"], entry["input_sizes"]
     if dtypes:
@@ -126,7 +126,7 @@ def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
     Args:
         since: nanoseconds since 1970.
     """
-    found: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    sums_by_kind: dict[tuple[tuple[int, ...], str], list[int]] = {}
     is_whole = True
     for name in _DUMPS:
         if (dump := getattr(_distributed_c10d, name, None)) is None:
@@ -138,15 +138,15 @@ def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
         for entry in entries:
             if entry["time_created_ns"] < since:
                 continue
-            number, what = entry["process_group"]
-            ranks = re.findall(r"\d+", groups.get(number, {}).get("ranks", "") or what.partition("(")[2])
+            number, description = entry["process_group"]
+            ranks = re.findall(r"\d+", groups.get(number, {}).get("ranks", "") or description.partition("(")[2])
             operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-            sums = found.setdefault((tuple(map(int, ranks)), operation), [0, 0])
+            sums = sums_by_kind.setdefault((tuple(map(int, ranks)), operation), [0, 0])
             sums[0] += 1
             sums[1] += sum(
                 _BYTES_OF.get(t, 1) * prod(n) for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
             )
-    return [Collectives(*key, *sums) for key, sums in sorted(found.items())], is_whole
+    return [Collectives(*key, *sums) for key, sums in sorted(sums_by_kind.items())], is_whole
 
 
 # torch's names of dtypes in records. Others (8-bit floats and integers, booleans) count as one byte.
@@ -256,7 +256,7 @@ class Liveness:
         if threading.get_ident() == self._main:
             before, begun = self._position
             now = before if step is None else step
-            earlier = (one for one in begun if one != stage) if now == before else ()
+            earlier = (earlier_stage for earlier_stage in begun if earlier_stage != stage) if now == before else ()
             self._position = (now, (*earlier, stage))
         self._doing, self._since = stage if step is None else f"step {step}: {stage}", time.monotonic()
         self._try_to_publish()
@@ -315,11 +315,11 @@ class Liveness:
         if isinstance(error, KeyboardInterrupt):
             self.settle(0.0, f"{self.name(self.rank)} was in {self._doing} and {_interrupted_here()}")
             return None
-        what = describe(error)
-        own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
+        error_text = describe(error)
+        own_reason = f"{self.name(self.rank)} failed in {self._doing}: {error_text}"
         silent = _SILENCE.search(_chain(error)) is not None
-        reason = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own)
-        return None if reason.endswith(what) else reason  # each rank reports an error that all ranks have
+        reason = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own_reason)
+        return None if reason.endswith(error_text) else reason  # each rank reports an error that all ranks have
 
     def _guard(self) -> None:
         """End a rank that is cut off: a call to a store behind a dead link may never return, whatever its timeout.
@@ -351,9 +351,9 @@ class Liveness:
         The host is torchrun's agent or the first rank, whose last heartbeat may be known here.
         """
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        what = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
+        condition = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
         keeper = "torchrun's agent" if agent else self.name(0)
-        text = f"{keeper}, which keeps the job's store, {what}"
+        text = f"{keeper}, which keeps the job's store, {condition}"
         if agent:
             return text + (f" ({error})" if error is not None else "")
         return f"{text}: {self.last_heard(0) or 'nothing was heard of it'}"
@@ -365,8 +365,8 @@ class Liveness:
         if data[0]:
             return bytes(data[0]).decode()
         now = time.monotonic()
-        for rank, found in zip(ranks, data[1:], strict=True):
-            beat = Heartbeat.from_json(bytes(found))
+        for rank, encoded in zip(ranks, data[1:], strict=True):
+            beat = Heartbeat.from_json(bytes(encoded))
             if rank not in self._seen or self._seen[rank][0].number != beat.number:
                 self._seen[rank] = (beat, now)
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}

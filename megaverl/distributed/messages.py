@@ -151,7 +151,7 @@ class HostMessages:
         self.find(dest)
         sent: Future[None] = Future()
         data = [part if isinstance(part, bytes) else _bytes_of(part) for part in parts]
-        head = json.dumps([name, [len(each) for each in data]]).encode()
+        head = json.dumps([name, [len(part) for part in data]]).encode()
         with self._changed:
             if dest in self._gone:
                 sent.set_exception(ConnectionError(self._gone[dest]))
@@ -213,9 +213,9 @@ class HostMessages:
             connection = _Connection()
             self._loop.call_soon_threadsafe(self._begin, rank, connection)
         self._connections[rank] = connection
-        for other, idle in list(self._connections.items())[:-MOST_IDLE]:
+        for peer, idle in list(self._connections.items())[:-MOST_IDLE]:
             if not idle.under_way and not idle.waiting:
-                del self._connections[other]
+                del self._connections[peer]
                 self._loop.call_soon_threadsafe(self._end, idle)
         return connection
 
@@ -285,7 +285,7 @@ class HostMessages:
                 token, source = _HELLO.unpack(await self._exactly(link, _HELLO.size))
             if not secrets.compare_digest(token, self._token):
                 return
-            task, one = asyncio.current_task(), threading.Lock()
+            task, lock = asyncio.current_task(), threading.Lock()
             assert task is not None
             self._reading[source].add(task)
             try:
@@ -296,7 +296,7 @@ class HostMessages:
                     for part in parts:
                         await self._fill(link, part.numpy().data)
                     with self._changed:
-                        self._arrived[source, name].append(_Message(parts, number, link, one))
+                        self._arrived[source, name].append(_Message(parts, number, link, lock))
                         self._changed.notify_all()
             finally:
                 self._reading[source].discard(task)

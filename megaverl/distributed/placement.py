@@ -100,11 +100,11 @@ def parse_claims(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: a role is unknown.
     """
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [part for part in found if part not in CLAIMS]
-    if unknown or not found:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in names if part not in CLAIMS]
+    if unknown or not names:
         raise ValueError(f"found {text!r}; expected one or more of {', '.join(CLAIMS)}, with commas between them.")
-    return tuple(dict.fromkeys(CLAIMS[part] for part in found))
+    return tuple(dict.fromkeys(CLAIMS[part] for part in names))
 
 
 def _parse_mapping(value: Mapping[str, Any]) -> Wanted:
@@ -254,7 +254,7 @@ class ResolvedPlacement:
         if not in_rounds or not {*makers} & set(self.roles_of(rank)):
             return own_lag(rank)
         # Engines and rewards of a round begin together, so the smaller of their lags holds for both.
-        return min(own_lag(each) for each in (rank, *(self.ranks[role][0] for role in makers)))
+        return min(own_lag(maker) for maker in (rank, *(self.ranks[role][0] for role in makers)))
 
     @property
     def coordinator(self) -> int:

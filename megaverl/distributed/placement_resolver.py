@@ -153,29 +153,35 @@ class _Resolving:
             for role in node.claims:
                 self.claimed.setdefault(role, []).append(number)
         for role, numbers in self.claimed.items():
-            mine = tuple(rank for number in numbers for rank in self.node_ranks[number])
-            who = self._nodes_named(numbers)
+            claimed_ranks = tuple(rank for number in numbers for rank in self.node_ranks[number])
+            claiming_nodes = self._nodes_named(numbers)
             if role == "coordinator" and len(numbers) > 1:
-                self._refuse(role, f"{who} all claim it (--role coordinator); one rank coordinates: start one of them.")
+                self._refuse(
+                    role,
+                    f"{claiming_nodes} all claim it (--role coordinator); one rank coordinates: start one of them.",
+                )
                 self.wanted.pop(role, None)
-            elif role in self.wanted and (given := self._named_quietly(role)) != mine:
-                where = ranks_named(given) if given else "another place"
+            elif role in self.wanted and (wanted_ranks := self._named_quietly(role)) != claimed_ranks:
+                where = ranks_named(wanted_ranks) if wanted_ranks else "another place"
                 claim = "claims" if len(numbers) == 1 else "claim"
                 self._refuse(
                     role,
-                    f"{who} ({ranks_named(mine)}) {claim} it with --role, and the configuration gives it {where}. "
+                    f"{claiming_nodes} ({ranks_named(claimed_ranks)}) {claim} it with --role, and the configuration "
+                    f"gives it {where}. "
                     "Leave one of the two out.",
                 )
             else:
-                self.wanted[role] = Wanted(ranks=mine)
+                self.wanted[role] = Wanted(ranks=claimed_ranks)
 
     def _nodes_named(self, numbers: Sequence[int]) -> str:
         return "node" + ("s " if len(numbers) > 1 else " ") + ", ".join(f"'{self.nodes[n].name}'" for n in numbers)
 
     def _check_roles(self) -> None:
         for role in [role for role in self.wanted if role not in self.roles]:
-            what = "is placed" if role in ROLES else "is no role"
-            self._refuse(role, f"{what}, and the run has no such role; it has {', '.join(self.roles)}. Leave it out.")
+            problem = "is placed" if role in ROLES else "is no role"
+            self._refuse(
+                role, f"{problem}, and the run has no such role; it has {', '.join(self.roles)}. Leave it out."
+            )
             del self.wanted[role]
         if "rollout" in self.claimed and "actor" not in self.wanted:
             self.wanted["actor"] = Wanted(role="rollout")
@@ -304,8 +310,8 @@ class _Resolving:
             )
 
     def _islands_of(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        each = len(ranks) // self.islands
-        return tuple(ranks[i * each : (i + 1) * each] for i in range(self.islands))
+        island_size = len(ranks) // self.islands
+        return tuple(ranks[i * island_size : (i + 1) * island_size] for i in range(self.islands))
 
     def _check_grids(self) -> None:
         for role in self.roles:
@@ -324,8 +330,8 @@ class _Resolving:
         unused = set(range(self.size)) - self._taken()
         silent = [n for n, ranks in enumerate(self.node_ranks) if unused.issuperset(ranks) and len(ranks)]
         if self.claimed and silent:
-            who = self._nodes_named(silent)
-            self._refuse("", f"{who} took no role. Start it with --role, or start the job without it.")
+            silent_nodes = self._nodes_named(silent)
+            self._refuse("", f"{silent_nodes} took no role. Start it with --role, or start the job without it.")
             unused -= {rank for number in silent for rank in self.node_ranks[number]}
         if unused:
             self._refuse(

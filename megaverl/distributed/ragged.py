@@ -385,11 +385,11 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
         tensors[name] = like.new_full(shape, first.fills.get(name, 0))
     lengths = {axis: torch.zeros(count, dtype=values.dtype) for axis, values in first.lengths.items()}
     columns: dict[str, list[Any]] = {name: [None] * count for name in first.columns}
-    for here, part, there in parts:
-        if not here:
+    for dest_rows, part, part_rows in parts:
+        if not dest_rows:
             continue
-        target_rows = torch.tensor(list(here))
-        source_rows = torch.tensor(list(there))
+        target_rows = torch.tensor(list(dest_rows))
+        source_rows = torch.tensor(list(part_rows))
         for axis, values in part.lengths.items():
             lengths[axis][target_rows] = values[source_rows].cpu()
         for name, tensor in part.tensors.items():
@@ -399,6 +399,6 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
             columns_kept = (slice(0, rows.shape[1]),) if name in first.axes else ()
             whole[beside(whole, target_rows), *columns_kept] = beside(whole, rows)
         for name, column in part.columns.items():
-            for target, origin in zip(here, there, strict=True):
+            for target, origin in zip(dest_rows, part_rows, strict=True):
                 columns[name][target] = column[origin]
     return RaggedBatch(tensors, first.axes, lengths, first.fills, columns)

@@ -77,8 +77,8 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
         # Node 0 hosts the store, and must not end before the others have read a bad verdict.
         store.add(_HEARD, 1)
         if node == 0 and verdict:
-            here = count - len(_missing(store, count))
-            _until(lambda: store.add(_HEARD, 0) >= here, time.monotonic() + NODE_GRACE)
+            num_present = count - len(_missing(store, count))
+            _until(lambda: store.add(_HEARD, 0) >= num_present, time.monotonic() + NODE_GRACE)
     except dist.DistError as error:
         raise TrainingStopped(
             f"node 0 at {host}:{port} has ended, or cannot be reached any more ({cause_of(error)})"
@@ -126,10 +126,11 @@ def _verdict_on_nodes(store: dist.Store, count: int, end: float, patience: float
         return store.get(_WRONG).decode()
     if not (absent := _missing(store, count)):
         return ""
-    here = [store.get(_who(node)).decode() for node in range(count) if node not in absent]
+    present = [store.get(_who(node)).decode() for node in range(count) if node not in absent]
     return (
         f"{ranks_named(absent, what='node')} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: "
-        f"{', '.join(here)}. Look at what is missing (NODE_RANK counts from 0), or start the job with fewer (NNODES)."
+        f"{', '.join(present)}. Look at what is missing (NODE_RANK counts from 0), or start the job with fewer "
+        "(NNODES)."
     )
 
 
@@ -196,8 +197,8 @@ def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[st
     def digest(value: Any) -> str:
         return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()
 
-    found = {_SECTION + name: digest(value) for name, value in sections.items()}
-    return found | {f"version of {name}": version for name, version in versions.items()}
+    section_digests = {_SECTION + name: digest(value) for name, value in sections.items()}
+    return section_digests | {f"version of {name}": version for name, version in versions.items()}
 
 
 def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout: timedelta) -> tuple[Node, ...]:
@@ -212,7 +213,7 @@ def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout:
     # A counter detects two processes with one rank, which happens if two jobs use the same store.
     if (times := store.add(f"here/{rank}", 1)) > 1:
         raise TrainingStopped(_stop_two_jobs(store, rank, times, facts, timeout))
-    sections = {f"sections/{facts.agreed[_SECTION + name]}": each for name, each in facts.sections.items()}
+    sections = {f"sections/{facts.agreed[_SECTION + name]}": section for name, section in facts.sections.items()}
     if sections and not store.check(list(sections)):  # only the first rank with these digests writes its sections
         for key, section in sections.items():
             store.set(key, json.dumps(section))
@@ -251,7 +252,9 @@ def _stop_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, ti
     A job that has already begun does not read it, and continues.
     """
     first = json.loads(store.get(f"facts/{rank}"))
-    earlier, later = (f"process {one['process']} on {one['node']}" for one in (first, asdict(facts)))
+    earlier, later = (
+        f"process {process_facts['process']} on {process_facts['node']}" for process_facts in (first, asdict(facts))
+    )
     text = (
         f"{_twice(f'rank {rank}', times, earlier, later)} Two jobs use this rendezvous: end the other one, or "
         "give this one an address, a port and an id of its own."
@@ -270,20 +273,20 @@ def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[
     try:
         store.wait(["complete"], timeout)
     except dist.DistError:
-        here = [rank for rank in range(size) if store.check([f"facts/{rank}"])]
-        missing = sorted(set(range(size)) - set(here))
-        nodes = sorted({json.loads(store.get(f"facts/{rank}"))["node"] for rank in here})
+        present = [rank for rank in range(size) if store.check([f"facts/{rank}"])]
+        missing = sorted(set(range(size)) - set(present))
+        nodes = sorted({json.loads(store.get(f"facts/{rank}"))["node"] for rank in present})
         text = (
             f"{ranks_named(missing)} of {size} did not come within {timeout.total_seconds():g} s "
-            f"(run.timeout_minutes); here: {ranks_named(here)} on {', '.join(nodes)}. Look at the node that "
+            f"(run.timeout_minutes); here: {ranks_named(present)} on {', '.join(nodes)}. Look at the node that "
             "is missing, or start the job with fewer."
         )
-        return {"stop": text, "here": len(here)}
+        return {"stop": text, "here": len(present)}
     if store.check(["twice"]):
         return {"stop": store.get("twice").decode(), "here": int(store.add("count", 0))}
-    found = [json.loads(data) for data in store.multi_get([f"facts/{rank}" for rank in range(size)])]
-    nodes_found, mistakes = _nodes_of(found)
-    return {"stop": "", "mistakes": [*mistakes, *_differences(found, store)], "nodes": nodes_found, "here": size}
+    rank_facts = [json.loads(data) for data in store.multi_get([f"facts/{rank}" for rank in range(size)])]
+    nodes_found, mistakes = _nodes_of(rank_facts)
+    return {"stop": "", "mistakes": [*mistakes, *_differences(rank_facts, store)], "nodes": nodes_found, "here": size}
 
 
 def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
@@ -324,9 +327,9 @@ def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[
         for value, ranks in others.items():
             if value != first.get(name):
                 on = ", ".join(dict.fromkeys(found[rank]["node"] for rank in ranks))
-                for what, theirs, firsts in _inside(store, name, value, first.get(name)):
+                for setting, other_value, firsts in _inside(store, name, value, first.get(name)):
                     mistakes.append(
-                        f"{what} differs: {theirs} on {ranks_named(ranks)} ({on}), {firsts} on rank 0 "
+                        f"{setting} differs: {other_value} on {ranks_named(ranks)} ({on}), {firsts} on rank 0 "
                         f"({found[0]['node']}). All nodes need the same."
                     )
     return mistakes
@@ -337,9 +340,11 @@ def _inside(store: dist.Store, name: str, value: str | None, first: str | None) 
     keys = [f"sections/{digest}" for digest in (value, first)]
     if not name.startswith(_SECTION) or not all(store.check([key]) for key in keys):
         return [(name, value, first)]
-    theirs, firsts = (dict(_leaves(name.removeprefix(_SECTION), json.loads(store.get(key)))) for key in keys)
-    differing = [key for key in {**firsts, **theirs} if theirs.get(key, "nothing") != firsts.get(key, "nothing")]
-    return [(key, theirs.get(key, "nothing"), firsts.get(key, "nothing")) for key in differing]
+    other_leaves, firsts = (dict(_leaves(name.removeprefix(_SECTION), json.loads(store.get(key)))) for key in keys)
+    differing = [
+        key for key in {**firsts, **other_leaves} if other_leaves.get(key, "nothing") != firsts.get(key, "nothing")
+    ]
+    return [(key, other_leaves.get(key, "nothing"), firsts.get(key, "nothing")) for key in differing]
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -256,8 +256,8 @@ def make_backend(name: str, info: RunInfo) -> Backend:
     if ":" in name:
         from megaverl.plugins import call_object
 
-        made: Backend = call_object(name, "run.log_with", info)
-        return made
+        backend: Backend = call_object(name, "run.log_with", info)
+        return backend
     check_installed(name)
     return BACKENDS[name][0](info)
 

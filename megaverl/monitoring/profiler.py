@@ -50,8 +50,8 @@ class Profiler:
     def __init__(
         self, chosen: ProfileConfig, run_dir: Path, rank: int, timeline: Timeline, warn: Callable[[str], None]
     ) -> None:
-        here = chosen.ranks is None or rank in chosen.ranks
-        self._steps = frozenset(chosen.steps if here else ())
+        is_chosen = chosen.ranks is None or rank in chosen.ranks
+        self._steps = frozenset(chosen.steps if is_chosen else ())
         self._chosen, self._run_dir, self._rank, self._timeline, self._warn = chosen, run_dir, rank, timeline, warn
         self._running: int | None = None
         self._begin = self._began_at = 0  # begin of the step by time.perf_counter_ns and by time.time_ns
@@ -261,8 +261,8 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
     for rank in {event["pid"] for event in of_step if event["ph"] == "X"} - stages.keys():
         stages[rank] = [event for event in of_step if event["pid"] == rank]
     if not stages and not traces:
-        there = f"profiled were {', '.join(map(str, known))}" if known else "nothing was profiled"
-        raise DataError(f"{run_dir}: it has nothing of step {step}; {there}.")
+        available = f"profiled were {', '.join(map(str, known))}" if known else "nothing was profiled"
+        raise DataError(f"{run_dir}: it has nothing of step {step}; {available}.")
     joined = [event for rank, events in stages.items() for event in _placed(events, rank, 0, "stages")]
     joined += [event for rank, events in traces.items() for event in _placed(events, rank, 1, "")]
     # Viewers show absolute times since 1970 badly, and lose microseconds in them.

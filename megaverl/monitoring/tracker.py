@@ -84,12 +84,14 @@ class Tracker:
         """
         numbers = {key: _number(key, value) for key, value in metrics.items()}
         seconds = time.time()
-        some = {key: value for key, value in numbers.items() if any(fnmatch(key, one) for one in self._only)}
+        selected = {
+            key: value for key, value in numbers.items() if any(fnmatch(key, pattern) for pattern in self._only)
+        }
         for name in list(self._backends):
-            if not some and name != "jsonl":
+            if not selected and name != "jsonl":
                 continue
             try:
-                self._backends[name].write(step, seconds, numbers if name == "jsonl" else some)
+                self._backends[name].write(step, seconds, numbers if name == "jsonl" else selected)
             except Exception as error:  # whatever a tracker's library raises
                 del self._backends[name]
                 self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")

@@ -228,9 +228,9 @@ class Resharder:
         self.version += 1
         self.inconsistent = None
         self.brings_all, self._started, self._background = False, False, None
-        here, last = self._seconds + time.perf_counter() - begin, time.perf_counter() - arrived
+        own_seconds, last = self._seconds + time.perf_counter() - begin, time.perf_counter() - arrived
         # A version in the background took at least as long as its moves, though the main thread waited for less.
-        seconds = max(here, self._seconds + moving + last)
+        seconds = max(own_seconds, self._seconds + moving + last)
         return ReshardStats(
             bytes_local=moved.local,
             bytes_sent=moved.sent,
@@ -239,7 +239,7 @@ class Resharder:
             num_messages=moved.messages,
             bytes_aliased=moved.aliased,
             version=self.version,
-            hidden_seconds=seconds - here if self._hides else None,
+            hidden_seconds=seconds - own_seconds if self._hides else None,
         )
 
     def _result_of(self, background: Future[tuple[Moved, float]]) -> tuple[Moved, float]:

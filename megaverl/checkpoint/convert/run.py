@@ -81,11 +81,11 @@ def compare_bytes(
                 slabs(again, item.shape, item.dtype, after[item.name]),
                 strict=True,
             )
-            for one, other in pairs:
-                if not torch.equal(_bits(one), _bits(other)):
-                    number = int((_bits(one) != _bits(other)).any(dim=-1).sum())
+            for before, other in pairs:
+                if not torch.equal(_bits(before), _bits(other)):
+                    number = int((_bits(before) != _bits(other)).any(dim=-1).sum())
                     differing[item.name] = differing.get(item.name, 0) + number
-                count(one.numel() * one.itemsize)
+                count(before.numel() * before.itemsize)
 
         in_threads(compare, own_items, threading.Event())
     if differing:
@@ -112,8 +112,8 @@ def compare_twins(source: ModelSource, reader: StoredArrayReader) -> None:
         array = source.arrays[name]
         box = whole(array.shape)
         same = array.shape == source.arrays[of].shape and all(
-            torch.equal(_bits(one), _bits(other))
-            for one, other in zip(
+            torch.equal(_bits(before), _bits(after))
+            for before, after in zip(
                 *(slabs(reader, array.shape, array.dtype, [ArrayPart(twin, box, box)]) for twin in (name, of)),
                 strict=True,
             )

@@ -229,8 +229,8 @@ def kernels() -> Iterator[Finding]:
         yield _vllm_on_cpu()
         return
     for kernel in KERNELS:
-        there = [name for name in kernel.modules if importlib.util.find_spec(name) is not None]
-        if there and there[0] in (kernel.modules[0], "apex", "grouped_gemm"):
+        installed = [name for name in kernel.modules if importlib.util.find_spec(name) is not None]
+        if installed and installed[0] in (kernel.modules[0], "apex", "grouped_gemm"):
             yield Finding("kernels", kernel.what, "ok", kernel.fast)
         else:
             text = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"

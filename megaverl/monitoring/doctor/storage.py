@@ -36,10 +36,10 @@ def storage(run_dir: Path) -> Iterator[Finding]:
 
 
 def _disk(name: str, path: Path) -> Finding:
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
     text = f"{path}: {free / GB:.1f} GiB free"
-    if not os.access(there, os.W_OK):
+    if not os.access(existing, os.W_OK):
         return Finding("storage", name, "fail", f"{text}, and cannot be written", _another(name))
     if free < 0.1 * GB:
         return Finding("storage", name, "fail", text, f"free some space there. {_another(name)}")

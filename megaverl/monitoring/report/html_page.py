@@ -227,8 +227,8 @@ def _families(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     for name in names:
         families.setdefault(name.partition("/")[0] if "/" in name else "other", []).append(name)
     return [
-        (family, [_chart(name.partition("/")[2] or name, name, runs, FEW_POINTS) for name in some])
-        for family, some in families.items()
+        (family, [_chart(name.partition("/")[2] or name, name, runs, FEW_POINTS) for name in metric_names])
+        for family, metric_names in families.items()
     ]
 
 

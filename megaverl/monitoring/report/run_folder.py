@@ -241,9 +241,9 @@ def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
         if math.isfinite(value):
             held[min(points - 1, max(0, int((step - first) / width)))].append(value)
     return [
-        Bucket(first + (number + 0.5) * width, math.fsum(some) / len(some), min(some), max(some))
-        for number, some in enumerate(held)
-        if some
+        Bucket(first + (number + 0.5) * width, math.fsum(values) / len(values), min(values), max(values))
+        for number, values in enumerate(held)
+        if values
     ]
 
 

@@ -62,8 +62,8 @@ class SideDtypes:
             wanted, rank = self._others.get(tensor, (self._common, None))
             for dtype in dtypes:
                 if dtype != wanted:
-                    there = f"on rank {rank}" if rank is not None else "on most ranks"
-                    yield f"{dtype} at the {self._name} here, {wanted} {there}", tensor
+                    place = f"on rank {rank}" if rank is not None else "on most ranks"
+                    yield f"{dtype} at the {self._name} here, {wanted} {place}", tensor
                 elif self._odd and rank is None:
                     odd = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in self._odd)
                     yield f"{wanted} at the {self._name}, yet {odd}", tensor

@@ -324,10 +324,10 @@ class CudaIpc(NodeReaders):
         sends, receives = job.take_peers(lambda peer: job.options.same_node(job.plan.rank, peer))
         if not reduce_json(bool(sends or receives), any, job.group):
             return None
-        made = cls(job, sends, receives)
-        if no_problem(made._open_all(), job):
-            made._opened.clear()
-            return made
+        transport = cls(job, sends, receives)
+        if no_problem(transport._open_all(), job):
+            transport._opened.clear()
+            return transport
         job.sends |= sends
         job.receives |= receives
         return None
@@ -416,8 +416,8 @@ def _describe(source: Tensors) -> dict[str, Any]:
 
 def _handle(storage: torch.UntypedStorage) -> list[Any]:
     """Return [handle of the allocation, the storage's bytes, its offset in the allocation]."""
-    made = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
-    alias = cast(torch.UntypedStorage, made)
+    storage_alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+    alias = cast(torch.UntypedStorage, storage_alias)
     _, handle, nbytes, offset, counter, place, *_ = alias._share_cuda_()
     # No reader uses the counter, so release it at once.
     torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
