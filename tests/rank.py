@@ -62,13 +62,17 @@ _modules_called: list[ModuleType] = []  # the last one alone
 def _call(target: str, kwargs: dict[str, Any]) -> Any:
     """Call `target`, after the module of the call before has closed what it keeps for its own calls alone.
 
-    An engine that a module keeps (its `close()` ends it) holds vLLM's process groups. Another module's engine with
-    another tensor-parallel size could not be made beside it.
+    An engine that a module keeps (its `close()` ends it), or that a command has left to the end of its process, holds
+    vLLM's process groups. Another module's engine with another tensor-parallel size could not be made beside it.
     """
     name, function = target.split(":")
     module = importlib.import_module(name)
     if _modules_called and _modules_called[-1] is not module:
         getattr(_modules_called.pop(), "close", lambda: None)()
+        if "vllm.distributed.parallel_state" in sys.modules:
+            from megaverl.rollout.vllm_tracing import release_groups
+
+            release_groups()
     _modules_called[:] = [module]
     return getattr(module, function)(**kwargs)
 
