@@ -167,11 +167,13 @@ def _is_real(error: KeyboardInterrupt, before: int) -> bool:
     """Return whether a KeyboardInterrupt comes from a signal.
 
     Signals only reach the main thread. If a program has its own handler, interrupts are not counted, and every
-    KeyboardInterrupt in the main thread is regarded as real.
+    KeyboardInterrupt in the main thread is regarded as real. A process that ignores SIGINT, as one that a script has
+    started in the background does, is never interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    return _Interrupts.count != before or signal.getsignal(signal.SIGINT) is not _note_interrupt
+    handler = signal.getsignal(signal.SIGINT)
+    return _Interrupts.count != before or handler not in (_note_interrupt, signal.SIG_IGN)
 
 
 def _count_interrupts() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,18 @@ def raising(error: BaseException) -> Callable[[], None]:
         raise error
 
     return fail
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["by default", "ignored"])
+def test_an_interrupt_that_code_raises_is_an_error_whether_or_not_the_process_ignores_sigint(handler: Any) -> None:
+    """A process that a script has started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        guard = user_code(lambda error: RewardError(f"it raised {describe(error)}"))
+        with pytest.raises(RewardError, match="^it raised KeyboardInterrupt: mine"), guard:
+            raise KeyboardInterrupt("mine")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

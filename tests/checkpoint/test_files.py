@@ -342,7 +342,7 @@ def test_the_newest_is_that_written_last_by_this_job(tmp_path: Path) -> None:
     assert found == second and len(problems) == 2
     assert [folder for folder, _ in readable(tmp_path)] == [second, third], "a manifest is read, its files are not"
     shutil.rmtree(second)
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is intact.\n.*a is missing.*\n.*damaged"):
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole.\n.*a is missing.*\n.*damaged"):
         newest_whole(tmp_path)
 
 

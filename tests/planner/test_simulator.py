@@ -300,7 +300,7 @@ def test_a_description_that_cannot_be_meant_is_refused_in_words(change: dict, sa
 
 
 def test_a_description_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, a100_40gb, b200, cpu, h100, h20, h200"):
+    with pytest.raises(ConfigError, match=r"unknown name h1000\. Known: a100, a100_40gb, b200, cpu, h100, h20, h200"):
         Hardware.read("h1000")
     with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
         Hardware.read("absent.json")
@@ -409,7 +409,7 @@ def test_a_prediction_is_printed_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert as_dict(survey(planned))["step"] is None
     recipe_path = CONFIGS / "llama3_70b" / "grpo_8_nodes.yaml"
     command = ["plan", "--config", str(recipe_path), "--nodes", "8"]
-    assert main([*command, "--hardware", "h1000"]) == 2 and "there is no h1000" in capsys.readouterr().err
+    assert main([*command, "--hardware", "h1000"]) == 2 and "unknown name h1000" in capsys.readouterr().err
     assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
     said = capsys.readouterr().out
     assert "150 GB each" in said and "responses of 900 (up to" in said

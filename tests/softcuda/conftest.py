@@ -16,6 +16,17 @@ from tests.trainer.conftest import inputs  # noqa: F401 (a fixture)
 CACHE = Path(__file__).parents[2] / ".venv" / "softcuda"
 
 
+@pytest.fixture(scope="package", autouse=True)
+def strict_products() -> Iterator[None]:
+    """MKL whose products do not depend on strides and alignment of their operands, as they do on some AMD processors.
+
+    An operator of the device may hand MKL a contiguous copy of what the CPU's own operator reads in place.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MKL_CBWR", "AUTO,STRICT")
+        yield
+
+
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the device's libraries, compiled once for each version of its sources."""
