@@ -17,7 +17,7 @@ from megaverl.distributed.placement import Node
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.trainer import role_groups, role_workers
 from megaverl.trainer.program import policy_step, train
-from megaverl.trainer.role_groups import make_run
+from megaverl.trainer.role_groups import TrainedGroup, make_run
 from megaverl.trainer.served_run import RecorderWorker, SessionWorker
 
 WORKERS: dict[type[WorkerGroup], type] = {
@@ -65,8 +65,15 @@ def make_recorder(group: type[WorkerGroup], role: str, calls: list[str], answers
     return type("Recorder", (Recorder,), methods)(role, calls, answers)
 
 
+# What a group does without a call of its own.
+OF_THE_PROGRAM = ("begin_update", "join_islands")
+
+
 def public_methods(owner: type) -> dict[str, Callable[..., Any]]:
-    return {name: member for name, member in vars(owner).items() if inspect.isfunction(member) and name[0] != "_"}
+    """Return the methods that a class, or `TrainedGroup` for it, defines and that ranks serve."""
+    members = {**(vars(TrainedGroup) if issubclass(owner, TrainedGroup) else {}), **vars(owner)}
+    methods = {name: member for name, member in members.items() if inspect.isfunction(member) and name[0] != "_"}
+    return {name: method for name, method in methods.items() if name not in OF_THE_PROGRAM}
 
 
 def simulate(settings: dict[str, Any], first_step: int = 0, **answers: Callable[..., object]) -> list[str]:
