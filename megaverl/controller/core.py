@@ -154,8 +154,9 @@ class Controller:
             # A program that waits for nothing of the ranks must still end when a rank is lost.
             either: list[asyncio.Future[Any]] = [task, self._failed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._failed.result()
+            # A call that the program did not await may have failed just before the program's end.
+            if not task.done() or (task.exception() is None and self._evidence):
+                await self._failed
             result = task.result()
             reason = ""
             return result

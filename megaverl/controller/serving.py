@@ -9,7 +9,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -141,6 +141,9 @@ async def serve(
 ) -> Served:
     """Run calls until `End`.
 
+    After a call has raised, the rank runs no further method, so that nothing is saved or trained on top of a failure.
+    It still moves rows, for which other ranks may wait.
+
     On a rank it is driven by `run_blocking` on the main thread, where nothing in it suspends. In the simulation it is
     a task, and workers' methods are coroutines.
 
@@ -159,6 +162,7 @@ async def serve(
     dialogue = dialogue or Dialogue()
     dialogue.connect(transport, board)
     first_error: BaseException | None = None
+    has_failed = False
     methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
     while True:
@@ -175,6 +179,10 @@ async def serve(
             values.pop(value, None)
         board.begin(message.id, f"{message.role}.{message.method}" if message.method else f"rows for {message.role}")
         dialogue.begin(message.id)
+        if has_failed:
+            with suppress(Exception):
+                await _move_rows(rank, message, values, mover, board)
+            continue
         try:
             reply = await _run_call(rank, message, methods, values, mover, board, signal)
         except (KeyboardInterrupt, ControllerLost):
@@ -182,6 +190,7 @@ async def serve(
         except ProgramEnded:
             continue  # the next message says why
         except BaseException as error:  # a worker's SystemExit is an error of this call, too
+            has_failed = True
             report = _report_error(error)
             if not report.is_secondary:
                 first_error = first_error or error
@@ -199,13 +208,7 @@ async def _run_call(
     board: StatusBoard,
     signal: Callable[[], int],
 ) -> Reply:
-    for move in call.moves:
-        if move.source == rank:
-            board.enter(f"send rows to rank {move.dest}")
-            await mover.send(move, values[move.value])
-        else:
-            board.enter(f"receive rows from rank {move.source}")
-            values[move.value] = await mover.receive(move, values.get(move.value))
+    await _move_rows(rank, call, values, mover, board)
     if not call.method:
         return Reply(call.id, signal=signal())
     board.enter("run")
@@ -220,6 +223,19 @@ async def _run_call(
     rows = result.held_rows() if isinstance(result, HoldsRows) else None
     description = encode_value(result.describe()) if isinstance(result, Describes) else b""
     return Reply(call.id, rows=rows, description=description, signal=signal())
+
+
+async def _move_rows(
+    rank: int, call: CallRequest, values: dict[int, object], mover: Mover, board: StatusBoard
+) -> None:
+    """Send and receive the rows that a call needs, in the order of the call."""
+    for move in call.moves:
+        if move.source == rank:
+            board.enter(f"send rows to rank {move.dest}")
+            await mover.send(move, values[move.value])
+        else:
+            board.enter(f"receive rows from rank {move.source}")
+            values[move.value] = await mover.receive(move, values.get(move.value))
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
