@@ -28,7 +28,17 @@ from megaverl.errors import ConfigError, RolloutError
 from megaverl.gpus import gpu_name
 from megaverl.planner.advice import shortages, yaml_text
 from megaverl.planner.buffers import BufferOptions
-from megaverl.planner.candidates import SHARE, SHARES, Candidates, Key, Settings, key_of, read_choice, shown
+from megaverl.planner.candidates import (
+    SHARE,
+    SHARES,
+    Candidates,
+    Key,
+    SearchSpace,
+    Settings,
+    key_of,
+    read_choice,
+    shown,
+)
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, PlannedJob, Role, find_spec, make_job
@@ -200,9 +210,7 @@ class LayoutSearch:
     def _candidates(self) -> Iterator[list[_Candidate]]:
         """Yield, for every training layout, its combinations with each engine."""
         placed = self._job({}) if is_placed(self.config) else None
-        candidates = Candidates(
-            self.config,
-            self.spec,
+        space = SearchSpace(
             self.world,
             self.machine.gpus_per_node,
             self.keys,
@@ -211,6 +219,7 @@ class LayoutSearch:
             counts_memory=self.counts_memory,
             further=self.further,
         )
+        candidates = Candidates(self.config, self.spec, space)
         self._apart_grids = candidates.apart
         for rungs, engines in candidates.groups():
             yield [_Candidate(rungs, engine) for engine in engines]
