@@ -105,9 +105,8 @@ def simulate(
 
     Args:
         lengths: lengths of prompts and responses; None: `default_lengths`.
-        traffic: bytes of a reshard from the ranks' own plans (`make_traffic`, which takes seconds for 1,024 ranks);
-            None:
-            an estimate of the same bytes.
+        traffic: bytes of a reshard from the ranks' own plans (`make_traffic`, which takes seconds for 1,024 ranks).
+            None: an estimate of the same bytes.
         factors: operator -> measured time divided by predicted time.
 
     Raises:

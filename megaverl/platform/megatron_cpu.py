@@ -2,8 +2,7 @@
 
 megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`, `'torch.cuda.FloatTensor'`,
 `.cuda()`. An import hook rewrites these few expressions, only in `megatron.core`, when a module is loaded; `torch`
-itself
-is never patched. `REWRITES` lists the rules.
+itself is never patched. `REWRITES` lists the rules.
 """
 
 from __future__ import annotations
@@ -276,8 +275,7 @@ def _exchange_buffers_directly() -> None:
 @_adapts("gates in place")
 def _gate_in_place() -> None:
     """Without a compiler, gated MLPs read and write their widest tensors four times more than necessary: they add an
-    offset of
-    0 to one half, and copy the gradients of both halves to join them.
+    offset of 0 to one half, and copy the gradients of both halves to join them.
     """
     from megatron.core.transformer.mlp import MLP
 

@@ -2,8 +2,7 @@
 
 Names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a parameter for each column) and of
 verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`). A parameter named like a column of the data gets
-that
-column, and `**kwargs` the columns that no parameter takes.
+that column, and `**kwargs` the columns that no parameter takes.
 """
 
 from __future__ import annotations

@@ -125,8 +125,7 @@ def run(
 
     Returns:
         `code` (negative for a signal), `output`, `errors`, `verdict`, `timed_out`, `too_much`, and the costs `seconds`
-        and
-        `memory_mb`.
+        and `memory_mb`.
     """
     out, err, verdict = os.pipe(), os.pipe(), os.pipe()
     pipes = [out, err, verdict]
