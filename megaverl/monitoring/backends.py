@@ -187,8 +187,9 @@ class MLflow:
             self._mlflow.start_run(run_id=known_id)
         else:
             self._mlflow.start_run(run_name=info.name)
-            self._mlflow.log_dict(dict(info.config), "config.json")
         Path(folder, "mlflow_run_id").write_text(self._mlflow.active_run().info.run_id)
+        if not known_id:
+            self._mlflow.log_dict(dict(info.config), "config.json")
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         # MLflow allows fewer characters in names: pass@1 becomes pass_1.

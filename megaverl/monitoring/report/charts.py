@@ -25,10 +25,11 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
     shown = [(number, label, points) for number, (label, points) in enumerate(curves) if points]
     if not shown:
         return ""
-    x0 = min(points[0].step for *_, points in shown)
-    x1 = max(points[-1].step for *_, points in shown)
-    y0 = min(bucket.low for *_, points in shown for bucket in points)
-    y1 = max(bucket.high for *_, points in shown for bucket in points)
+    all_buckets = [bucket for _, _, points in shown for bucket in points]
+    x0 = min(bucket.step for bucket in all_buckets)
+    x1 = max(bucket.step for bucket in all_buckets)
+    y0 = min(bucket.low for bucket in all_buckets)
+    y1 = max(bucket.high for bucket in all_buckets)
     # A share that never changes is shown between 0 and 1, as ticks around a single value would say nothing.
     if y0 == y1 and is_share:
         y0, y1 = 0.0, 1.0
@@ -48,10 +49,10 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
         colour = f"c{number % NUM_COLOURS}"
         # Buckets of a short run have one value each, so there is no range to draw around the line.
         if any(bucket.low < bucket.high for bucket in points):
-            upper = " ".join(scale.at(bucket.step, bucket.high) for bucket in points)
-            lower = " ".join(scale.at(bucket.step, bucket.low) for bucket in reversed(points))
+            upper = _points(scale, [(bucket.step, bucket.high) for bucket in points])
+            lower = _points(scale, [(bucket.step, bucket.low) for bucket in reversed(points)])
             parts.append(f'<polygon class="band {colour}" points="{upper} {lower}"/>')
-        line = " ".join(scale.at(bucket.step, bucket.mean) for bucket in points)
+        line = _points(scale, [(bucket.step, bucket.mean) for bucket in points])
         # A line of one point is invisible.
         if len(points) == 1:
             x, y = line.split(",")
@@ -77,7 +78,13 @@ class _Scale:
         return f"{self.x(x):.1f},{self.y(y):.1f}"
 
 
+def _points(scale: _Scale, places: Sequence[tuple[float, float]]) -> str:
+    """Return the attribute `points` of a line or a polygon."""
+    return " ".join(scale.at(x, y) for x, y in places)
+
+
 def _axes(scale: _Scale, ticks: Sequence[float]) -> Iterator[str]:
+    """Yield the grid lines and the labels of both axes."""
     for value in ticks:
         y = f"{scale.y(value):.1f}"
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
@@ -97,7 +104,10 @@ def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
         # A count or an accuracy that is always 0 needs no axis for negative values.
-        low, high = (low - pad if low else 0.0), high + pad
+        if low:
+            low -= pad
+        high += pad
+    # Steps of 1, 2, 2.5 and 5 times a power of ten are those that readers can add up in their heads.
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
