@@ -30,11 +30,13 @@ def prompt_numbers(batch: RolloutBatch) -> list[int]:
     lengths = batch.prompt_lengths.tolist()
     rows = batch.input_ids.cpu().numpy()
     images = batch.columns.get(COLUMN) or [None] * len(rows)
-    return [
+    number_of_sample = []
+    for row, length, row_images in zip(rows, lengths, images, strict=True):
         # Prompts are compared by their tokens: copies of a row in a data set share a prompt as well.
-        numbers.setdefault((row[:length].tobytes(), *(image.key for image in row_images or ())), len(numbers))
-        for row, length, row_images in zip(rows, lengths, images, strict=True)
-    ]
+        prompt = row[:length].tobytes()
+        image_keys = [image.key for image in row_images or ()]
+        number_of_sample.append(numbers.setdefault((prompt, *image_keys), len(numbers)))
+    return number_of_sample
 
 
 def shared_tokens(prompt_lengths: Sequence[int]) -> list[int]:

@@ -365,10 +365,15 @@ def _grid_name(job: PlannedJob) -> str:
 
 def least_bytes(job: PlannedJob) -> float:
     """Return a lower bound of the fullest rank's bytes in the actor's update: no padding, no reserve, no other role."""
-    role, model = job.actor, MemoryModel(job)
+    role = job.actor
     if role.shards is not None:
         return 0.0
-    return max(_stage_bytes(job, role, stage) + model.activations(role.name, stage)[0] for stage in range(role.grid.pp))
+    model = MemoryModel(job)
+    stage_totals = []
+    for stage in range(role.grid.pp):
+        activations, _ = model.activations(role.name, stage)
+        stage_totals.append(_stage_bytes(job, role, stage) + activations)
+    return max(stage_totals)
 
 
 def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = False) -> float:

@@ -131,9 +131,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
         try:
             data = cached.read_bytes()
             if data[:8] == stamp:
-                return marshal.loads(data[8:])
+                cached_code: CodeType = marshal.loads(data[8:])
+                return cached_code
         except (OSError, EOFError, ValueError, TypeError):
-            data = b""  # no cache yet, or a damaged one: compile
+            pass  # no cache yet, or a damaged one: compile
         tree, _ = rewrite(path.read_text(encoding="utf-8"), str(path))
         code: CodeType = compile(tree, str(path), "exec", dont_inherit=True)
         temporary = cached.with_suffix(f".{os.getpid()}.tmp")
@@ -286,7 +287,10 @@ def _gate_in_place() -> None:
         if per_token_scale is not None or not _gates_plainly(self.config):
             return forward(self, hidden_states, per_token_scale, **options)
         joined, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(GatedSilu.apply(joined if bias is None else joined + bias))
+        if bias is not None:
+            joined = joined + bias
+        activate: Any = GatedSilu.apply
+        return self.linear_fc2(activate(joined))
 
 
 def _gates_plainly(config: Any) -> bool:

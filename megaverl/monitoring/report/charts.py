@@ -204,8 +204,13 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
         return [("all spans", begin, max(span.end for span in run.spans))]
     usual = median([span.duration for span in steps])
     middle = len(steps) // 2
+
+    def rating(place: int) -> tuple[bool, int]:
+        is_unusual = abs(steps[place].duration - usual) > 0.1 * usual
+        return is_unusual, abs(place - middle)
+
     # First and last steps load, warm up or save, so an ordinary step as near as possible to the middle is shown.
-    near = sorted(range(len(steps)), key=lambda i: (abs(steps[i].duration - usual) > 0.1 * usual, abs(i - middle)))[0]
+    near = min(range(len(steps)), key=rating)
     last = min(near + 1, len(steps) - 1)
     title = f"step {_number(steps[near])}"
     if last != near:
@@ -225,7 +230,8 @@ def _number(span: TraceSpan) -> int | str:
 def gantt(run: RunRecord, begin: float, end: float) -> str:
     """Draw a row for each role (and rank, if there are several), and a bar for each span between two times."""
     inside = [span for span in run.spans if span.end > begin and span.begin < end]
-    lanes = sorted({Lane(span.role, span.rank) for span in inside}, key=lambda lane: lane.order)[:MOST_LANES]
+    all_lanes = {Lane(span.role, span.rank) for span in inside}
+    lanes = sorted(all_lanes, key=lambda lane: lane.order)[:MOST_LANES]
     if not lanes:
         return ""
     several = len({lane.rank for lane in lanes}) > 1
