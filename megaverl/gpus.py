@@ -59,9 +59,9 @@ def visible_gpus() -> list[GPU]:
     query = ["nvidia-smi", "--query-gpu=index,compute_cap,pci.bus_id", "--format=csv,noheader"]
     listing = subprocess.run(query, capture_output=True, text=True, check=False)
     rows = re.findall(r"^(\d+), (\d+)\.(\d+), ([0-9A-Fa-f:.]+)$", listing.stdout, flags=re.MULTILINE)
-    by_index = {
-        index: GPU(int(index), (int(major), int(minor)), _pci_address(bus)) for index, major, minor, bus in rows
-    }
+    by_index = {}
+    for index, major, minor, bus in rows:
+        by_index[index] = GPU(int(index), (int(major), int(minor)), _pci_address(bus))
     visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return [by_index[index] for index in visible if index in by_index] or list(by_index.values())
 

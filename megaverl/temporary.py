@@ -1,17 +1,15 @@
 """One temporary folder for a command and all processes that it starts.
 
 Some libraries leave files in the system's temporary folder when a process is killed: torch's agent its log folders,
-vLLM
-its sockets, Weights & Biases its media folders. So a command creates a folder of its own and passes it to its processes
-as `TMPDIR`.
+vLLM its sockets, Weights & Biases its media folders. So a command creates a folder of its own and passes it to its
+processes as `TMPDIR`.
 
     with temporary_folder():
         ...                      # tempfile.gettempdir() is the folder, also in processes started here
 
 The process that created the folder removes it when it ends. If that process was killed, the next command on this
-machine
-removes it. A lock (flock) on the folder shows whether a process still uses it. The kernel releases the lock when the
-last of these processes has ended, however it ended.
+machine removes it. A lock (flock) on the folder shows whether a process still uses it. The kernel releases the lock
+when the last of these processes has ended, however it ended.
 """
 
 from __future__ import annotations

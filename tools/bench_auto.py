@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from megaverl.config.checks import cross_mistakes  # noqa: E402
 from megaverl.config.loader import layered  # noqa: E402
 from megaverl.planner.calibrate import PROMPT, make_inputs, sampling  # noqa: E402
-from megaverl.planner.candidates import Candidates, Settings, shown  # noqa: E402
+from megaverl.planner.candidates import Candidates, SearchSpace, Settings, shown  # noqa: E402
 from megaverl.planner.generation import LengthDistribution  # noqa: E402
 from megaverl.planner.hardware import Hardware  # noqa: E402
 from megaverl.planner.job import find_spec  # noqa: E402
@@ -89,17 +89,7 @@ SETTINGS = [Setting(model, ranks, load) for ranks in (2, 4) for load in LOADS fo
 
 def layouts(search: LayoutSearch) -> dict[str, Settings]:
     """Return every layout that a run would accept, as {name: settings}."""
-    candidates = Candidates(
-        search.config,
-        search.spec,
-        search.world,
-        search.world,
-        SEARCHED,
-        away=0,
-        staleness=0,
-        counts_memory=False,
-        further=False,
-    )
+    candidates = Candidates(search.config, search.spec, SearchSpace(search.world, search.world, SEARCHED))
     every = [rungs[0] | engine for rungs, engines in candidates.groups() for engine in engines]
     valid = [settings for settings in every if not cross_mistakes(search.make(settings), "train", False, search.world)]
     return {name_of(settings): settings for settings in valid}

@@ -319,7 +319,8 @@ def nash_md(rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, scale:
     apart = rewards.double().unsqueeze(1) - rewards.double()
     # Without a scale the preference is a comparison: 1, 0, or 1/2 for a tie.
     preferred = torch.sigmoid(apart / scale) if scale else (apart.sign() + 1) / 2
-    mean = torch.where(pairs, preferred - 0.5, 0.0).sum(dim=1) / pairs.sum(dim=1).clamp(min=1)
+    num_opponents = pairs.sum(dim=1).clamp(min=1)
+    mean = torch.where(pairs, preferred - 0.5, 0.0).sum(dim=1) / num_opponents
     return _same_for_all_tokens(mean, rewards, response_mask)
 
 
@@ -427,4 +428,7 @@ class _Turns:
 
     def spread(self, per_turn: Tensor) -> Tensor:
         """Return each turn's value at all of its tokens, 0 outside the mask."""
-        return torch.where(self.mask, per_turn.gather(1, self.ids), 0.0) if per_turn.shape[1] else self.mask * 0.0
+        # gather refuses indices into an axis without entries, which a batch without turns has.
+        if not per_turn.shape[1]:
+            return self.mask * 0.0
+        return torch.where(self.mask, per_turn.gather(1, self.ids), 0.0)

@@ -486,7 +486,8 @@ def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
     smallest = torch.finfo(mu.dtype).tiny
     others_mu = -torch.expm1(sampled_log_probs)
     others_pi = (-torch.expm1(log_probs)).clamp(min=smallest)
-    return mu * (sampled_log_probs - log_probs) + torch.special.xlogy(others_mu, others_mu / others_pi)
+    of_others: Tensor = torch.special.xlogy(others_mu, others_mu / others_pi)
+    return mu * (sampled_log_probs - log_probs) + of_others
 
 
 def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:

@@ -168,7 +168,9 @@ def reject(
     values = {"k1": -log_rho, "k2": 0.5 * log_rho.square(), "k3": torch.expm1(log_ratio) - log_ratio}[estimator]
     count = response_mask.sum(dim=1, keepdim=True)
     if over == "max":
-        values = torch.where(response_mask, values, -torch.inf).amax(dim=1, keepdim=True).where(count > 0, 0.0)
+        masked = torch.where(response_mask, values, -torch.inf)
+        # An empty response has no largest value. It has no tokens to drop either.
+        values = masked.amax(dim=1, keepdim=True).where(count > 0, 0.0)
     elif over != "token":
         values = values.sum(dim=1, keepdim=True) / (count.clamp(min=1) if over == "mean" else 1)
     values = values.expand_as(log_rho)
@@ -199,7 +201,8 @@ def off_policy_mask(
         high: delta of the source, in nats per token.
     """
     log_rho = _log_rho(log_probs, rollout_log_probs, response_mask)
-    left = -log_rho.sum(dim=1, keepdim=True) / response_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    num_tokens = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    left = -log_rho.sum(dim=1, keepdim=True) / num_tokens
     # Samples with a positive advantage pull the policy towards themselves, so they stay, however far off they are.
     masked = (left > high) & (advantages < 0)
     # NaN must not become a weight of 1: it goes on into the loss, where it is noticed.

@@ -141,8 +141,10 @@ def _named_chunks(trainable: MegatronTrainable) -> dict[str, Any]:
 
 def _chunk_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     tied_copy = chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process
+    state: dict[str, Any]
     if not tied_copy:
-        return chunk.sharded_state_dict(metadata=metadata)
+        state = chunk.sharded_state_dict(metadata=metadata)
+        return state
     # For the last stage's copy of tied embeddings, megatron-core (0.16 to 0.19) asks its global process groups,
     # which do not exist here. So it describes an untied output layer, which then takes the embedding's name.
     chunk.share_embeddings_and_output_weights = False
@@ -332,22 +334,30 @@ def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
 def _shards(
     model: FSDPModel, prefix: str, tensors: Mapping[str, torch.Tensor], loading: bool
 ) -> list[list[ShardedTensor]]:
+    """Return the boxes of each shard: all of them if loading, else this rank's share of what several ranks hold."""
     shards = list(_whole_shards(model, prefix, tensors))
     if loading:
         return [
             list(boxed(shard, (0,) * shard.data.ndim, shard.data, shard.key, shard.replica_id)) for shard, _ in shards
         ]
-    counts = {count for _, count in shards}
-    return [
-        share for count in sorted(counts) for share in shares_of([shard for shard, of in shards if of == count], count)
-    ]
+    shards_by_count: dict[int, list[ShardedTensor]] = {}
+    for shard, num_holders in shards:
+        shards_by_count.setdefault(num_holders, []).append(shard)
+    shares: list[list[ShardedTensor]] = []
+    # Every rank that holds the same shards must divide them in the same order.
+    for num_holders in sorted(shards_by_count):
+        shares += shares_of(shards_by_count[num_holders], num_holders)
+    return shares
 
 
 def _whole_shards(
     model: FSDPModel, prefix: str, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[ShardedTensor, int]]:
     """Yield every shard of this rank with the number of ranks that hold the same."""
-    layout, rank, world, tp = state_layout(model), model.grid.rank, model.grid.shape.world_size, model.grid.shape.tp
+    layout = state_layout(model)
+    rank = model.grid.rank
+    world = model.grid.shape.world_size
+    tp = model.grid.shape.tp
     buffers = {name for name, _ in model.module.model.named_buffers()}
     seen = viewed(layout, tensors)
     for piece in layout.pieces:
@@ -356,7 +366,9 @@ def _whole_shards(
             continue
         data = view(seen[piece.local], piece.local_box).view(piece.box.shape)
         # Number of neighbouring ranks that together hold the whole tensor, and how many of them hold each part.
-        parts, same = model.num_shards * tp, 1 if model.is_cut_over_tp(stored) else tp
+        parts = model.num_shards * tp
+        same = 1 if model.is_cut_over_tp(stored) else tp
+        # Buffers are not sharded.
         if stored in buffers:
             parts = same = 1
         yield (

@@ -158,7 +158,8 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
     shares: dict[int, Any] = {}
     for group, of_experts in ((dense, False), (experts, True)):
         tensors = [tensor for tensor in shared if (EXPERTS in tensor.key) is of_experts]
-        shares |= {id(tensor): share for tensor, share in zip(tensors, shares_of(tensors, group.size()), strict=True)}
+        for tensor, share in zip(tensors, shares_of(tensors, group.size()), strict=True):
+            shares[id(tensor)] = share
     dict_list_map_inplace(lambda tensor: shares.get(id(tensor), tensor), state)
 
 

@@ -173,6 +173,7 @@ class Stager:
             return planner.create_local_plan(), common if group is not None and dist.get_rank() == 0 else {}
 
         def for_all(plans_and_dtypes: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
+            plans: list[SavePlan]
             plans, whole = planner.create_global_plan([plan for plan, _ in plans_and_dtypes])
             metadata.append(whole)
             for _, of_world in plans_and_dtypes:
@@ -181,7 +182,9 @@ class Stager:
 
         plan = planner.finish_plan(ranks.reduce_scatter("plan", for_me, for_all))
         items = {item.index: planner.resolve_data(item) for item in plan.items}
-        num_bytes = sum(v.nbytes if isinstance(v, torch.Tensor) else len(v.getbuffer()) for v in items.values())
+        num_bytes = 0
+        for item_data in items.values():
+            num_bytes += item_data.nbytes if isinstance(item_data, torch.Tensor) else len(item_data.getbuffer())
         # Another thread will read the tensors, so pending device work must be complete.
         platform.synchronize()
         data: dict[MetadataIndex, Any] = {}
@@ -314,7 +317,7 @@ def _takes_all(target: torch.Tensor, item: ReadItem, shape: torch.Size, dtype: t
     )
 
 
-class _CheckedLoading(TorchDistLoadShardedStrategy):
+class _CheckedLoading(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's load strategy with a `CheckedReader` (0.16, `TorchDistLoadShardedStrategy.load`)."""
 
     def __init__(self, *, is_alone: bool) -> None:

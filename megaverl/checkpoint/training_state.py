@@ -5,8 +5,7 @@ Every rank stores what it holds (`rank_shards.py`).
 
 This module also loads a checkpoint of one training engine into the other. Both engines' checkpoints are layouts of the
 same Hugging Face arrays, so weights and Adam's moments go directly from the files into their places. If the other
-engine
-trains in 16 bits, its float32 copies are read instead of its weights. Schedule and step are taken over.
+engine trains in 16 bits, its float32 copies are read instead of its weights. Schedule and step are taken over.
 """
 
 from __future__ import annotations

@@ -291,8 +291,9 @@ def _choose_layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any
         return {}, "No GPU is visible: a copy of the model on each process."
     if values.get("actor.engine") == "fsdp":
         return ON_GPUS, "The model is cut over all of them (FSDP2)."
+    from megaverl.planner.candidates import shown
     from megaverl.planner.job import find_spec
-    from megaverl.planner.search import LayoutSearch, hardware_of, shown
+    from megaverl.planner.search import LayoutSearch, hardware_of
 
     try:
         make = layered(None, list({**values, **ON_GPUS}.items()))

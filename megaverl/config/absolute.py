@@ -69,6 +69,10 @@ def _absolute_text(value: str, key: str) -> str:
     field = key.rpartition(".")[2]
     if key in PLACES or (field in PLACE_NAMES and ".options" not in key):
         return str(Path(value).absolute())
-    if field in FILE_NAMES and (Path(value).exists() or (glob.has_magic(value) and glob.glob(value, recursive=True))):
+    if field not in FILE_NAMES:
+        return value
+    # The same keys take names on a hub, which must stay as they are.
+    is_pattern = glob.has_magic(value) and bool(glob.glob(value, recursive=True))
+    if Path(value).exists() or is_pattern:
         return str(Path(value).absolute())
     return value

@@ -231,7 +231,10 @@ def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Chang
         if key in UNREPORTED or (read is not None and key.partition(".")[0] not in read):
             continue
         rule = _rule_for(key, old, new, config, stage)
-        result.append(Change(key, old, new, rule.outcome, rule.why) if rule else Change(key, old, new, "used"))
+        if rule:
+            result.append(Change(key, old, new, rule.outcome, rule.why))
+        else:
+            result.append(Change(key, old, new, "used"))
     return result
 
 

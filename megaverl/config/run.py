@@ -277,7 +277,10 @@ class RewardConfig(Section):
     @rule
     def check_clip(self, at: str) -> Issues:
         """Refuse limits that are not the least and the most."""
-        if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
+        if self.clip is None:
+            return
+        is_range = len(self.clip) == 2 and self.clip[0] < self.clip[1]
+        if not is_range:
             text = f"found {yaml_text(self.clip)}; expected the least and the most: [0, 1]."
             yield ConfigIssue(f"{at}.clip", text)
 

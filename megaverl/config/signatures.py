@@ -76,8 +76,10 @@ class SourceModule:
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return node, self
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-                return node.value, self
+            if isinstance(node, ast.Assign):
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                if name in names:
+                    return node.value, self
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
                 return (node.value, self) if node.value is not None else None
         package = self.name if self.is_package else self.name.rpartition(".")[0]

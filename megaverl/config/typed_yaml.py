@@ -26,6 +26,8 @@ TypeAt = Callable[[Key], Any]
 # Tag of a scalar without quotes and without a tag of its own.
 PLAIN = "!plain"
 _CORE = "tag:yaml.org,2002:"
+# Name of a tag, such as `!!int` -> types that a value with this tag may have.
+_TAGGED_TYPES: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "null": type(None)}
 _NULLS = ("", "~", "null", "Null", "NULL")
 _TRUE_OR_FALSE = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
@@ -368,13 +370,15 @@ class _Construction:
         if node.tag == _CORE + "str":
             return node.value
         value = plain_value(node.value)
-        wanted = {"int": int, "float": int | float, "bool": bool, "null": type(None)}.get(node.tag.removeprefix(_CORE))
+        wanted = _TAGGED_TYPES.get(node.tag.removeprefix(_CORE))
         if wanted is None or not isinstance(value, wanted):
             raise BadYaml(
                 f"found {yaml_text(node.value)} with the tag {node.tag}, which does not fit. Leave the tag out."
             )
         # `!!float 1` is an integer in its text.
-        return float(value) if isinstance(value, int) and node.tag == _CORE + "float" else value
+        if isinstance(value, int) and node.tag == _CORE + "float":
+            return float(value)
+        return value
 
     def _mapping(self, node: yaml.MappingNode, at: Key) -> dict[Any, Any]:
         values: dict[Any, Any] = {}

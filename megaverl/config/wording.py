@@ -10,9 +10,14 @@ from typing import Any
 
 def yaml_text(value: Any) -> str:
     """Return `value` as YAML would write it, cut to 80 characters, for a message."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else repr(value)
-    assert text is not None
-    return text if len(text) <= 80 else text[:77] + "..."
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value)
+    if len(text) > 80:
+        return text[:77] + "..."
+    return text
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -21,16 +26,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     Tried in order: an abbreviation part by part, a close spelling, one name contained in the other, a loosely similar
     spelling.
     """
+    # Sorted, so that the suggestion does not depend on the order of a set.
     known = sorted(set(known))
-    if alike := [other for other in known if _shortens(name, other)]:
+    alike = [other for other in known if _shortens(name, other)]
+    if alike:
         return min(alike, key=len)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if close:
         return close[0]
     folded = name.lower().replace("-", "_")
-    containing = [
-        other for other in known if len(folded) > 2 and len(other) > 2 and (folded in other or other in folded)
-    ]
+    containing = []
+    # Names of one or two letters occur in many others by chance.
+    if len(folded) > 2:
+        containing = [other for other in known if len(other) > 2 and (folded in other or other in folded)]
     if containing:
         return min(containing, key=lambda other: abs(len(other) - len(folded)))
     loose = difflib.get_close_matches(folded, known, n=1, cutoff=0.55)
@@ -39,9 +47,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def _shortens(name: str, other: str) -> bool:
     """Return whether `name` abbreviates `other` part by part, as gpu_mem does gpu_memory_utilization."""
-    parts, others = (text.lower().replace("-", "_").split("_") for text in (name, other))
-    alike = all(whole.startswith(part) for part, whole in zip(parts, others, strict=False))
-    return len(name) > 2 and len(parts) <= len(others) and alike
+    parts = name.lower().replace("-", "_").split("_")
+    others = other.lower().replace("-", "_").split("_")
+    if len(name) <= 2 or len(parts) > len(others):
+        return False
+    return all(whole.startswith(part) for part, whole in zip(parts, others, strict=False))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

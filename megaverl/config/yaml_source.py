@@ -80,8 +80,10 @@ class YamlSource:
     def layer(self, key: str) -> int:
         """Return the index of the highest layer that sets `key` or a key inside it, or -1."""
         path = tuple(key.split("."))
-        inside = [place for at, place in self.places.items() if at[: len(path)] == path] or [self.place(path)]
-        files = [place.rpartition(", line ")[0] or place for place in inside]
+        inside = [place for at, place in self.places.items() if at[: len(path)] == path]
+        # A key without a place of its own was set with the section around it.
+        places = inside or [self.place(path)]
+        files = [place.rpartition(", line ")[0] or place for place in places]
         return max(self.layers.index(file) if file in self.layers else -1 for file in files)
 
     def forget(self, path: Key) -> None:
@@ -300,7 +302,8 @@ def _apply(source: YamlSource, override: Override) -> None:
         source.add(key, f"{shown}{error}", where=COMMAND_LINE)
         return
     # The shell removes one pair of quotes, so a second pair is most likely a mistake.
-    if isinstance(value, str) and value == text and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if is_quoted and isinstance(value, str) and value == text:
         source.warnings.append(
             f"{key}: the quotes of {text} are part of the text; leave them out unless they are meant"
         )

@@ -225,9 +225,7 @@ async def _run_call(
     return Reply(call.id, rows=rows, description=description, signal=signal())
 
 
-async def _move_rows(
-    rank: int, call: CallRequest, values: dict[int, object], mover: Mover, board: StatusBoard
-) -> None:
+async def _move_rows(rank: int, call: CallRequest, values: dict[int, object], mover: Mover, board: StatusBoard) -> None:
     """Send and receive the rows that a call needs, in the order of the call."""
     for move in call.moves:
         if move.source == rank:

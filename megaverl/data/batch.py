@@ -291,7 +291,8 @@ class RolloutBatch:
         target = {axis: now[axis] if size is None else size for axis, size in asked.items()}
         if any(target[axis] < now[axis] for axis in now):
             raise DataError(f"a batch of {now} cannot be padded to {target}")
-        columns = {name: column + [None] * (target["B"] - now["B"]) for name, column in self.columns.items()}
+        padding: list[Any] = [None] * (target["B"] - now["B"])
+        columns = {name: column + padding for name, column in self.columns.items()}
         return RolloutBatch(self._resized(target), columns)
 
     def trim(self) -> RolloutBatch:

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 from megaverl.errors import DataError
@@ -270,27 +271,45 @@ def common_count(
     return result
 
 
+@dataclass(frozen=True)
+class MicroBatchRule:
+    """Requirements on planned micro-batches.
+
+    Attributes:
+        multiple_of: a row, or a packed row, is padded to a multiple of it.
+        count_multiple_of: the number of micro-batches is a multiple of it; an interleaved pipeline needs its stages.
+        least: number of micro-batches that are made even if fewer would do, if some rank has as many samples.
+        key: the setting that error messages name.
+    """
+
+    multiple_of: int = 1
+    count_multiple_of: int = 1
+    least: int = 1
+    key: str = "actor.micro_batch_tokens"
+
+
+# Rule of a plan without requirements.
+ANY_MICRO_BATCHES = MicroBatchRule()
+
+
 def plan_micro_batches(
     lengths: Sequence[int],
     num_ranks: int,
     max_tokens: int,
+    rule: MicroBatchRule = ANY_MICRO_BATCHES,
     *,
     indices: Sequence[int] | None = None,
     padded: bool = True,
-    multiple_of: int = 1,
-    count_multiple_of: int = 1,
-    least: int = 1,
     equal_counts: bool = False,
-    key: str = "actor.micro_batch_tokens",
 ) -> list[list[list[int]]]:
     """Split a mini-batch into each rank's micro-batches: `balance`, `micro_batches` and `common_count` in sequence.
 
     Args:
         lengths: tokens of EVERY sample of the batch.
         num_ranks: number of data-parallel ranks.
-        max_tokens, padded, multiple_of, key: see `micro_batches`.
+        max_tokens, padded: see `micro_batches`.
+        rule: requirements on rows and on the number of micro-batches.
         indices: samples of this mini-batch. None: all.
-        count_multiple_of, least: see `common_count`.
         equal_counts: see `balance`.
 
     Returns:
@@ -310,12 +329,12 @@ def plan_micro_batches(
                 [lengths[sample] for sample in samples],
                 max_tokens,
                 padded=padded,
-                multiple_of=multiple_of,
-                key=key,
+                multiple_of=rule.multiple_of,
+                key=rule.key,
                 indices=samples,
             )
         )
-    return common_count(per_rank, lengths, padded=padded, count_multiple_of=count_multiple_of, least=least)
+    return common_count(per_rank, lengths, padded=padded, count_multiple_of=rule.count_multiple_of, least=rule.least)
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -248,5 +248,10 @@ def best_of_each(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
 
     The first of equal rows counts.
     """
-    groups = [((group_ids == group) & ~scores.isnan()).nonzero()[:, 0] for group in group_ids.unique()]
-    return [int(members[scores[members].argmax()]) for members in groups if len(members)]
+    is_known = ~scores.isnan()
+    best = []
+    for group in group_ids.unique():
+        members = ((group_ids == group) & is_known).nonzero()[:, 0]
+        if len(members):
+            best.append(int(members[scores[members].argmax()]))
+    return best

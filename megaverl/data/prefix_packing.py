@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batching import check_cap, plan_micro_batches
+from megaverl.data.batching import ANY_MICRO_BATCHES, MicroBatchRule, check_cap, plan_micro_batches
 from megaverl.data.images import COLUMN
 from megaverl.data.sequence_lengths import SequenceLengths
 
@@ -30,11 +30,13 @@ def prompt_numbers(batch: RolloutBatch) -> list[int]:
     lengths = batch.prompt_lengths.tolist()
     rows = batch.input_ids.cpu().numpy()
     images = batch.columns.get(COLUMN) or [None] * len(rows)
-    return [
+    number_of_sample = []
+    for row, length, row_images in zip(rows, lengths, images, strict=True):
         # Prompts are compared by their tokens: copies of a row in a data set share a prompt as well.
-        numbers.setdefault((row[:length].tobytes(), *(image.key for image in row_images or ())), len(numbers))
-        for row, length, row_images in zip(rows, lengths, images, strict=True)
-    ]
+        prompt = row[:length].tobytes()
+        image_keys = [image.key for image in row_images or ()]
+        number_of_sample.append(numbers.setdefault((prompt, *image_keys), len(numbers)))
+    return number_of_sample
 
 
 def shared_tokens(prompt_lengths: Sequence[int]) -> list[int]:
@@ -58,11 +60,7 @@ def plan_packed_micro_batches(
     prompts: Sequence[int],
     num_ranks: int,
     max_tokens: int,
-    *,
-    multiple_of: int = 1,
-    count_multiple_of: int = 1,
-    least: int = 1,
-    key: str = "actor.micro_batch_tokens",
+    rule: MicroBatchRule = ANY_MICRO_BATCHES,
 ) -> list[list[list[int]]]:
     """Plan micro-batches of packed rows, keeping samples with one prompt together as far as that pays off.
 
@@ -72,7 +70,7 @@ def plan_packed_micro_batches(
     Args:
         units: samples that are never separated: [[0], [1], ...], or pairs.
         lengths, shared, prompts: of EVERY sample of the batch; see `shared_tokens` and `prompt_numbers`.
-        num_ranks, max_tokens, multiple_of, count_multiple_of, least, key: see `plan_micro_batches`.
+        num_ranks, max_tokens, rule: see `plan_micro_batches`.
 
     Returns:
         The same number of micro-batches for each rank, each a list of samples, possibly empty.
@@ -81,7 +79,7 @@ def plan_packed_micro_batches(
         DataError: one unit alone exceeds the cap.
     """
     costs = [lengths[unit[0]] if len(unit) == 1 else packed_tokens(unit, lengths, shared, prompts) for unit in units]
-    check_cap(costs, [unit[0] for unit in units], max_tokens, multiple_of=multiple_of, key=key)
+    check_cap(costs, [unit[0] for unit in units], max_tokens, multiple_of=rule.multiple_of, key=rule.key)
     units_by_prompt: dict[int, list[Sequence[int]]] = {}
     for unit in units:
         units_by_prompt.setdefault(prompts[unit[0]], []).append(unit)
@@ -89,7 +87,7 @@ def plan_packed_micro_batches(
     share = -(-total // num_ranks)
     best: list[list[list[int]]] = []
     best_rating = (0, True, 0, 0)
-    cap = max_tokens - max_tokens % multiple_of
+    cap = max_tokens - max_tokens % rule.multiple_of
     most = max(map(len, units_by_prompt.values()), default=1)
     # Keep all samples of a prompt together at first, then split them into 2, 4, 8, ... parts. Every split computes the
     # prompt once more, but makes the ranks' loads more even.
@@ -103,29 +101,25 @@ def plan_packed_micro_batches(
             [bundle.tokens for bundle in bundles],
             num_ranks,
             max_tokens,
+            rule,
             padded=False,
-            multiple_of=multiple_of,
-            count_multiple_of=count_multiple_of,
-            least=least,
-            key=key,
         )
-        sample_plan = [
-            [_samples([bundles[number].samples for number in micro]) for micro in rank_plan] for rank_plan in plan
-        ]
-        busiest = max(
-            sum(_tokens_of([bundles[number] for number in micro]) for micro in rank_plan) for rank_plan in plan
-        )
+        sample_plan = []
+        tokens_by_rank = []
+        for rank_plan in plan:
+            bundles_of_rank = [[bundles[number] for number in micro] for micro in rank_plan]
+            sample_plan.append([_samples([bundle.samples for bundle in micro]) for micro in bundles_of_rank])
+            tokens_by_rank.append(sum(_tokens_of(micro) for micro in bundles_of_rank))
+        count = len(sample_plan[0])
+        has_idle_rank = any(not micro for rank_plan in sample_plan for micro in rank_plan)
+        busiest = max(tokens_by_rank)
         # Compare plans: enough micro-batches first, then no idle rank, then the busiest rank's tokens.
-        rating = (
-            -min(least, len(sample_plan[0])),
-            any(not micro for rank_plan in sample_plan for micro in rank_plan),
-            busiest,
-            len(sample_plan[0]),
-        )
+        rating = (-min(rule.least, count), has_idle_rank, busiest, count)
         if not best or rating < best_rating:
             best = sample_plan
             best_rating = rating
-        if rating[:2] == (-least, False) and busiest <= GOOD_ENOUGH * share:
+        is_complete = count >= rule.least and not has_idle_rank
+        if is_complete and busiest <= GOOD_ENOUGH * share:
             break
     return best
 

@@ -112,7 +112,10 @@ def _plain(value: Any, path: _Path, depth: int = 0) -> Any:
         if depth >= MAX_DEPTH:
             raise _NotPlain(path, f"and so on holds {_too_nested()}")
         if isinstance(value, Mapping):
-            return {_plain_key(key, path): _plain(item, (path, key), depth + 1) for key, item in value.items()}
+            plain = {}
+            for key, item in value.items():
+                plain[_plain_key(key, path)] = _plain(item, (path, key), depth + 1)
+            return plain
         return [_plain(item, (path, place), depth + 1) for place, item in enumerate(value)]
     # Arrays of numpy and torch become lists; their scalars become plain numbers or dates.
     if hasattr(value, "tolist"):

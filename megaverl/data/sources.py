@@ -550,7 +550,8 @@ def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
             matches = [Path(entry)]
         # Checked after the file's existence, since a name may contain these characters.
         elif any(mark in str(entry) for mark in "*?["):
-            matches = [Path(name) for name in sorted(glob.glob(str(entry), recursive=True)) if Path(name).is_file()]
+            names = sorted(glob.glob(str(entry), recursive=True))
+            matches = [Path(name) for name in names if Path(name).is_file()]
             if not matches:
                 raise DataError(f"{entry}: no file matches this pattern (looked in {Path.cwd()}). Correct the path.")
         elif Path(entry).is_dir():

@@ -319,7 +319,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, by default without special tokens such as the end of sequence."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
 
     def render_chat(
         self,

@@ -164,10 +164,8 @@ def attend_packed(
             q,
             packing.gather_segments(k),
             packing.gather_segments(v),
-            packing.cu_seqlens_q,
-            packing.cu_seqlens_kv,
-            packing.max_seqlen_q,
-            packing.max_seqlen_kv,
+            flash_attention.Segments(packing.cu_seqlens_q, packing.max_seqlen_q),
+            flash_attention.Segments(packing.cu_seqlens_kv, packing.max_seqlen_kv),
             scale=scale,
             window=window,
         ).flatten(1)

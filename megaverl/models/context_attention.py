@@ -51,8 +51,11 @@ def own_places(length: int, part: Part) -> torch.Tensor:
 
 def _halves(length: int, part: Part) -> list[tuple[int, int]]:
     """Return (begin, end) of the rank's two chunks."""
-    chunk = length // (2 * part.size)
-    return [(number * chunk, (number + 1) * chunk) for number in (part.rank, 2 * part.size - 1 - part.rank)]
+    num_chunks = 2 * part.size
+    chunk = length // num_chunks
+    # One from the front and one from the back: early tokens see few others and late ones many.
+    numbers = (part.rank, num_chunks - 1 - part.rank)
+    return [(number * chunk, (number + 1) * chunk) for number in numbers]
 
 
 class ContextAttention(CausalAttention):
@@ -88,10 +91,13 @@ class ContextAttention(CausalAttention):
             # The first chunk of a row sees itself alone, so the kernel's own causal mask does. Later queries see
             # earlier keys too.
             if begin:
-                behind = torch.arange(begin, end, device=k.device)[:, None] - torch.arange(end, device=k.device)
-                look = (behind >= 0) & (behind < (self.window or end))
-            seen = k[:, :, :end], v[:, :, :end]
-            outputs.append(attend_rows(half, *seen, look, self.softmax_scale, self.window, self.softmax_offset))
+                query_places = torch.arange(begin, end, device=k.device)
+                key_places = torch.arange(end, device=k.device)
+                distance = query_places[:, None] - key_places
+                look = (distance >= 0) & (distance < (self.window or end))
+            keys = k[:, :, :end]
+            values = v[:, :, :end]
+            outputs.append(attend_rows(half, keys, values, look, self.softmax_scale, self.window, self.softmax_offset))
         return torch.cat(outputs, dim=2)
 
     def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

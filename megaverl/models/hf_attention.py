@@ -166,7 +166,9 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
 
 def _has_state(model: PreTrainedModel) -> bool:
     """Return whether layers carry state from token to token: recurrent layers, or convolutions over the sequence."""
-    return bool(getattr(model, "_is_stateful", False)) or any(isinstance(m, torch.nn.Conv1d) for m in model.modules())
+    if getattr(model, "_is_stateful", False):
+        return True
+    return any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:

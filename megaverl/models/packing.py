@@ -183,19 +183,23 @@ def pack(
     wholes: list[_Part] = []
     later: list[_Part] = []
     for beginning, common, parts in row.groups:
-        is_long = common > LONG_BEGINNING * max(count for _, count in parts)
-        if common and is_long:
+        longest_part = max(count for _, count in parts)
+        if common and common > LONG_BEGINNING * longest_part:
+            # The prompt is computed once, as a sequence of its own.
             wholes.append((beginning, common, 0, 0, True))
+            later += [(beginning, common, place, count, False) for place, count in parts]
+            continue
         for number, (place, count) in enumerate(parts):
-            if common and is_long:
-                later.append((beginning, common, place, count, False))
-            elif count or common:
-                wholes.append((beginning, common, place, count, not number))
+            # Each part repeats the prompt; its outputs are taken from the first part only.
+            if count or common:
+                wholes.append((beginning, common, place, count, number == 0))
     total = row.total
     padding = -row.total % multiple_of
     all_wholes, whole_mask = spans(wholes, total)
     keys, _ = spans(later, total)
-    queries, query_mask = spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
+    later_parts = [(0, 0, place, count, False) for _, _, place, count, _ in later]
+    queries, query_mask = spans(later_parts, total)
+    # Outputs of whole sequences come first, then those of later parts. Padding takes the output at 0.
     place_of = torch.zeros(total + padding, dtype=torch.int64)
     place_of[all_wholes[whole_mask]] = whole_mask.flatten().nonzero()[:, 0]
     place_of[queries[query_mask]] = all_wholes.numel() + query_mask.flatten().nonzero()[:, 0]
@@ -238,11 +242,10 @@ def pack_segments(
     """Return the packing of these segments, in which only the last `counts` tokens of each are queries."""
     queries = torch.tensor(counts)
     keys = torch.tensor([common + count for _, common, _, count in segments])
-    places = [
-        torch.arange(first, first + count)
-        for beginning, common, place, own_count in segments
-        for first, count in ((beginning, common), (place, own_count))
-    ]
+    places = []
+    for beginning, common, place, count in segments:
+        places.append(torch.arange(beginning, beginning + common))
+        places.append(torch.arange(place, place + count))
     zero = torch.zeros(1, dtype=torch.int32)
     has_shared = any(common for _, common, _, _ in segments)
     return VarlenPacking(
@@ -269,9 +272,12 @@ def laid_out(
     padding = -row.total % multiple_of
     segments: list[Segment] = []
     for beginning, common, parts in row.groups:
-        segments += [(0, 0, beginning, common), *((beginning, common, place, count) for place, count in parts)]
-    segments = [segment for segment in [*segments, (0, 0, row.total, padding)] if segment[3]]
-    return row.tokens(width, padding), segments
+        segments.append((0, 0, beginning, common))
+        segments += [(beginning, common, place, count) for place, count in parts]
+    segments.append((0, 0, row.total, padding))
+    # Kernels do not take empty segments.
+    not_empty = [segment for segment in segments if segment[3]]
+    return row.tokens(width, padding), not_empty
 
 
 # (place of the shared prompt, its length, place of the following part, its length, whether outputs of the prompt are
@@ -299,6 +305,7 @@ class _Row:
         for sequence, group in enumerate(groups):
             members.setdefault(group, []).append(sequence)
         for sequences in members.values():
+            # A single sequence shares its prompt with nothing, so it stays in one piece.
             common = shared[sequences[0]] if len(sequences) > 1 else 0
             beginning = self._lay(sequences[0], 0, common)
             parts = []
@@ -320,9 +327,9 @@ class _Row:
     def tokens(self, width: int, padding: int) -> dict[str, torch.Tensor]:
         """Return `Packing`'s fields for the row with `padding` more tokens."""
         positions = torch.cat([torch.arange(first, first + count) for _, first, count in self._taken])
-        sequences = torch.repeat_interleave(
-            torch.tensor([sequence for sequence, _, _ in self._taken]), torch.tensor([n for _, _, n in self._taken])
-        )
+        sequence_of_run = torch.tensor([sequence for sequence, _, _ in self._taken])
+        tokens_of_run = torch.tensor([count for _, _, count in self._taken])
+        sequences = torch.repeat_interleave(sequence_of_run, tokens_of_run)
         empty = torch.zeros(padding, dtype=torch.int64)
         return {
             "source": torch.cat([sequences * width + positions, empty]),
@@ -336,12 +343,19 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Short rows repeat a token.
     """
+    # view: without parts the tensor would have one dimension.
     numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
     beginning, common, place, count = (column.unsqueeze(1) for column in numbers.unbind(1))
     takes_beginning = torch.tensor([part[4] for part in parts], dtype=torch.bool).unsqueeze(1)
-    steps = torch.arange(int((common + count).max()) if parts else 0)
-    places = torch.where(steps < common, beginning + steps, place + (steps - common).minimum(count - 1))
-    return places.clamp(0, total - 1), (steps < common + count) & ((steps >= common) | takes_beginning)
+    longest = int((common + count).max()) if parts else 0
+    steps = torch.arange(longest)
+    is_shared = steps < common
+    # Beyond its end, a short row repeats its last token.
+    own_place = place + (steps - common).minimum(count - 1)
+    places = torch.where(is_shared, beginning + steps, own_place)
+    is_inside = steps < common + count
+    # An empty part has no last token, so its places are clamped into the row.
+    return places.clamp(0, total - 1), is_inside & (~is_shared | takes_beginning)
 
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -406,6 +420,7 @@ class MicroBatch:
     last: torch.Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        # A copy made by `replace` has these fields already, perhaps of a part of the row.
         if self.num_response_columns < 0:
             self.num_response_columns = int(self.response_lengths.max()) if self.samples.numel() else 0
             self.predicting = self._predicting()
@@ -454,8 +469,12 @@ class MicroBatch:
         The value is undefined for an empty sequence, and 0 if another context-parallel rank has the token.
         """
         row = torch.arange(len(self.samples), device=output.device)
-        values = output[row if self.packing is None else torch.zeros_like(row), self.last.clamp(min=0)]
-        return values if self.places is None else values.where(self.last[:, None] >= 0, 0.0)
+        if self.packing is not None:
+            row = torch.zeros_like(row)
+        values = output[row, self.last.clamp(min=0)]
+        if self.places is None:
+            return values
+        return values.where(self.last[:, None] >= 0, 0.0)
 
     def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
         """Return temperature and top-k of tokens of these samples [n], or `temperature` if the samples have none."""
@@ -467,14 +486,17 @@ class MicroBatch:
         """Return a copy on another device."""
         if self.tokens.device == device:
             return self
-        moved = {name: to_device(tensor, device) for name, tensor in self.fields.items()}
-        predicting = Predicting(*(to_device(tensor, device) for tensor in self.predicting))
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         copies: dict[str, Any] = {
-            name: to_device(x, device) for name, x in values.items() if isinstance(x, torch.Tensor)
+            "fields": {name: to_device(tensor, device) for name, tensor in self.fields.items()},
+            "predicting": Predicting(*(to_device(tensor, device) for tensor in self.predicting)),
         }
-        copies |= {name: x.to(device) for name, x in values.items() if isinstance(x, Packing | VisionInputs)}
-        return replace(self, fields=moved, predicting=predicting, **copies)
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if isinstance(value, torch.Tensor):
+                copies[attribute.name] = to_device(value, device)
+            elif isinstance(value, Packing | VisionInputs):
+                copies[attribute.name] = value.to(device)
+        return replace(self, **copies)
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -177,7 +177,9 @@ class RouterReplay:
         weights[batch.predicting.row, batch.predicting.position] = 1.0
         routed = batch.routed_experts
         if routed is not None and routed.shape[1] < width:
-            routed = torch.nn.functional.pad(routed, (0, 0, 0, 0, 0, width - routed.shape[1]), value=ROUTERS_CHOICE)
+            # Pairs for the last dimensions first: choices, layers, tokens.
+            padding = (0, 0, 0, 0, 0, width - routed.shape[1])
+            routed = torch.nn.functional.pad(routed, padding, value=ROUTERS_CHOICE)
         own_weights = self._as_seen(weights)
         for layer in self._layers_of(model):
             experts = None if routed is None else self._as_seen(routed[:, :, layer].long())

@@ -34,8 +34,11 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        record = {"step": step, "time": round(seconds, 3)}
-        self._file.write(json.dumps(record | {key: _json_number(v) for key, v in metrics.items()}) + "\n")
+        record: dict[str, Any] = {"step": step, "time": round(seconds, 3)}
+        for key, value in metrics.items():
+            record[key] = _json_number(value)
+        self._file.write(json.dumps(record) + "\n")
+        # A run that is killed keeps all its finished steps.
         self._file.flush()
 
     def close(self) -> None:
@@ -75,10 +78,14 @@ class Csv:
             return list(csv.DictReader(file))
 
     def _until(self, step: int | None) -> Iterator[str]:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        for number, line in enumerate(lines):
-            first = line.split(",")[0]
-            if number == 0 or (line.endswith("\n") and first.isdigit() and int(first) <= (step or 0)):
+        """Yield the header and the lines up to a step."""
+        header, *lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        yield header
+        for line in lines:
+            first_cell = line.split(",")[0]
+            # The last line may be incomplete if the run was killed.
+            is_whole = line.endswith("\n") and first_cell.isdigit()
+            if is_whole and int(first_cell) <= (step or 0):
                 yield line
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
@@ -122,9 +129,14 @@ class Wandb:
 
     def __init__(self, info: RunInfo) -> None:
         wandb = self._wandb = importlib.import_module("wandb")
-        # Newer versions of wandb can be told not to prompt for a login.
-        asks = "prompt" in inspect.signature(wandb.login).parameters
-        offline = "WANDB_MODE" not in os.environ and not (wandb.login(prompt=False) if asks else wandb.api.api_key)
+        options = {}
+        if "WANDB_MODE" not in os.environ:
+            # Newer versions of wandb can be told not to prompt for a login.
+            can_be_silent = "prompt" in inspect.signature(wandb.login).parameters
+            has_login = wandb.login(prompt=False) if can_be_silent else wandb.api.api_key
+            # Without a login, wandb would ask on a terminal that a rank does not have.
+            if not has_login:
+                options["mode"] = "offline"
         self._run = wandb.init(
             project=info.project,
             name=info.name,
@@ -132,7 +144,7 @@ class Wandb:
             resume="allow",
             dir=str(info.run_dir),
             config=dict(info.config),
-            **({"mode": "offline"} if offline else {}),
+            **options,
         )
         Path(info.run_dir, "wandb_run_id").write_text(self._run.id)
 
@@ -141,9 +153,8 @@ class Wandb:
 
     def write_samples(self, step: int, split: str, samples: Samples) -> None:
         names = column_names(samples)
-        table = self._wandb.Table(
-            columns=names, data=[[cell(sample.get(name)) for name in names] for sample in samples]
-        )
+        rows = [[cell(sample.get(name)) for name in names] for sample in samples]
+        table = self._wandb.Table(columns=names, data=rows)
         self._run.log({f"samples/{split}": table}, step=step)
 
     def close(self) -> None:
@@ -165,17 +176,19 @@ class MLflow:
             # mlflow-skinny has no database, and version 3.17 refuses file stores unless this variable is set.
             if not has_database:
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            self._mlflow.set_tracking_uri(
-                f"sqlite:///{folder / 'mlflow.db'}" if has_database else f"file:{folder / 'mlruns'}"
-            )
+            address = f"sqlite:///{folder / 'mlflow.db'}" if has_database else f"file:{folder / 'mlruns'}"
+            self._mlflow.set_tracking_uri(address)
             # By default MLflow would put an experiment's files into the working folder.
             if self._mlflow.get_experiment_by_name(info.project) is None:
                 self._mlflow.create_experiment(info.project, (folder / "mlruns").as_uri())
         self._mlflow.set_experiment(info.project)
-        known = _kept_id(info, "mlflow_run_id")
-        self._mlflow.start_run(**({"run_id": known} if known else {"run_name": info.name}))
+        known_id = _kept_id(info, "mlflow_run_id")
+        if known_id:
+            self._mlflow.start_run(run_id=known_id)
+        else:
+            self._mlflow.start_run(run_name=info.name)
         Path(folder, "mlflow_run_id").write_text(self._mlflow.active_run().info.run_id)
-        if not known:
+        if not known_id:
             self._mlflow.log_dict(dict(info.config), "config.json")
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -193,8 +206,11 @@ class MLflow:
 
 def _kept_id(info: RunInfo, name: str) -> str | None:
     """Return the service's id of the run that this one continues; None for a fresh run."""
-    kept = Path(info.run_dir, name)
-    return kept.read_text().strip() if info.resume_step is not None and kept.is_file() else None
+    file = Path(info.run_dir, name)
+    # A fresh run in a used folder is another run for the service too.
+    if info.resume_step is None or not file.is_file():
+        return None
+    return file.read_text().strip()
 
 
 class SwanLab:
@@ -274,8 +290,10 @@ def check_installed(name: str) -> None:
 
 def missing_module(name: str) -> str | None:
     """Return the missing module that a known backend needs; None if the backend can be used."""
-    module = BACKENDS[name][1]
-    return module if module is not None and importlib.util.find_spec(module) is None else None
+    _, module = BACKENDS[name]
+    if module is None or importlib.util.find_spec(module) is not None:
+        return None
+    return module
 
 
 def how_to_install(name: str) -> str:
@@ -287,8 +305,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
     """Read the records of a metrics.jsonl, with numbers as floats. An incomplete last line is left out."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            records.append({key: float(value) for key, value in read_json(line, not_finite=True).items()})
+        # A run that is still writing, or was killed, may leave the last line incomplete.
+        if not line.endswith("\n"):
+            continue
+        record = read_json(line, not_finite=True)
+        records.append({key: float(value) for key, value in record.items()})
     return records
 
 
@@ -340,13 +361,18 @@ def cell(value: Any) -> Any:
 def markdown_table(samples: Samples) -> str:
     """Format samples as a Markdown table. Text of a model is shown as code, so that it is not interpreted."""
     names = column_names(samples)
-    lines = [names, ["---"] * len(names), *([_code(sample.get(name)) for name in names] for sample in samples)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rows = [names, ["---"] * len(names)]
+    for sample in samples:
+        rows.append([_code(sample.get(name)) for name in names])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _code(value: Any) -> str:
-    if value is None or isinstance(value, int | float):
-        return "" if value is None else f"{value}"
+    if value is None:
+        return ""
+    if isinstance(value, int | float):
+        return f"{value}"
+    # A vertical bar or a line break would end the cell.
     text = html.escape(str(cell(value))).replace("|", "&#124;").replace("\n", "<br>")
     return f"<code>{text}</code>"
 

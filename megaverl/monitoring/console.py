@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -224,6 +225,11 @@ def show_announcements(console: Console) -> None:
     announcements.setLevel(logging.INFO)
 
 
+def _line_buffered(descriptor: int) -> Any:
+    """Return a text stream of a duplicate of `descriptor`. Text that it cannot encode is escaped."""
+    return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+
 def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     """Redirect all output of this process, also from C++, to `log_dir`/rank_N.log; return a console for the terminal.
 
@@ -234,8 +240,8 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     # Absolute: user code may change the working folder later.
     log = Path(log_dir, f"rank_{rank}.log").absolute()
     saved = _turned_to(log)
-    out, err = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for fd in saved)
-    console = Console(rank, out, err, log.parent)  # type: ignore[arg-type]
+    out, err = (_line_buffered(descriptor) for descriptor in saved)
+    console = Console(rank, out, err, log.parent)
     show_announcements(console)
     faulthandler.enable(file=saved[1])
 

@@ -22,7 +22,14 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     if not finite:
         return ""
     low, high = min(finite), max(finite)
-    return "".join(_BLOCKS[0] if v is None else _BLOCKS[1 + round(_scale(v, low, high) * 7)] for v in columns)
+    blocks = []
+    for value in columns:
+        if value is None:
+            blocks.append(_BLOCKS[0])
+            continue
+        # The smallest value still gets the lowest block, so that it differs from a gap.
+        blocks.append(_BLOCKS[1 + round(_scale(value, low, high) * 7)])
+    return "".join(blocks)
 
 
 def text_curve(
@@ -45,7 +52,10 @@ def text_curve(
     high = max(finite) if high is None else high
     if low == high:
         low, high = low - 0.5, high + 0.5
-    eighths = [0 if v is None else max(1, round(_scale(v, low, high) * height * 8)) for v in columns]
+    # Height of each column in eighths of a line.
+    eighths = []
+    for value in columns:
+        eighths.append(0 if value is None else max(1, round(_scale(value, low, high) * height * 8)))
     labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
     margin = max(len(label) for label in labels.values())
     lines = [title] if title else []
@@ -53,9 +63,11 @@ def text_curve(
         floor = (height - 1 - row) * 8
         cells = "".join(_BLOCKS[min(8, max(0, filled - floor))] for filled in eighths)
         lines.append(f"{labels.get(row, ''):>{margin}} ┤{cells}".rstrip())
-    first, last = f"{curve[0][0]:g}", f"{curve[-1][0]:g}"
+    first = f"{curve[0][0]:g}"
+    last = f"{curve[-1][0]:g}"
+    gap = max(1, len(columns) - len(first) - len(last))
     lines.append(" " * margin + " └" + "─" * len(columns))
-    lines.append(" " * (margin + 2) + first + " " * max(1, len(columns) - len(first) - len(last)) + last)
+    lines.append(" " * (margin + 2) + first + " " * gap + last)
     return "\n".join(lines)
 
 

@@ -250,21 +250,37 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
     if not run_dir.is_dir() or step is None:
         reason = "nothing was profiled in it" if run_dir.is_dir() else "no such folder"
         raise DataError(f"{run_dir}: {reason}. Name a run that has run.profile.steps, or a step: --step 3.")
-    stages, traces, others = dict[int, list[dict[str, Any]]](), dict[int, list[dict[str, Any]]](), list[Path]()
+    stages: dict[int, list[dict[str, Any]]] = {}
+    traces: dict[int, list[dict[str, Any]]] = {}
+    others: list[Path] = []
     for path in sorted(step_folder(run_dir, step).glob("rank_*")):
-        if (match := _FILE.fullmatch(path.name)) is None:
-            others += [] if _COLLECTIVES.fullmatch(path.name) else [path]
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            # Collectives are shown as a table, see `collective_lines`.
+            if not _COLLECTIVES.fullmatch(path.name):
+                others.append(path)
+            continue
+        rank = int(match[1])
+        if match[2] == "stages":
+            stages[rank] = _events(path)
         else:
-            (stages if match[2] == "stages" else traces)[int(match[1])] = _events(path)
+            traces[rank] = _events(path)
     timeline = run_dir / "timeline.json"
-    of_step = [event for event in _events(timeline) if _is_of(event, step)] if timeline.is_file() else []
-    for rank in {event["pid"] for event in of_step if event["ph"] == "X"} - stages.keys():
+    of_step = []
+    if timeline.is_file():
+        of_step = [event for event in _events(timeline) if _is_of(event, step)]
+    # Ranks that were not profiled have their stages in the run's timeline.
+    ranks_of_step = {event["pid"] for event in of_step if event["ph"] == "X"}
+    for rank in ranks_of_step - stages.keys():
         stages[rank] = [event for event in of_step if event["pid"] == rank]
     if not stages and not traces:
         available = f"profiled were {', '.join(map(str, known))}" if known else "nothing was profiled"
         raise DataError(f"{run_dir}: it has nothing of step {step}; {available}.")
-    joined = [event for rank, events in stages.items() for event in _placed(events, rank, 0, "stages")]
-    joined += [event for rank, events in traces.items() for event in _placed(events, rank, 1, "")]
+    joined: list[dict[str, Any]] = []
+    for rank, events in stages.items():
+        joined += _placed(events, rank, 0, "stages")
+    for rank, events in traces.items():
+        joined += _placed(events, rank, 1, "")
     # Viewers show absolute times since 1970 badly, and lose microseconds in them.
     first = min(event["ts"] for event in joined if event["ph"] == "X")
     for event in joined:
@@ -285,8 +301,10 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
         step: None: the last profiled step.
     """
     known = profiled_steps(run_dir)
+    if not step:
+        step = known[-1] if known else 0
     lines = []
-    for path in sorted(step_folder(run_dir, step or (known[-1] if known else 0)).glob("rank_*.collectives.json")):
+    for path in sorted(step_folder(run_dir, step).glob("rank_*.collectives.json")):
         content = read_json_file(path)
         rank = path.name.partition(".")[0].replace("_", " ")
         for dim, ranks, operation, calls, nbytes in content["rows"]:
@@ -305,15 +323,21 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         trace = read_json_file(path, MAX_TRACE_BYTES, not_finite=True)
         base = trace.get("baseTimeNanoseconds", 0)
-        times = ({"ts": base + round(event["ts"] * 1e3)} if "ts" in event else {} for event in trace["traceEvents"])
-        return [event | own_time for event, own_time in zip(trace["traceEvents"], times, strict=True)]
+        events = []
+        for event in trace["traceEvents"]:
+            # Names of processes have no time.
+            if "ts" in event:
+                event = event | {"ts": base + round(event["ts"] * 1e3)}
+            events.append(event)
+        return events
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a trace ({error!r}). Remove the file.") from error
 
 
 def _is_of(event: dict[str, Any], step: int) -> bool:
     """Return whether an event of the run's timeline, whose steps count from 0, is of the step or names a process."""
-    return event["ph"] == "M" or event.get("args", {}).get("step") == step - 1
+    is_of_step: bool = event.get("args", {}).get("step") == step - 1
+    return event["ph"] == "M" or is_of_step
 
 
 PROCESSES_OF_A_RANK = 1000

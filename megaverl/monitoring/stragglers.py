@@ -182,8 +182,12 @@ def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
 
 def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
     stages = set.intersection(*(set(work) for work in works.values()))
-    seconds = {stage: _seconds({rank: work[stage] for rank, work in works.items()}) for stage in sorted(stages)}
-    usual = {stage: median_low(list(of_stage.values())) for stage, of_stage in seconds.items()}
+    # stage -> rank -> seconds
+    seconds: dict[str, dict[int, float]] = {}
+    usual: dict[str, float] = {}
+    for stage in sorted(stages):
+        seconds[stage] = _seconds({rank: work[stage] for rank, work in works.items()})
+        usual[stage] = median_low(list(seconds[stage].values()))
     least = LEAST_SHARE * sum(usual.values())
     for rank in works:
         lost = {stage: seconds[stage][rank] - usual[stage] for stage in seconds}
@@ -200,5 +204,9 @@ def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
 def _seconds(of_ranks: Mapping[int, Mapping[str, tuple[float, float]]]) -> dict[int, float]:
     """Return rank -> seconds for the same number of the same calls."""
     common = set.intersection(*(set(things) for things in of_ranks.values()))
-    often = {thing: median_low([things[thing][1] for things in of_ranks.values()]) for thing in common}
-    return {rank: sum(things[thing][0] * often[thing] for thing in sorted(common)) for rank, things in of_ranks.items()}
+    calls = {thing: median_low([things[thing][1] for things in of_ranks.values()]) for thing in common}
+    seconds = {}
+    for rank, things in of_ranks.items():
+        # Sorted: the order of a set differs between processes, and with it the last bit of a sum.
+        seconds[rank] = sum(things[thing][0] * calls[thing] for thing in sorted(common))
+    return seconds

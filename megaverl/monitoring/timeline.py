@@ -197,7 +197,8 @@ def _monotonic_to_wall_ns() -> int:
 
 def process_memory_mb() -> float:
     """Return the resident memory of this process in MiB."""
-    return psutil.Process(os.getpid()).memory_info().rss / MB
+    resident: int = psutil.Process(os.getpid()).memory_info().rss
+    return resident / MB
 
 
 def peak_process_memory_mb() -> float:

@@ -59,21 +59,27 @@ def eight_bit_copies(
     """
     if not fields.get("fp8") or fields.get("disable_parameter_transpose_cache"):
         return 0
-    ends = [0, 0]
+    num_first = 0
+    num_last = 0
     if fields.get("first_last_layers_bf16"):
-        names = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        ends = [int(fields.get(name, 1)) * here for name, here in zip(names, (first, last), strict=True)]
+        if first:
+            num_first = int(fields.get("num_layers_at_start_in_bf16", 1))
+        if last:
+            num_last = int(fields.get("num_layers_at_end_in_bf16", 1))
     numel = 0
     # Layers that stay in bf16 at the model's ends have no 8-bit copy. With virtual stages, the first layers are in the
     # first chunk and the last layers in the last one.
     for number, chunk in enumerate(chunks):
-        linear_sizes = [
-            (int(match[1]), parameter.numel) for parameter in chunk if (match := _LINEAR.search(parameter.name))
-        ]
-        count = 1 + max((layer for layer, _ in linear_sizes), default=0)
-        begin, end = ends[0] * (number == 0), count - ends[1] * (number == len(chunks) - 1)
+        linear_sizes = []
+        for parameter in chunk:
+            if match := _LINEAR.search(parameter.name):
+                linear_sizes.append((int(match[1]), parameter.numel))
+        num_layers = 1 + max((layer for layer, _ in linear_sizes), default=0)
+        begin = num_first if number == 0 else 0
+        end = num_layers - (num_last if number == len(chunks) - 1 else 0)
         numel += sum(size for layer, size in linear_sizes if begin <= layer < end)
-    return math.ceil(numel * (1 + backward) * (1 + _SCALES.get(str(fields.get("fp8_recipe")), 0.0)))
+    scales = _SCALES.get(str(fields.get("fp8_recipe")), 0.0)
+    return math.ceil(numel * (1 + backward) * (1 + scales))
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,11 @@ def _settled(hardware: Hardware, field: str, lacking: Callable[[Hardware], float
 
 def _with(hardware: Hardware, **fields: float) -> Hardware:
     """Return the description with these fields, clipped to the ranges that are allowed."""
-    return replace(hardware, **{n: min(RANGES[n][1], max(RANGES[n][0], value)) for n, value in fields.items()})  # type: ignore[arg-type]
+    clipped: dict[str, Any] = {}
+    for name, value in fields.items():
+        low, high = RANGES[name]
+        clipped[name] = min(high, max(low, value))
+    return replace(hardware, **clipped)
 
 
 def main() -> None:

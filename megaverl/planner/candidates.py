@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,66 +29,84 @@ Settings = dict[str, Any]
 Key = tuple[tuple[str, str], ...]
 
 
-class Candidates:
-    """Grids, micro-batches, recomputation, engines and placements to try, as settings laid over a recipe.
+@dataclass(frozen=True)
+class SearchSpace:
+    """Limits of a layout search.
 
-    Args:
-        keys: keys that are chosen; all others keep the recipe's value.
+    Attributes:
+        world: ranks of the job.
         node: ranks of a node.
+        keys: keys that are chosen; all others keep the recipe's value.
         away: ranks of the recipe's own placement that the actor does not have.
         staleness: steps that engines on separate ranks may be ahead; 0 proposes no separate engines.
         counts_memory: whether memory is counted. If not, neither recomputation nor offload is proposed.
         further: whether offload and the engine's share of the memory are chosen too.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        spec: ModelSpec,
-        world: int,
-        node: int,
-        keys: Collection[str],
-        *,
-        away: int,
-        staleness: int,
-        counts_memory: bool,
-        further: bool,
-    ) -> None:
-        self.config, self.spec, self.world, self.node, self.keys = config, spec, world, node, set(keys)
-        self.away, self.staleness, self.counts_memory, self.further = away, staleness, counts_memory, further
+    world: int
+    node: int
+    keys: Collection[str]
+    away: int = 0
+    staleness: int = 0
+    counts_memory: bool = False
+    further: bool = False
+
+
+class Candidates:
+    """Grids, micro-batches, recomputation, engines and placements to try, as settings laid over a recipe."""
+
+    def __init__(self, config: Config, spec: ModelSpec, space: SearchSpace) -> None:
+        self.config = config
+        self.spec = spec
+        self.world = space.world
+        self.node = space.node
+        self.keys = set(space.keys)
+        self.away = space.away
+        self.staleness = space.staleness
+        self.counts_memory = space.counts_memory
+        self.further = space.further
 
     def groups(self) -> list[tuple[list[Settings], list[Settings]]]:
         """List (training settings from the fastest to those with the least memory, engine settings), in fixed order."""
         groups = []
         for placed in self._placements():
-            ranks, engines = self.world - self._engine_ranks(placed), list(self._engines(placed))
+            ranks = self.world - self._engine_ranks(placed)
+            engines = list(self._engines(placed))
             for grid in self._grids(ranks):
                 for tokens in self._row_tokens():
-                    groups.append(([placed | rung for rung in self._rungs(grid | tokens)], engines))
+                    rungs = [placed | rung for rung in self._rungs(grid | tokens)]
+                    groups.append((rungs, engines))
         return sorted(groups, key=lambda group: key_of(group[0][0]))
 
     def apart(self, name: str, ranks: int) -> Iterator[Settings]:
         """Yield grids for a role that does not share the actor's grid. Experts keep the actor's ep and etp."""
         for tp in divisors(self.node):
             for pp in divisors(ranks):
-                uneven = uneven_split(self.spec.num_layers, pp, None) if pp <= self.spec.num_layers else None
+                if pp > self.spec.num_layers:
+                    continue
                 if misfits(self.spec, tp=tp) or grid_problem(Sizes(tp=tp, pp=pp), ranks, ""):
                     continue
-                if uneven is not None:
-                    grid: Settings = {f"{name}.tp": tp, f"{name}.pp": pp, f"{name}.vpp": None, f"{name}.cp": 1}
-                    yield grid | self._dealt(name, uneven)
+                uneven = uneven_split(self.spec.num_layers, pp, None)
+                if uneven is None:
+                    continue
+                grid: Settings = {f"{name}.tp": tp, f"{name}.pp": pp, f"{name}.vpp": None, f"{name}.cp": 1}
+                yield grid | self._dealt(name, uneven)
 
     def _placements(self) -> Iterator[Settings]:
+        """Yield the recipe's own placement, and placements with engines on ranks of their own."""
         yield {}
-        if self.staleness and not is_placed(self.config):
-            for share in SPLITS:
-                ranks = int(self.world * share) // self.node * self.node
-                if ranks:
-                    yield {
-                        ROLLOUT: {"num_ranks": ranks},
-                        "rollout.async_rollout": True,
-                        "rollout.max_staleness": self.staleness,
-                    }
+        # Separate engines only pay off if they generate while the actor trains. A recipe's own placement is kept.
+        if not self.staleness or is_placed(self.config):
+            return
+        for share in SPLITS:
+            # Whole nodes, so that an engine and a pipeline stage never share one.
+            ranks = int(self.world * share) // self.node * self.node
+            if ranks:
+                yield {
+                    ROLLOUT: {"num_ranks": ranks},
+                    "rollout.async_rollout": True,
+                    "rollout.max_staleness": self.staleness,
+                }
 
     def _engine_ranks(self, placed: Settings) -> int:
         """Return the number of ranks for engines that the actor does not have."""
@@ -95,22 +114,27 @@ class Candidates:
 
     def _sizes(self, key: str, sizes: Sequence[Any]) -> Sequence[Any]:
         """Return the values to try for a key: `sizes`, or only the recipe's value if the key is not to be chosen."""
+        if key in self.keys:
+            return sizes
         section, name = key.split(".")
-        return sizes if key in self.keys else [getattr(getattr(self.config, section), name)]
+        return [getattr(getattr(self.config, section), name)]
 
     def _grids(self, ranks: int) -> Iterator[Settings]:
         """Yield the grids that the model and the number of ranks allow."""
-        spec, config, node = self.spec, self.config, self.node
-        moe, samples = spec.moe, config.rows_per_step // config.algorithm.num_mini_batches
-        cuts = [cp for cp in (1, 2, 4, 8) if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT]
-        experts = divisors(moe.num_experts) if moe else [1]
-        for tp in self._sizes("actor.tp", divisors(node)):
-            for ep in self._sizes("actor.ep", experts):
-                for etp in self._sizes("actor.etp", [1, tp] if moe and tp > 1 else [None]):
+        spec = self.spec
+        config = self.config
+        samples = config.rows_per_step // config.algorithm.num_mini_batches
+        context_sizes = [cp for cp in (1, 2, 4, 8) if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT]
+        expert_sizes = divisors(spec.moe.num_experts) if spec.moe else [1]
+        # Tensor parallelism exchanges activations in every layer, so it stays inside a node.
+        for tp in self._sizes("actor.tp", divisors(self.node)):
+            expert_tensor_sizes = [1, tp] if spec.moe and tp > 1 else [None]
+            for ep in self._sizes("actor.ep", expert_sizes):
+                for etp in self._sizes("actor.etp", expert_tensor_sizes):
                     if misfits(spec, tp=tp, etp=etp or tp, ep=ep):
                         continue
                     for pp in self._sizes("actor.pp", [pp for pp in divisors(ranks) if pp <= spec.num_layers]):
-                        for cp in self._sizes("actor.cp", cuts):
+                        for cp in self._sizes("actor.cp", context_sizes):
                             if grid_problem(Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), ranks, ""):
                                 continue
                             if ranks // (tp * cp * pp) > samples and "actor.pp" in self.keys:

@@ -47,7 +47,9 @@ class Duration:
 
     def work(self, hardware: Hardware) -> float:
         """Return the seconds of processor time. Where ranks share cores, messages cost processor time too."""
-        return self.compute + (0.0 if hardware.cores is None else hardware.message_work * self.wait)
+        if hardware.cores is None:
+            return self.compute
+        return self.compute + hardware.message_work * self.wait
 
     def __add__(self, other: Duration) -> Duration:
         return Duration(self.compute + other.compute, self.wait + other.wait)
@@ -118,11 +120,14 @@ class Links:
         if size == 1:
             return 0.0
         hardware = self.hardware
-        here = max(1, min(size, hardware.ranks_per_node // stride))
-        node = nbytes * (here - 1) / size / (hardware.node_gb_s * 1e9 * hardware.link_efficiency)
-        away = nbytes * (size - here) / size / (hardware.network_gb_s * 1e9 * hardware.link_efficiency)
-        latency = hardware.node_latency_us if here == size else hardware.network_latency_us
-        return latency * 1e-6 + max(node, away)
+        ranks_here = max(1, min(size, hardware.ranks_per_node // stride))
+        node_rate = hardware.node_gb_s * 1e9 * hardware.link_efficiency
+        network_rate = hardware.network_gb_s * 1e9 * hardware.link_efficiency
+        within_node = nbytes * (ranks_here - 1) / size / node_rate
+        between_nodes = nbytes * (size - ranks_here) / size / network_rate
+        latency = hardware.node_latency_us if ranks_here == size else hardware.network_latency_us
+        # Messages to both run at the same time.
+        return latency * 1e-6 + max(within_node, between_nodes)
 
     def send(self, nbytes: float, stride: int) -> float:
         """Return the seconds of a message from one rank to the rank `stride` further on."""
@@ -172,8 +177,11 @@ class ModelCosts:
     def elementwise(self, tokens: float, tp: int, *, sequence_parallel: bool = False) -> float:
         """Return the seconds of a layer's norms, residuals and rotations. The MLP's activation is separate."""
         spec = self.spec
-        width = 10 * spec.hidden_size / (tp if sequence_parallel else 1) + 4 * spec.num_heads * spec.head_dim / tp
-        return self.moved(self.itemsize * tokens * width)
+        # Norms and residuals are split over ranks only under sequence parallelism, rotations always are.
+        split = tp if sequence_parallel else 1
+        hidden_width = 10 * spec.hidden_size / split
+        head_width = 4 * spec.num_heads * spec.head_dim / tp
+        return self.moved(self.itemsize * tokens * (hidden_width + head_width))
 
     def layer(self, batch: MicroBatchLoad, grid: GridShape, *, is_moe: bool, sequence_parallel: bool) -> LayerPasses:
         """Return one decoder layer's passes over a micro-batch on a rank, without recomputation."""
@@ -184,7 +192,10 @@ class ModelCosts:
         beside = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
         hidden = size * tokens * spec.hidden_size
         # Two all-gathers and two reduce-scatters, or two all-reduces, which move as many bytes.
-        wait = 4 * self.links.gather(hidden, tp) if sequence_parallel else 2 * self.links.all_reduce(hidden, tp)
+        if sequence_parallel:
+            wait = 4 * self.links.gather(hidden, tp)
+        else:
+            wait = 2 * self.links.all_reduce(hidden, tp)
         kernels: float = FORWARD_KERNELS
         if is_moe and spec.moe is not None:
             expert, moved, away = self._experts(tokens, grid)
@@ -196,16 +207,21 @@ class ModelCosts:
         else:
             products += self._mlp(tokens, spec.ffn_hidden_size / tp)
             beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
-        forward = products + attention + beside + kernels * self.kernel
-        backward = (
-            2 * products + FLASH_BACKWARD * attention + self.hardware.backward_factor * (beside + kernels * self.kernel)
-        )
+        launches = kernels * self.kernel
+        backward_factor = self.hardware.backward_factor
+        forward = products + attention + beside + launches
+        # The backward pass has two products for each of the forward pass: for the inputs and for the weights.
+        backward = 2 * products + FLASH_BACKWARD * attention + backward_factor * (beside + launches)
         nbytes = self._context_bytes(tokens, grid)
         ring = self.links.gather(nbytes, grid.cp, tp)
         # On a CPU, keys and values are gathered first, and attention then runs in two parts.
         if self.hardware.cores is not None and grid.cp > 1:
-            again, factor = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes), self.hardware.backward_factor
-            return LayerPasses(Duration(forward + again, wait + ring), Duration(backward + factor * again, wait + ring))
+            again = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes)
+            return LayerPasses(
+                Duration(forward + again, wait + ring),
+                Duration(backward + backward_factor * again, wait + ring),
+            )
+        # On a GPU the ring runs beside attention. The backward pass sends keys, values and their gradients.
         return LayerPasses(
             Duration(forward, wait + max(0.0, ring - attention)),
             Duration(backward, wait + max(0.0, 2 * ring - FLASH_BACKWARD * attention)),
@@ -213,16 +229,22 @@ class ModelCosts:
 
     def head(self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False) -> LayerPasses:
         """Return the passes of the output layer with its log-probs, or of a critic's value head."""
-        spec, tokens = self.spec, batch.tokens / grid.cp
+        spec = self.spec
+        tokens = batch.tokens / grid.cp
         if value_head:
-            return LayerPasses(Duration(self.moved(8 * tokens * spec.hidden_size)), Duration(self.moved(16 * tokens)))
+            forward = Duration(self.moved(8 * tokens * spec.hidden_size))
+            backward = Duration(self.moved(16 * tokens))
+            return LayerPasses(forward, backward)
         columns = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp
         product = self.product(tokens, spec.hidden_size, columns)
         logits = self.moved(3 * 4 * tokens * columns)
         # A vocabulary-parallel softmax reduces the largest logit, the sum, and the chosen token's logit.
         reduced = 3 * self.links.all_reduce(4 * tokens, grid.tp)
+        launches = 8 * self.kernel
+        # The backward pass has the probabilities already, so it sends nothing.
         return LayerPasses(
-            Duration(product + logits + 8 * self.kernel, reduced), Duration(2 * product + logits + 8 * self.kernel)
+            Duration(product + logits + launches, reduced),
+            Duration(2 * product + logits + launches),
         )
 
     def recomputed(
@@ -242,32 +264,42 @@ class ModelCosts:
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""
         spec = self.spec
-        attention = self._attention_flops() + 0.0
-        dense, moe = spec.num_layers, 0
+        num_dense = spec.num_layers
+        num_moe = 0
+        moe_layer = 0
         if spec.moe is not None:
-            dense, moe = spec.moe.num_dense_layers, spec.num_layers - spec.moe.num_dense_layers
+            num_dense = spec.moe.num_dense_layers
+            num_moe = spec.num_layers - num_dense
+            # Only the experts that a token is routed to count.
             width = spec.moe.experts_per_token * spec.moe.ffn_hidden_size + spec.moe.shared_ffn_hidden_size
-            each_moe = 6 * spec.hidden_size * width
-        else:
-            each_moe = 0
-        layers = spec.num_layers * attention + dense * 6 * spec.hidden_size * spec.ffn_hidden_size + moe * each_moe
+            moe_layer = 6 * spec.hidden_size * width
+        # Three products (gate, up, down), with two operations for each weight.
+        dense_layer = 6 * spec.hidden_size * spec.ffn_hidden_size
+        layers = spec.num_layers * self._attention_flops() + num_dense * dense_layer + num_moe * moe_layer
         head = 2 * spec.hidden_size * spec.vocab_size
-        return tokens * (layers + head) + pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+        attention = pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+        return tokens * (layers + head) + attention
 
     def _attention_shapes(self, tp: int) -> list[tuple[float, float]]:
         """List (inner, columns) of attention's products on one rank."""
         spec = self.spec
         if spec.mla is not None:
-            mla, heads = spec.mla, spec.num_heads / tp
+            mla = spec.mla
+            heads = spec.num_heads / tp
             query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            shapes = [(float(spec.hidden_size), float(mla.kv_lora_rank + mla.qk_rope_head_dim))]
-            shapes += [(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
-            shapes += [(heads * mla.v_head_dim, float(spec.hidden_size))]
+            # Down to the latent, up to keys and values, and the output. Latents are not split over ranks.
+            shapes = [
+                (float(spec.hidden_size), float(mla.kv_lora_rank + mla.qk_rope_head_dim)),
+                (mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
+                (heads * mla.v_head_dim, float(spec.hidden_size)),
+            ]
             if mla.q_lora_rank:
                 return [*shapes, (spec.hidden_size, float(mla.q_lora_rank)), (mla.q_lora_rank, heads * query)]
             return [*shapes, (spec.hidden_size, heads * query)]
-        q, kv = spec.num_heads * spec.head_dim / tp, max(spec.num_kv_heads / tp, 1) * spec.head_dim
-        return [(spec.hidden_size, q + 2 * kv), (q, spec.hidden_size)]
+        query_width = spec.num_heads * spec.head_dim / tp
+        # With more ranks than KV heads, ranks hold copies of a head.
+        kv_width = max(spec.num_kv_heads / tp, 1) * spec.head_dim
+        return [(spec.hidden_size, query_width + 2 * kv_width), (query_width, spec.hidden_size)]
 
     def _attention_products(self, tokens: float, tp: int) -> float:
         return sum(self.product(tokens, inner, columns) for inner, columns in self._attention_shapes(tp))

@@ -185,7 +185,8 @@ class EngineCosts:
         full = (sequences - self.most) * mean / self.most  # steps until the last begins
         # Running sequences then have all ages. The share still running after u steps is a mean over these ages.
         left = _residual(lengths.responses)
-        return self.step(self.most, lengths.prompt + age) * full + self._thin(self.most, left, lengths.prompt, age)
+        while_waiting = self.step(self.most, lengths.prompt + age) * full
+        return while_waiting + self._thin(self.most, left, lengths.prompt, age)
 
     def _thin(
         self, sequences: float, steps: Sequence[tuple[float, float, float]], prompt: float, age: float

@@ -180,26 +180,43 @@ class PlannedJob:
         Fields are log-probs, values, advantages and returns, with 4 bytes for each token of the longest response.
         Critic and reference also hold the fields of the steps that they are ahead of the actor (`trainer/schedule.py`).
         """
-        config, roles = self.config, [role for role in self.roles if role.place(rank) is not None]
-        names, samples = {role.name for role in roles}, config.rows_per_step
-        of_actor = 2 + config.uses_ref_log_probs + 2 * config.uses_critic
-        fields = next((n for name, n in (("actor", of_actor), ("critic", 3), ("reference", 1)) if name in names), 0)
+        config = self.config
+        roles = [role for role in self.roles if role.place(rank) is not None]
+        names = {role.name for role in roles}
+        samples = config.rows_per_step
+        # The actor's rank also receives what critic and reference compute.
+        if "actor" in names:
+            fields = 2 + config.uses_ref_log_probs + 2 * config.uses_critic
+        elif "critic" in names:
+            fields = 3
+        elif "reference" in names:
+            fields = 1
+        else:
+            fields = 0
         if config.rollout.async_rollout and "actor" not in names:
             ahead = config.rollout.max_staleness - (rank not in self.rollout.ranks)
-            fields += max(0, min(ahead, 1) if "critic" in names else ahead) * len(names & {"critic", "reference"})
+            # A critic's update waits for the actor's advantages, so it is at most one step ahead.
+            if "critic" in names:
+                ahead = min(ahead, 1)
+            fields += max(0, ahead) * len(names & {"critic", "reference"})
         signature = signature_of("advantage_estimators", config.algorithm.advantage_name)
         made_together = config.environment.name is not None or config.rollout.function is not None
         in_rounds = config.algorithm.dynamic_sampling.metric is not None
         if self.placement.is_colocated and set(signature.inputs) <= OF_GROUPS and not (made_together or in_rounds):
             # A rank then holds only its equal part of the samples, and those that each role works on
             # (`trainer/executor.py`).
-            samples = min(samples, -(-samples // self.world) + sum(-(-samples // role.grid.dp) for role in roles))
+            equal_part = -(-samples // self.world)
+            worked_on = sum(-(-samples // role.grid.dp) for role in roles)
+            samples = min(samples, equal_part + worked_on)
         return 4.0 * fields * samples * int(config.rollout.sampling["max_tokens"])
 
     def stage_ranks(self) -> list[int]:
         """List the first rank of every pipeline stage of every role. Other ranks of a stage differ only by padding."""
-        stages = {role.ranks[role.grid.rank(pp=s)] for role in self.roles for s in range(role.grid.pp)}
-        return sorted({*stages, self.rollout.ranks[0]})
+        ranks = {self.rollout.ranks[0]}
+        for role in self.roles:
+            for stage in range(role.grid.pp):
+                ranks.add(role.ranks[role.grid.rank(pp=stage)])
+        return sorted(ranks)
 
 
 def find_spec(config: Config, model_config: str | None = None, *, beside: str | None = None) -> ModelSpec:

@@ -84,14 +84,21 @@ class MemoryModel:
     @cached_property
     def _engine(self) -> EngineBytes:
         job, config, rollout = self.job, self.job.config, self.job.rollout
-        return engine_bytes(
-            *(job.spec, rollout.layout_of(0), rollout.tp, config.rollout.vllm),
-            itemsize=job.itemsize,
-            aliased=min(self._aliased_on(rank) for rank in job.stage_ranks() if rank in job.rollout.ranks),
+        gpu = EngineGpu(
             memory=job.machine.memory,
+            aliased=min(self._aliased_on(rank) for rank in job.stage_ranks() if rank in job.rollout.ranks),
+            # A reserve that the user gives contains the graphs already.
+            graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
+        )
+        return engine_bytes(
+            job.spec,
+            rollout.layout_of(0),
+            rollout.tp,
+            config.rollout.vllm,
+            gpu,
+            itemsize=job.itemsize,
             sequences=-(-config.samples_at_once // job.rollout.num_engines),
             longest=config.max_tokens,
-            graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
         )
 
     def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
@@ -457,18 +464,34 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
     return spec.num_layers * 2 * heads * spec.head_dim * itemsize
 
 
+@dataclass(frozen=True)
+class EngineGpu:
+    """GPU of an engine's rank, as far as it decides the size of the KV cache.
+
+    Attributes:
+        memory: bytes of the GPU.
+        aliased: bytes of weights that share an actor's storage, on the rank with the fewest. vLLM measures what it
+            holds itself and gives its cache the rest of its share; all ranks take the smallest cache (0.32 and later:
+            utils/mem_utils.py, v1/executor/uniproc_executor.py).
+        graphs: bytes of CUDA graphs, which vLLM takes off its share before the cache (0.32: v1/worker/gpu_worker.py,
+            `determine_available_memory`). Its communicators are created before it measures, and lie outside.
+    """
+
+    memory: float
+    aliased: int
+    graphs: float = 0.0
+
+
 def engine_bytes(
     spec: ModelSpec,
     layout: Layout,
     tp: int,
     fields: Mapping[str, Any],
+    gpu: EngineGpu,
     *,
     itemsize: int,
-    aliased: int,
-    memory: float,
     sequences: int,
     longest: int,
-    graphs: float = 0.0,
 ) -> EngineBytes:
     """Return the bytes that each rank of an engine with `tp` ranks holds.
 
@@ -476,22 +499,17 @@ def engine_bytes(
         layout: layout of one of its ranks.
         fields: `rollout.vllm`.
         itemsize: bytes of a weight.
-        aliased: bytes of weights that share an actor's storage, on the rank with the fewest. vLLM measures what it
-            holds itself and gives its cache the rest of its share; all ranks take the smallest cache (0.32 and later:
-            utils/mem_utils.py, v1/executor/uniproc_executor.py).
-        memory: bytes of the GPU.
         sequences, longest: responses per engine and step, and the context they may need.
-        graphs: bytes of CUDA graphs, which vLLM takes off its share before the cache (0.32: v1/worker/gpu_worker.py,
-            `determine_available_memory`). Its communicators are created before it measures, and lie outside.
     """
     weights = held_bytes(layout, itemsize)
-    budget = memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
+    own_weights = weights - gpu.aliased
+    budget = gpu.memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
     cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
     workspace = engine_workspace(spec, tp, fields, itemsize)
-    cache = budget - (weights - aliased) - workspace - graphs
+    cache = budget - own_weights - workspace - gpu.graphs
     # An explicit cache size overrides gpu_memory_utilization.
     if fields.get("kv_cache_memory_bytes"):
         cache = float(fields["kv_cache_memory_bytes"])
-        budget = cache + weights - aliased + workspace + graphs
+        budget = cache + own_weights + workspace + gpu.graphs
     per_token = kv_bytes_per_token(spec, tp, cache_itemsize)
     return EngineBytes(budget, weights, workspace, cache, per_token, sequences, longest)

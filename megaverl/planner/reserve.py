@@ -111,13 +111,15 @@ def captured_sizes(fields: Mapping[str, Any]) -> list[int]:
         return []
     if chosen := compilation.get("cudagraph_capture_sizes"):
         return sorted({int(size) for size in chosen})
-    num_seqs, largest = int(fields.get("max_num_seqs") or NUM_SEQS), compilation.get("max_cudagraph_capture_size")
+    num_seqs = int(fields.get("max_num_seqs") or NUM_SEQS)
+    largest = compilation.get("max_cudagraph_capture_size")
     tokens = int(fields.get("max_num_batched_tokens") or MOST_CAPTURED)
     most = min(tokens, int(largest or min(MOST_CAPTURED, 2 * num_seqs)))
-    at_most_seqs = [num_seqs] if num_seqs <= most and largest is None else []
-    return sorted(
-        {size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), *at_most_seqs) if size <= most}
-    )
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
+    # vLLM adds the largest batch itself, unless the user has named a limit.
+    if largest is None:
+        sizes.add(num_seqs)
+    return sorted(size for size in sizes if size <= most)
 
 
 def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
@@ -205,14 +207,16 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
         if role.place(rank) is None:
             continue
         stages = group_of(role, rank, DIMS, ("pp",))
-        place, last = stages.index(rank), len(stages) - 1
-        # With virtual stages the last stage sends to the first one again.
-        beside = (place - 1, place + 1) if role.grid.vpp else (max(place - 1, 0), min(place + 1, last))
-        by_group.setdefault(stages, set()).update(stages[number % len(stages)] for number in beside)
+        stage = stages.index(rank)
+        before, after = stage - 1, stage + 1
+        # With virtual stages the last stage sends to the first one again. Without, the ends have one neighbour.
+        if not role.grid.vpp:
+            before = max(before, 0)
+            after = min(after, len(stages) - 1)
+        by_group.setdefault(stages, set()).update(stages[number % len(stages)] for number in (before, after))
         context = group_of(role, rank, DIMS, ("cp",))
-        by_group.setdefault(context, set()).update(
-            context[(context.index(rank) + step) % len(context)] for step in (-1, 1)
-        )
+        place = context.index(rank)
+        by_group.setdefault(context, set()).update(context[(place + step) % len(context)] for step in (-1, 1))
         if role.spec.moe is not None:
             experts = group_of(role, rank, EXPERT_DIMS, ("ep",))
             by_group.setdefault(experts, set()).update(experts)
@@ -222,7 +226,8 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
 def group_of(role: Role, rank: int, dims: tuple[str, ...], spanned: tuple[str, ...]) -> tuple[int, ...]:
     """Return the global ranks whose grid coordinates differ from this rank's only along the dimensions `spanned`."""
     island = _island(role, rank)
-    return tuple(role.ranks[island + other] for other in _along(role.grid, role.place(rank) or 0, dims, spanned))
+    places = _along(role.grid, role.place(rank) or 0, dims, spanned)
+    return tuple(role.ranks[island + place] for place in places)
 
 
 def _island(role: Role, rank: int) -> int:
@@ -231,10 +236,14 @@ def _island(role: Role, rank: int) -> int:
 
 
 def _along(grid: GridShape, place: int, dims: tuple[str, ...], spanned: tuple[str, ...]) -> list[int]:
-    steps, step = [], 1
+    """Return the places of a grid whose coordinates differ from those of `place` only along `spanned`, ascending."""
+    steps = []
+    step = 1  # distance of neighbours along a dimension
     for dim, size in zip(dims, grid.sizes(dims), strict=True):
         if dim in spanned:
-            place -= place // step % size * step
+            # Go back to the first place along this dimension, from which all of them are counted.
+            coordinate = place // step % size
+            place -= coordinate * step
             steps.append(range(0, size * step, step))
         step *= size
     return sorted(place + sum(offsets) for offsets in product(*steps))

@@ -28,7 +28,17 @@ from megaverl.errors import ConfigError, RolloutError
 from megaverl.gpus import gpu_name
 from megaverl.planner.advice import shortages, yaml_text
 from megaverl.planner.buffers import BufferOptions
-from megaverl.planner.candidates import SHARE, SHARES, Candidates, Key, Settings, key_of, read_choice, shown
+from megaverl.planner.candidates import (
+    SHARE,
+    SHARES,
+    Candidates,
+    Key,
+    SearchSpace,
+    Settings,
+    key_of,
+    read_choice,
+    shown,
+)
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, PlannedJob, Role, find_spec, make_job
@@ -200,9 +210,7 @@ class LayoutSearch:
     def _candidates(self) -> Iterator[list[_Candidate]]:
         """Yield, for every training layout, its combinations with each engine."""
         placed = self._job({}) if is_placed(self.config) else None
-        candidates = Candidates(
-            self.config,
-            self.spec,
+        space = SearchSpace(
             self.world,
             self.machine.gpus_per_node,
             self.keys,
@@ -211,6 +219,7 @@ class LayoutSearch:
             counts_memory=self.counts_memory,
             further=self.further,
         )
+        candidates = Candidates(self.config, self.spec, space)
         self._apart_grids = candidates.apart
         for rungs, engines in candidates.groups():
             yield [_Candidate(rungs, engine) for engine in engines]
@@ -356,10 +365,15 @@ def _grid_name(job: PlannedJob) -> str:
 
 def least_bytes(job: PlannedJob) -> float:
     """Return a lower bound of the fullest rank's bytes in the actor's update: no padding, no reserve, no other role."""
-    role, model = job.actor, MemoryModel(job)
+    role = job.actor
     if role.shards is not None:
         return 0.0
-    return max(_stage_bytes(job, role, stage) + model.activations(role.name, stage)[0] for stage in range(role.grid.pp))
+    model = MemoryModel(job)
+    stage_totals = []
+    for stage in range(role.grid.pp):
+        activations, _ = model.activations(role.name, stage)
+        stage_totals.append(_stage_bytes(job, role, stage) + activations)
+    return max(stage_totals)
 
 
 def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = False) -> float:

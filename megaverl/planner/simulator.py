@@ -88,7 +88,9 @@ def likely_lengths(config: Config, prompt: float | None = None, response: float 
         prompt, response: mean tokens, where they are known.
     """
     longest = float(config.rollout.sampling["max_tokens"])
-    return LengthDistribution.lognormal(prompt or config.data.max_prompt_tokens / 2, response or 0.4 * longest, longest)
+    mean_prompt = prompt or config.data.max_prompt_tokens / 2
+    mean_response = response or 0.4 * longest
+    return LengthDistribution.lognormal(mean_prompt, mean_response, longest)
 
 
 def simulate(
@@ -103,26 +105,30 @@ def simulate(
 
     Args:
         lengths: lengths of prompts and responses; None: `default_lengths`.
-        traffic: bytes of a reshard from the ranks' own plans (`make_traffic`, which takes seconds for 1,024 ranks);
-            None:
-            an estimate of the same bytes.
+        traffic: bytes of a reshard from the ranks' own plans (`make_traffic`, which takes seconds for 1,024 ranks).
+            None: an estimate of the same bytes.
         factors: operator -> measured time divided by predicted time.
 
     Raises:
         ConfigError: the hardware's description has no peak for the job's dtype.
     """
     lengths = lengths or default_lengths(job)
+    factors = factors or {}
     load = StepLoad(job, hardware, lengths, traffic)
-    played = [op.times((factors or {}).get(op.name, 1.0)) for op in operations(load)]
-    ahead = job.config.rollout.max_staleness if job.config.rollout.async_rollout else 0
+    played = [op.times(factors.get(op.name, 1.0)) for op in operations(load)]
+    rollout = job.config.rollout
+    ahead = rollout.max_staleness if rollout.async_rollout else 0
     # With operators ahead of training, several steps must pass before the pipeline between roles is full.
-    steps = 1 if not ahead and job.placement.is_colocated else 2 * ahead + 3
+    is_sequential = not ahead and job.placement.is_colocated
+    steps = 1 if is_sequential else 2 * ahead + 3
     timed = _play(played, steps, hardware, job)
     return _predict(load, played, timed, steps - 1 - ahead)
 
 
-# (step, operator) -> (begin, end, the last operator that it waited for).
-Timed = dict[tuple[int, str], tuple[float, float, tuple[int, str] | None]]
+# Step, and name of the operator.
+Key = tuple[int, str]
+# Key -> (begin, end, the last operator that it waited for).
+Timed = dict[Key, tuple[float, float, Key | None]]
 
 
 def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: PlannedJob) -> Timed:
@@ -133,33 +139,38 @@ def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: Planned
     Raises:
         ConfigError: operators wait for each other in a circle, which would be a bug in `_before`.
     """
-    waits = {(step, op.name): _before(ops, step, op, steps) for step in range(steps) for op in ops}
+    waits: dict[Key, list[Key]] = {}
+    for step in range(steps):
+        for op in ops:
+            waits[step, op.name] = _before(ops, step, op, steps)
     by_name = {op.name: op for op in ops}
     timed: Timed = {}
-    begun: dict[tuple[int, str], tuple[float, tuple[int, str] | None]] = {}
-    left: dict[tuple[int, str], float] = {}
+    begun: dict[Key, tuple[float, Key | None]] = {}
+    seconds_left: dict[Key, float] = {}  # of the operators that run now
     now = 0.0
     while len(timed) < len(waits):
         for key, before in waits.items():
             if key not in begun and all(earlier in timed for earlier in before):
                 last = max(before, key=lambda earlier: timed[earlier][1], default=None)
                 begun[key] = (now, last)
-                left[key] = by_name[key[1]].seconds
-        if not left:
+                seconds_left[key] = by_name[key[1]].seconds
+        if not seconds_left:
             raise ConfigError(_circle(waits, timed))
-        rates = _rates([(key, by_name[key[1]]) for key in left], hardware, job)
-        passed = min(left[key] / rates[key] for key in left)
+        # Advance to the moment at which the first running operator ends: until then no rate changes.
+        rate = _rate([by_name[name] for _, name in seconds_left], hardware, job)
+        passed = min(left / rate for left in seconds_left.values())
         now += passed
-        for key in list(left):
-            left[key] -= passed * rates[key]
-            if left[key] <= EPSILON:
-                del left[key]
+        for key in list(seconds_left):
+            seconds_left[key] -= passed * rate
+            # Several may end together, up to rounding.
+            if seconds_left[key] <= EPSILON:
+                del seconds_left[key]
                 begin, last = begun[key]
                 timed[key] = (begin, now, last)
     return timed
 
 
-def _circle(waits: Mapping[tuple[int, str], Sequence[tuple[int, str]]], timed: Timed) -> str:
+def _circle(waits: Mapping[Key, Sequence[Key]], timed: Timed) -> str:
     """Describe a circle of operators that wait for each other."""
     path = [next(key for key in waits if key not in timed)]
     while path[-1] not in path[:-1]:
@@ -173,7 +184,7 @@ def _circle(waits: Mapping[tuple[int, str], Sequence[tuple[int, str]]], timed: T
     )
 
 
-def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> list[tuple[int, str]]:
+def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> list[Key]:
     """Return the operators that must have ended before this operator of a step begins.
 
     A role group runs the operators of a step in sequence, then those of the next step. The weights of step k arrive
@@ -185,43 +196,56 @@ def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> l
     before = [(step, name) for name in op.needs]
     place = ops.index(op)
     for number, other in enumerate(ops):
+        # Operators without a common role group run in parallel.
         if other is op or not op.worlds & other.worlds:
             continue
         if op.name == "reshard":
+            # The steps that are played end, so the last reshards wait for what there is.
             before.append((min(step + other.ahead, steps - 1), other.name))
         elif other.name == "reshard":
             before.append((step - 1 - op.ahead, other.name))
+        elif number < place:
+            before.append((step, other.name))
         else:
-            before.append((step if number < place else step - 1, other.name))
+            before.append((step - 1, other.name))
     before.append((step - 1, op.name))
+    # Nothing precedes the first step.
     return [key for key in dict.fromkeys(before) if key[0] >= 0]
 
 
-def _rates(
-    active: list[tuple[tuple[int, str], Operation]], hardware: Hardware, job: PlannedJob
-) -> dict[tuple[int, str], float]:
+def _rate(active: Sequence[Operation], hardware: Hardware, job: PlannedJob) -> float:
+    """Return the fraction of their full speed at which operators run that run at the same time."""
+    # GPUs are not shared by operators of different ranks.
     if hardware.cores is None:
-        return dict.fromkeys((key for key, _ in active), 1.0)
+        return 1.0
     nodes = -(-job.world // hardware.ranks_per_node)
-    wanted = sum(op.cores for _, op in active)
-    return dict.fromkeys((key for key, _ in active), min(1.0, hardware.cores * nodes / wanted) if wanted else 1.0)
+    cores_wanted = sum(op.cores for op in active)
+    if not cores_wanted:
+        return 1.0
+    return min(1.0, hardware.cores * nodes / cores_wanted)
 
 
 def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) -> Prediction:
+    """Return the prediction of step `last`, which begins where the step before ended."""
     job = load.job
     ends = [max(timed[step, op.name][1] for op in ops) for step in range(last + 1)]
     origin = ends[last - 1] if last else 0.0
+    # Rates are divided by it, and an empty step takes no time.
     seconds = max(ends[last] - origin, EPSILON)
     phases = []
     for op in ops:
         begin, end, _ = timed[last, op.name]
+        # On shared cores an operator takes longer than alone, and so does each of its parts.
         stretch = (end - begin) / op.seconds if op.seconds else 1.0
         start = begin - origin
-        lanes = tuple((label, rank, start + stretch * a, start + stretch * b) for label, rank, a, b in op.lanes)
+        lanes = tuple(
+            (label, rank, start + stretch * lane_begin, start + stretch * lane_end)
+            for label, rank, lane_begin, lane_end in op.lanes
+        )
         phases.append(PredictedPhase(op.name, op.role, op.ranks, start, end - origin, lanes))
     # The critical path runs backwards from the last operator, each time to the operator that it waited for last.
     path: list[tuple[str, float]] = []
-    key: tuple[int, str] | None = max(((last, op.name) for op in ops), key=lambda last_key: timed[last_key][1])
+    key: Key | None = max(((last, op.name) for op in ops), key=lambda last_key: timed[last_key][1])
     while key is not None and timed[key][1] > origin + EPSILON:
         begin, end, before = timed[key]
         path.append((key[1], end - max(begin, origin)))
@@ -258,7 +282,9 @@ class MeasuredRate:
 
     def __init__(self, config: Config, world: int, hardware: Hardware | None) -> None:
         self._job = make_job(config, find_spec(config), world, deal_later=True)
-        self._hardware, self._counted_on = hardware, hardware or Hardware.read("cpu")
+        self._hardware = hardware
+        # Counting operations needs some hardware, and gives the same number on any.
+        self._counted_on = hardware or Hardware.read("cpu")
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """Return `train/tokens_per_gpu_per_sec`, `train/tflop_per_gpu_per_sec` and `train/mfu` of a step. A rank is a
@@ -270,9 +296,16 @@ class MeasuredRate:
         """
         if not lengths or seconds <= 0:
             return {}
+        # The prompt counts as a part of the response, since the operations of training do not tell them apart.
         distribution = LengthDistribution(0.0, tuple(map(float, lengths)))
         load = StepLoad(self._job, self._counted_on, distribution, None)
-        rate = sum(load.model_flops().values()) * len(lengths) / load.samples / seconds / self._job.world
-        metrics = {"train/tokens_per_gpu_per_sec": sum(lengths) / seconds / self._job.world}
-        metrics["train/tflop_per_gpu_per_sec"] = rate / 1e12
-        return metrics | ({"train/mfu": rate / load.peak} if self._hardware is not None else {})
+        planned_flops = sum(load.model_flops().values())
+        # Dynamic sampling and filters change the number of samples.
+        rate = planned_flops * len(lengths) / load.samples / seconds / self._job.world
+        metrics = {
+            "train/tokens_per_gpu_per_sec": sum(lengths) / seconds / self._job.world,
+            "train/tflop_per_gpu_per_sec": rate / 1e12,
+        }
+        if self._hardware is not None:
+            metrics["train/mfu"] = rate / load.peak
+        return metrics

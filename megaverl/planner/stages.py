@@ -333,9 +333,14 @@ def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> flo
     num_layers = load.num_dense + load.num_moe
     backward = load.tokens * gradient_bytes(shape)
     if recompute.granularity != "full":
-        kept = {m: layer_bytes(shape, load.sequence, is_moe=m, modules=recompute.modules) for m in (False, True)}
+        kept = {moe: layer_bytes(shape, load.sequence, is_moe=moe, modules=recompute.modules) for moe in (False, True)}
         per_token = load.num_dense * kept[False] + load.num_moe * kept[True]
-        again = max((full[m] - kept[m] for m, n in ((False, load.num_dense), (True, load.num_moe)) if n), default=0.0)
+        # The backward pass recomputes one layer at a time, so the largest one counts.
+        again = 0.0
+        if load.num_dense:
+            again = max(again, full[False] - kept[False])
+        if load.num_moe:
+            again = max(again, full[True] - kept[True])
         return load.tokens * (load.micro_batches * per_token + again) + backward
     inputs = size * spec.hidden_size / shape.replicated
     largest = full[True] if load.num_moe else full[False]

@@ -99,11 +99,15 @@ class Watch(threading.Thread):
 
     def others(self, begin: float, end: float) -> float:
         """Return the mean number of processors that other programs used between two wall-clock times."""
-        before = [look for look in self._looks if look[0] <= begin][-1:] or self._looks[:1]
-        after = [look for look in self._looks if look[0] >= end][:1] or self._looks[-1:]
-        if not before or after[0][0] <= before[0][0]:
+        if not self._looks:
             return 0.0
-        return (after[0][1] - before[0][1]) / (after[0][0] - before[0][0])
+        looks_before = [look for look in self._looks if look[0] <= begin]
+        looks_after = [look for look in self._looks if look[0] >= end]
+        begin_time, begin_busy = looks_before[-1] if looks_before else self._looks[0]
+        end_time, end_busy = looks_after[0] if looks_after else self._looks[-1]
+        if end_time <= begin_time:
+            return 0.0
+        return (end_busy - begin_busy) / (end_time - begin_time)
 
 
 def _busy_seconds() -> float:

@@ -1,9 +1,8 @@
 """Substitute for `torch.cuda` in megatron-core's modules on a machine without a GPU.
 
 `megatron_cpu.py` redirects their uses of `torch.cuda` here. `torch.cuda` itself is unchanged, so other libraries such
-as
-vLLM notice nothing. A CPU executes in program order, so streams and events are empty; the only device is `cpu`, and its
-random generator is torch's default one. Names that are not defined here are `torch.cuda`'s own.
+as vLLM notice nothing. A CPU executes in program order, so streams and events are empty; the only device is `cpu`, and
+its random generator is torch's default one. Names that are not defined here are `torch.cuda`'s own.
 
 The end of the module defines how adaptations of megatron-core and vLLM are named and applied.
 """

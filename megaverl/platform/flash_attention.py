@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -64,14 +64,24 @@ def why_not_for(dtype: torch.dtype, head_dim: int) -> str:
     return why_not()
 
 
+class Segments(NamedTuple):
+    """Sequences that lie end to end in one tensor.
+
+    Attributes:
+        offsets: [sequences + 1] int32: where each sequence begins, and the end of the last one.
+        longest: length of the longest sequence, a plain number: reading it from the device would synchronize.
+    """
+
+    offsets: torch.Tensor
+    longest: int
+
+
 def attend_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
+    queries: Segments,
+    keys: Segments,
     *,
     scale: float | None,
     window: int | None,
@@ -84,25 +94,26 @@ def attend_varlen(
     Args:
         query: [queries, heads, d].
         key, value: [keys, kv_heads, d].
-        cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32: where each sequence's queries and keys begin.
-        max_seqlen_q, max_seqlen_kv: lengths of the longest sequence.
+        queries, keys: the sequences' queries and keys, equally many.
         scale: scale of the scores; None: 1 / sqrt(d).
         window: number of keys that a query sees, its own included; None: all before it.
 
     Returns:
         [queries, heads, d].
     """
+    # (keys before a query, keys after it); -1 is unlimited. The package does not count the query's own key.
+    window_size = (-1, -1) if window is None else (window - 1, 0)
     attended: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
         query,
         key,
         value,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        max_seqlen_q,
-        max_seqlen_kv,
+        queries.offsets,
+        keys.offsets,
+        queries.longest,
+        keys.longest,
         softmax_scale=scale,
         causal=True,
-        window_size=(-1 if window is None else window - 1, -1 if window is None else 0),
+        window_size=window_size,
     )
     return attended
 

@@ -2,8 +2,7 @@
 
 megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`, `'torch.cuda.FloatTensor'`,
 `.cuda()`. An import hook rewrites these few expressions, only in `megatron.core`, when a module is loaded; `torch`
-itself
-is never patched. `REWRITES` lists the rules.
+itself is never patched. `REWRITES` lists the rules.
 """
 
 from __future__ import annotations
@@ -132,9 +131,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
         try:
             data = cached.read_bytes()
             if data[:8] == stamp:
-                return marshal.loads(data[8:])
+                cached_code: CodeType = marshal.loads(data[8:])
+                return cached_code
         except (OSError, EOFError, ValueError, TypeError):
-            data = b""  # no cache yet, or a damaged one: compile
+            pass  # no cache yet, or a damaged one: compile
         tree, _ = rewrite(path.read_text(encoding="utf-8"), str(path))
         code: CodeType = compile(tree, str(path), "exec", dont_inherit=True)
         temporary = cached.with_suffix(f".{os.getpid()}.tmp")
@@ -276,8 +276,7 @@ def _exchange_buffers_directly() -> None:
 @_adapts("gates in place")
 def _gate_in_place() -> None:
     """Without a compiler, gated MLPs read and write their widest tensors four times more than necessary: they add an
-    offset of
-    0 to one half, and copy the gradients of both halves to join them.
+    offset of 0 to one half, and copy the gradients of both halves to join them.
     """
     from megatron.core.transformer.mlp import MLP
 
@@ -288,7 +287,10 @@ def _gate_in_place() -> None:
         if per_token_scale is not None or not _gates_plainly(self.config):
             return forward(self, hidden_states, per_token_scale, **options)
         joined, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(GatedSilu.apply(joined if bias is None else joined + bias))
+        if bias is not None:
+            joined = joined + bias
+        activate: Any = GatedSilu.apply
+        return self.linear_fc2(activate(joined))
 
 
 def _gates_plainly(config: Any) -> bool:

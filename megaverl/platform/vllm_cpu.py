@@ -1,8 +1,7 @@
 """Changes that vLLM needs for training on a CPU. Not imported on CUDA.
 
 vLLM's CPU build is made for serving fixed weights in processes that it starts itself. Here it runs in a training
-process
-whose weights are updated in place.
+process whose weights are updated in place.
 
 Images work without torchvision, whose CPU wheel is not on PyPI. vLLM uses two parts of transformers' processors that
 need it: a function beside an image processor, which also has a PIL variant with the same function, and a processor of

@@ -2,8 +2,7 @@
 
 Names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a parameter for each column) and of
 verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`). A parameter named like a column of the data gets
-that
-column, and `**kwargs` the columns that no parameter takes.
+that column, and `**kwargs` the columns that no parameter takes.
 """
 
 from __future__ import annotations
@@ -152,25 +151,29 @@ def bind(
     for name in NOT_GIVEN:
         if row.value_of(name) is None and _needs_keyword(function, name):
             raise ValueError(f"{name}, which the function reads from its keyword arguments, {WHY_NOT_GIVEN}")
-    parameters = [
-        parameter for parameter in inspect.signature(function).parameters.values() if parameter.name not in options
-    ]
-    named = [
-        parameter for parameter in parameters if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    ]
-    takes_rest = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-    if not named and any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
+    named: list[Parameter] = []
+    takes_positional = False
+    takes_rest = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in options:
+            continue
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            takes_positional = True
+        elif parameter.kind is Parameter.VAR_KEYWORD:
+            takes_rest = True
+        else:
+            named.append(parameter)
+    # `def score(*args)` says nothing of its parameters, so it gets all four values.
+    if not named and takes_positional:
         return Binding(VALUES, {})
     needed = [parameter for parameter in named if parameter.default is Parameter.empty]
-    if not batched and (lists := [parameter.name for parameter in needed if _is_list(parameter.name, row)]):
-        raise ValueError(f"{', '.join(lists)} is of whole lists, which needs batched: true")
-    if not batched and any(parameter.name == LOG_EXTRA for parameter in needed):
-        raise ValueError(f"{LOG_EXTRA} is of whole lists, which needs batched: true")
-    if any(parameter.name in ("sample", "samples") and row.value_of(parameter.name) is None for parameter in needed):
-        raise ValueError("sample stands first, or, with batched: true, samples")
+    _check_needed(needed, row, batched=batched)
     chosen = _bind_needed(needed, row, batched=batched)
     for parameter in named:
-        if parameter.default is Parameter.empty or (parameter.name == LOG_EXTRA and not batched):
+        if parameter.default is Parameter.empty:
+            continue
+        # A function of single samples has no lists to log.
+        if parameter.name == LOG_EXTRA and not batched:
             continue
         if value := _optional_value(parameter, chosen, row, batched=batched):
             chosen[parameter.name] = value
@@ -181,30 +184,60 @@ def bind(
         chosen |= _extra_keywords(chosen, taken, row, batched=batched)
     if batched:
         chosen = {name: _OF_TRL.get((name, value), value) for name, value in chosen.items()}
-    first = [
+    positional_names = [
         parameter.name
         for parameter in named
         if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name in chosen
     ]
-    keywords = {name: value for name, value in chosen.items() if name not in first}
-    return Binding(tuple(chosen[name] for name in first), keywords, takes_rest, taken | keywords.keys())
+    positional = tuple(chosen[name] for name in positional_names)
+    keywords = {name: value for name, value in chosen.items() if name not in positional_names}
+    return Binding(positional, keywords, takes_rest, taken | keywords.keys())
+
+
+def _check_needed(needed: Sequence[Parameter], row: RowNames, *, batched: bool) -> None:
+    """Refuse parameters without a default that a function of single samples cannot get, and misplaced samples.
+
+    Raises:
+        ValueError: names the parameters and the reason.
+    """
+    if not batched:
+        lists = [parameter.name for parameter in needed if _is_list(parameter.name, row)]
+        if lists:
+            raise ValueError(f"{', '.join(lists)} is of whole lists, which needs batched: true")
+        if any(parameter.name == LOG_EXTRA for parameter in needed):
+            raise ValueError(f"{LOG_EXTRA} is of whole lists, which needs batched: true")
+    for parameter in needed:
+        # A function whose first parameter is the sample is called without a binding, so here it stands elsewhere.
+        if parameter.name in ("sample", "samples") and row.value_of(parameter.name) is None:
+            raise ValueError("sample stands first, or, with batched: true, samples")
 
 
 def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function reads `kwargs[name]` and does nothing else with that name, such as testing for it."""
     # The signature does not tell which keys of **kwargs a function reads; its bytecode does. A key that is missing
     # would otherwise only fail in the first step of the run.
-    rest = [entry.name for entry in inspect.signature(function).parameters.values() if entry.kind is entry.VAR_KEYWORD]
+    parameters = inspect.signature(function).parameters.values()
+    rest_names = [parameter.name for parameter in parameters if parameter.kind is Parameter.VAR_KEYWORD]
     code = getattr(inspect.unwrap(function), "__code__", None)
-    if not rest or code is None:
+    if not rest_names or code is None:
         return False
     instructions = list(dis.get_instructions(code))
-    uses = [place for place, entry in enumerate(instructions) if entry.argval == name and entry.opname == "LOAD_CONST"]
-    if len(uses) != 1 or uses[0] == 0 or uses[0] + 1 == len(instructions):
+    uses = [
+        place
+        for place, instruction in enumerate(instructions)
+        if instruction.argval == name and instruction.opname == "LOAD_CONST"
+    ]
+    # A second use may be a test such as `name in kwargs`, after which a missing key is not read.
+    if len(uses) != 1:
         return False
-    container, subscript = instructions[uses[0] - 1], instructions[uses[0] + 1]
-    is_subscript = subscript.opname == "BINARY_SUBSCR" or (subscript.opname, subscript.argrepr) == ("BINARY_OP", "[]")
-    return is_subscript and container.argval == rest[0]
+    (place,) = uses
+    if place == 0 or place + 1 == len(instructions):
+        return False
+    # `kwargs[name]` loads kwargs, then the name, then subscripts. Python 3.14 has one operation for all operators.
+    container = instructions[place - 1]
+    operation = instructions[place + 1]
+    is_subscript = operation.opname == "BINARY_SUBSCR" or (operation.opname, operation.argrepr) == ("BINARY_OP", "[]")
+    return is_subscript and container.argval == rest_names[0]
 
 
 def value_of(name: str) -> str | None:
@@ -224,17 +257,26 @@ def _is_list(name: str, row: RowNames) -> bool:
 
 def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> dict[str, str]:
     """Bind the parameters without a default."""
-    chosen = {parameter.name: value for parameter in needed if (value := _value(parameter.name, row, batched=batched))}
+    chosen: dict[str, str] = {}
+    for parameter in needed:
+        value = _value(parameter.name, row, batched=batched)
+        if value:
+            chosen[parameter.name] = value
     _prefer_columns(chosen, row)
     unknown = [parameter for parameter in needed if parameter.name not in chosen]
-    if refused := [parameter.name for parameter in unknown if parameter.name in NOT_GIVEN]:
+    refused = [parameter.name for parameter in unknown if parameter.name in NOT_GIVEN]
+    if refused:
         raise ValueError(f"{', '.join(refused)} {WHY_NOT_GIVEN}")
     positional = [parameter for parameter in needed if parameter.kind is not Parameter.KEYWORD_ONLY]
+    # The number of parameters means something only if no name does.
     if positional and all(parameter in unknown for parameter in positional):
         chosen |= _by_count(positional, chosen)
         unknown = [parameter for parameter in unknown if parameter.name not in chosen]
     if unknown and row.extra is not None:
-        columns = ", ".join(sorted({*row.extra, row.prompt, *([row.answer] if row.answer else [])}))
+        known_columns = {*row.extra, row.prompt}
+        if row.answer:
+            known_columns.add(row.answer)
+        columns = ", ".join(sorted(known_columns))
         names = ", ".join(parameter.name for parameter in unknown)
         raise ValueError(f"cannot bind {names}: the data has the columns {columns}")
     # The columns are unknown yet, so assume that the names are columns. Calling the function will show it.
@@ -306,5 +348,11 @@ def _extra_keywords(
 
 def missing_columns(binding: Binding, columns: Sequence[str]) -> list[str]:
     """List the columns that a function needs and that `columns` lacks."""
-    wanted = [*binding.positional, *binding.keywords.values()]
-    return [value.removeprefix(COLUMN) for value in wanted if value.startswith(COLUMN) and value[7:] not in columns]
+    missing = []
+    for value in (*binding.positional, *binding.keywords.values()):
+        if not value.startswith(COLUMN):
+            continue
+        column = value.removeprefix(COLUMN)
+        if column not in columns:
+            missing.append(column)
+    return missing

@@ -113,7 +113,8 @@ def _check_judge(
     check_service(_endpoint(url), **others)
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; it must be {' or '.join(MODES)}")
-    if len(scale) != 2 or not all(isinstance(v, int | float) for v in scale) or not scale[0] < scale[1]:
+    is_pair = len(scale) == 2 and all(isinstance(end, int | float) for end in scale)
+    if not is_pair or not scale[0] < scale[1]:
         raise ValueError(f"scale is {list(scale)}; it is the lowest and the highest score")
     if isinstance(votes, bool) or not isinstance(votes, int) or votes < 1:
         raise ValueError(f"votes is {votes!r}; it must be at least 1")

@@ -185,13 +185,17 @@ def reasoning_gym_score(
 
 def _verified(box: Sandbox, parts: list[list[tuple[int, dict[str, Any]]]]) -> list[list[float] | None]:
     """Return the scores of each part; None if its process failed, or answered something else."""
-    outcomes = box.run_all(
-        [ConfinedProgram(VERIFIER, json.dumps([task_input for _, task_input in part])) for part in parts]
-    )
+    verifiers = []
+    for part in parts:
+        task_inputs = [task_input for _, task_input in part]
+        verifiers.append(ConfinedProgram(VERIFIER, json.dumps(task_inputs)))
+    outcomes = box.run_all(verifiers)
     scores: list[list[float] | None] = []
     for part, outcome in zip(parts, outcomes, strict=True):
         try:
-            values = json.loads(outcome.output.strip().rpartition("\n")[2]) if outcome.passed else None
+            # A data set's own code may print, so only the last line is the answer.
+            last_line = outcome.output.strip().rpartition("\n")[2]
+            values = json.loads(last_line) if outcome.passed else None
         except ValueError:
             values = None
         if isinstance(values, list) and len(values) == len(part):

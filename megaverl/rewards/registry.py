@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from megaverl.errors import RewardError
 from megaverl.plugins import load_module
@@ -75,7 +75,11 @@ class RewardOutput:
         if not scored:
             return {}
         mean = _mean(scored)
-        right = [float(value) for value, total in zip(self.correct, self.total, strict=True) if not math.isnan(total)]
+        right = []
+        for value, total in zip(self.correct, self.total, strict=True):
+            # A sample that could not be scored counts neither as right nor as wrong.
+            if not math.isnan(total):
+                right.append(float(value))
         values = {
             f"{prefix}/mean": mean,
             f"{prefix}/std": _mean([(value - mean) ** 2 for value in scored]) ** 0.5,
@@ -179,6 +183,31 @@ class RewardFunction:
 _REGISTERED: dict[str, RewardFunction] = {}
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def register_reward(
+    name: F,
+    *,
+    batched: bool = False,
+    check: Callable[..., None] | None = None,
+    may_fail: bool = False,
+    highest: float | None = None,
+) -> F: ...
+
+
+@overload
+def register_reward(
+    name: str | None = None,
+    *,
+    batched: bool = False,
+    check: Callable[..., None] | None = None,
+    may_fail: bool = False,
+    highest: float | None = None,
+) -> Callable[[F], F]: ...
+
+
 def register_reward(
     name: str | Callable[..., Any] | None = None,
     *,
@@ -186,7 +215,7 @@ def register_reward(
     check: Callable[..., None] | None = None,
     may_fail: bool = False,
     highest: float | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Register a function under `name`, or under its own name, for configurations; see `RewardFunction`.
 
     Raises:

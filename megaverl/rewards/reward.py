@@ -80,8 +80,13 @@ class Component:
         """Return the scores, shaped and clipped. Samples whose `gate` is below 1 get 0, and those whose gate is NaN get
         NaN.
         """
-        rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
-        results = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
+        results = [0.0] * len(samples)
+        rows = []
+        for row in range(len(samples)):
+            if gate is None or gate[row] >= 1.0:
+                rows.append(row)
+            elif math.isnan(gate[row]):
+                results[row] = math.nan
         # Samples behind a closed gate are not scored at all: their scores would be ignored, and a judge may cost money.
         scores = self.score([samples[row] for row in rows], rows) if rows else []
         for row, value in zip(rows, scores, strict=True):

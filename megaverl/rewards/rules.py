@@ -213,7 +213,7 @@ LANGUAGES = ("", "python", "python3", "py")
 
 def extract_code(response: str) -> str:
     """Return the last fenced block of Python or without a language; the whole response if it has no blocks."""
-    blocks = [text for language, text in BLOCK.findall(response) if language.lower() in LANGUAGES]
+    blocks: list[str] = [text for language, text in BLOCK.findall(response) if language.lower() in LANGUAGES]
     if blocks:
         return blocks[-1]
     # A response with blocks of other languages alone has no program; one without any block is a program as a whole.
@@ -315,11 +315,24 @@ def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     Args:
         tolerance: permitted difference of numbers, relative or absolute, if the text is otherwise equal.
     """
-    lines = [[line.rstrip() for line in text.strip().split("\n")] for text in (output, expected)]
-    if lines[0] == lines[1] or not tolerance:
-        return lines[0] == lines[1]
-    words = [[word for line in text_lines for word in (*line.split(), "\n")] for text_lines in lines]
-    return len(words[0]) == len(words[1]) and all(_close(a, b, tolerance) for a, b in zip(*words, strict=True))
+    output_lines = [line.rstrip() for line in output.strip().split("\n")]
+    expected_lines = [line.rstrip() for line in expected.strip().split("\n")]
+    if output_lines == expected_lines or not tolerance:
+        return output_lines == expected_lines
+    output_words = _words(output_lines)
+    expected_words = _words(expected_lines)
+    if len(output_words) != len(expected_words):
+        return False
+    pairs = zip(output_words, expected_words, strict=True)
+    return all(_close(word, expected_word, tolerance) for word, expected_word in pairs)
+
+
+def _words(lines: Sequence[str]) -> list[str]:
+    """Return the words of all lines. An end of line is a word, so that text cannot move to another line."""
+    words = []
+    for line in lines:
+        words += [*line.split(), "\n"]
+    return words
 
 
 def _close(output: str, expected: str, tolerance: float) -> bool:

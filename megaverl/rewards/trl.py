@@ -70,7 +70,10 @@ class CallContext:
 
     def take_columns(self, count: int) -> list[dict[str, Any]]:
         """Return the logged values of each of `count` samples, by column, and clear them."""
-        rows = [{name: values[row] for name, values in self.columns.items() if row in values} for row in range(count)]
+        rows: list[dict[str, Any]] = []
+        for row in range(count):
+            # Functions that were called with some of the samples have no values for the others.
+            rows.append({name: values[row] for name, values in self.columns.items() if row in values})
         self.columns.clear()
         return rows
 

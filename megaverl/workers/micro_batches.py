@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +23,7 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batching import mini_batches, plan_micro_batches
+from megaverl.data.batching import MicroBatchRule, mini_batches, plan_micro_batches
 from megaverl.data.distributed_batch import of_all, of_held
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import plan_packed_micro_batches, sequence_lengths, shared_tokens
@@ -127,13 +128,13 @@ def _planned(
 ) -> MicroBatchPlan:
     """Compute the plan that `plan_for` caches."""
     shape = model.grid.shape
-    options: dict[str, Any] = {
-        "multiple_of": model.token_multiple,
+    rule = MicroBatchRule(
+        multiple_of=model.token_multiple,
         # An interleaved pipeline needs a multiple of its number of stages.
-        "count_multiple_of": shape.pp if shape.vpp else 1,
-        "least": least,
-        "key": f"{model.role}.micro_batch_tokens",
-    }
+        count_multiple_of=shape.pp if shape.vpp else 1,
+        least=least,
+        key=f"{model.role}.micro_batch_tokens",
+    )
     units = range(len(outline) // unit) if samples is None else samples
     whole = [range(number * unit, (number + 1) * unit) for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
@@ -141,13 +142,13 @@ def _planned(
         shared, prompts, multiple = shared_tokens(outline.prompt_lengths), outline.prompts, model.sequence_multiple
         if multiple > 1:
             lengths, prompts = [-(-length // multiple) * multiple for length in lengths], list(range(len(outline)))
-        return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, **options)
+        return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, rule)
     # All rows of a unit are padded to the longest one.
     costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
-    options["multiple_of"] *= unit
+    rule = replace(rule, multiple_of=rule.multiple_of * unit)
     return [
         [[number * unit + i for number in micro for i in range(unit)] for micro in rank_batches]
-        for rank_batches in plan_micro_batches(costs, num_ranks, max_tokens, indices=units, **options)
+        for rank_batches in plan_micro_batches(costs, num_ranks, max_tokens, rule, indices=units)
     ]
 
 

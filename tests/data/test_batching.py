@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.batching import (
+    MicroBatchRule,
     balance,
     common_count,
     groups_of_ranks,
@@ -140,9 +141,9 @@ def test_plan_gives_every_rank_the_same_number_under_the_cap(
         lengths,
         num_ranks,
         max_tokens,
+        MicroBatchRule(count_multiple_of=count_multiple_of),
         indices=chosen,
         padded=padded,
-        count_multiple_of=count_multiple_of,
         equal_counts=equal_counts,
     )
     assert len(plan) == num_ranks and len({len(batches) for batches in plan}) == 1
@@ -253,13 +254,18 @@ def test_balance_is_largest_differencing(lengths, num_ranks, equal_counts):
 def test_what_is_not_said_is_as_simple_as_can_be():
     lengths = [9, 1, 1, 1, 7]
     assert balance(lengths, 2) == balance(lengths, 2, equal_counts=False) != balance(lengths, 2, equal_counts=True)
-    simple = {"padded": True, "multiple_of": 1, "count_multiple_of": 1, "least": 1, "equal_counts": False}
+    simple = MicroBatchRule(multiple_of=1, count_multiple_of=1, least=1)
     plan = plan_micro_batches(lengths, 2, 9)
-    assert plan == plan_micro_batches(lengths, 2, 9, **simple)
-    for name, other in (("count_multiple_of", 4), ("least", 3), ("equal_counts", True)):
-        assert plan_micro_batches(lengths, 2, 9, **simple | {name: other}) != plan, name
+    assert plan == plan_micro_batches(lengths, 2, 9, simple, padded=True, equal_counts=False)
+    assert plan_micro_batches(lengths, 2, 9, equal_counts=True) != plan
+    for other in (MicroBatchRule(count_multiple_of=4), MicroBatchRule(least=3)):
+        assert plan_micro_batches(lengths, 2, 9, other) != plan, other
     assert micro_batches([4, 4, 3], 9) == micro_batches([4, 4, 3], 9, padded=True, multiple_of=1)
-    assert plan_micro_batches([4, 4], 1, 9) == [[[0, 1]]] != plan_micro_batches([4, 4], 1, 9, multiple_of=5)
+    assert (
+        plan_micro_batches([4, 4], 1, 9)
+        == [[[0, 1]]]
+        != plan_micro_batches([4, 4], 1, 9, MicroBatchRule(multiple_of=5))
+    )
     assert plan_micro_batches([5, 4], 1, 9) == [[[0], [1]]] != plan_micro_batches([5, 4], 1, 9, padded=False)
     assert common_count([[[0, 1]]], [3, 3]) == [[[0, 1]]]
 

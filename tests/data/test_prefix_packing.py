@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batching import plan_micro_batches
+from megaverl.data.batching import MicroBatchRule, plan_micro_batches
 from megaverl.data.prefix_packing import (
     GOOD_ENOUGH,
     packed_tokens,
@@ -57,15 +57,12 @@ def test_plans(
     lengths = [common + own for common, (_, own) in zip(shared, samples, strict=True)]
     units = [list(range(i, i + unit)) for i in range(0, len(samples), unit)]
     cost = lambda rows: packed_tokens(rows, lengths, shared, prompts)  # noqa: E731
+    rule = MicroBatchRule(multiple_of=multiple_of, least=least)
     if any(-(-cost(rows) // multiple_of) * multiple_of > max_tokens for rows in units):
         with pytest.raises(DataError, match=r"^sample \d+ has \d+ tokens, more than actor.micro_batch_tokens="):
-            plan_packed_micro_batches(
-                units, lengths, shared, prompts, num_ranks, max_tokens, multiple_of=multiple_of, least=least
-            )
+            plan_packed_micro_batches(units, lengths, shared, prompts, num_ranks, max_tokens, rule)
         return
-    plan = plan_packed_micro_batches(
-        units, lengths, shared, prompts, num_ranks, max_tokens, multiple_of=multiple_of, least=least
-    )
+    plan = plan_packed_micro_batches(units, lengths, shared, prompts, num_ranks, max_tokens, rule)
     assert len(plan) == num_ranks and len({len(mine) for mine in plan}) == 1
     assert sorted(row for mine in plan for micro in mine for row in micro) == list(range(len(samples)))
     for mine in plan:
@@ -111,8 +108,8 @@ def planned_by_counting_anew(
                         bundles.append([])
                     bundles[-1] = bundles[-1] + unit
         costs = [cost(bundle) for bundle in bundles]
-        given = {"multiple_of": multiple_of, "least": least, "padded": False}
-        plan = plan_micro_batches(costs, num_ranks, max_tokens, **given)  # type: ignore[arg-type]
+        rule = MicroBatchRule(multiple_of=multiple_of, least=least)
+        plan = plan_micro_batches(costs, num_ranks, max_tokens, rule, padded=False)
         found = [[sorted(row for number in micro for row in bundles[number]) for micro in mine] for mine in plan]
         most_tokens = max(sum(map(cost, mine)) for mine in found)
         idle = any(not micro for mine in found for micro in mine)
@@ -175,18 +172,21 @@ def test_a_prompt_whose_samples_do_not_fit_one_row_is_cut_where_they_do_not() ->
     """10 shared and 10 own tokens each: a row of 35 holds two of them."""
     plan = plan_packed_micro_batches([[i] for i in range(5)], [20] * 5, [10] * 5, [0] * 5, 1, 35)
     assert sorted(plan[0]) == [[0, 1], [2, 3], [4]]
-    plan = plan_packed_micro_batches([[i] for i in range(5)], [20] * 5, [10] * 5, [0] * 5, 1, 35, multiple_of=8)
+    plan = plan_packed_micro_batches(
+        [[i] for i in range(5)], [20] * 5, [10] * 5, [0] * 5, 1, 35, MicroBatchRule(multiple_of=8)
+    )
     assert sorted(plan[0]) == [[0, 1], [2, 3], [4]], "32 of the 35 tokens can be used"
-    plan = plan_packed_micro_batches([[i] for i in range(3)], [20] * 3, [10] * 3, [0] * 3, 1, 29, multiple_of=8)
+    plan = plan_packed_micro_batches(
+        [[i] for i in range(3)], [20] * 3, [10] * 3, [0] * 3, 1, 29, MicroBatchRule(multiple_of=8)
+    )
     assert sorted(plan[0]) == [[0], [1], [2]]
 
 
 def test_as_many_micro_batches_as_are_asked_for() -> None:
     units = [[i] for i in range(8)]
     for least, count_multiple_of, expected in ((1, 1, 1), (3, 1, 3), (3, 2, 4), (1, 4, 4)):
-        plan = plan_packed_micro_batches(
-            units, [20] * 8, [10] * 8, [0] * 8, 1, 1000, least=least, count_multiple_of=count_multiple_of
-        )
+        rule = MicroBatchRule(least=least, count_multiple_of=count_multiple_of)
+        plan = plan_packed_micro_batches(units, [20] * 8, [10] * 8, [0] * 8, 1, 1000, rule)
         assert len(plan[0]) == expected and all(plan[0])
 
 

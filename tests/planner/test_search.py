@@ -15,7 +15,7 @@ from megaverl.config import Config, InvalidConfig, load_config
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.loader import AUTO_KEYS, layered
 from megaverl.planner.advice import shortages
-from megaverl.planner.candidates import Candidates, uneven_split
+from megaverl.planner.candidates import Candidates, SearchSpace, uneven_split
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import Machine, find_spec
 from megaverl.planner.memory import MemoryModel
@@ -136,18 +136,15 @@ def test_a_gpu_counts_what_cuda_shows_of_it() -> None:
 
 
 def groups(search: LayoutSearch) -> list[Any]:
-    candidates = Candidates(
-        search.config,
-        search.spec,
+    space = SearchSpace(
         search.world,
         8,
         search.keys,
-        away=0,
         staleness=search.staleness,
         counts_memory=search.counts_memory,
         further=search.further,
     )
-    return candidates.groups()
+    return Candidates(search.config, search.spec, space).groups()
 
 
 @pytest.mark.parametrize(

@@ -344,4 +344,7 @@ def ask(folder: Path, question: str, *, max_new_tokens: int = 48) -> str:
     messages = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    # The output begins with the prompt.
+    prompt_length = inputs["input_ids"].shape[1]
+    answer: str = tokenizer.decode(output[0, prompt_length:], skip_special_tokens=True)
+    return answer

@@ -171,7 +171,8 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
     if not source.value_head:
         model = AutoModelForCausalLM.from_pretrained(source.folder, **options).eval()
-        return model(tokens).logits
+        logits: torch.Tensor = model(tokens).logits
+        return logits
     backbone = AutoModel.from_pretrained(source.folder, **options).eval()
     score = torch.empty(1, source.spec.hidden_size)
     with StoredArrayReader(source.arrays) as reader:
@@ -269,7 +270,11 @@ def kind_of_name(source: Path) -> str:
 def target_grid(*, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None) -> GridShape:
     """Return the smallest grid with these sizes; its number of data-parallel ranks follows from the experts."""
     etp = etp or tp
-    dp = next((dp for dp in range(1, max(1, ep * etp) + 1) if tp * dp % (ep * etp) == 0), 1)
+    num_expert_ranks = ep * etp
+    dp = 1
+    # It ends: with dp = ep * etp the experts' ranks always divide tp * dp.
+    while num_expert_ranks > 0 and tp * dp % num_expert_ranks:
+        dp += 1
     return GridShape(tp=tp, pp=pp, ep=ep, dp=dp, vpp=vpp, etp=etp)
 
 

@@ -176,7 +176,9 @@ class Merge:
         left = box.start[1] - self._boxes[adapter.a].start[1]
         top = box.start[0] - self._boxes[adapter.b].start[0]
         rows, columns = box.shape
-        return self.factors[adapter.a][:, left : left + columns], self.factors[adapter.b][top : top + rows]
+        a = self.factors[adapter.a][:, left : left + columns]
+        b = self.factors[adapter.b][top : top + rows]
+        return a, b
 
 
 def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:

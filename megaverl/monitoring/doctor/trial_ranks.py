@@ -122,7 +122,9 @@ def measure_links() -> None:
                     rates[sender, receiver] = part.nbytes / taken
     dist.all_reduce(rates)
     if rank == 0:
-        answer(**judge(all_reduce / 1e9, (rates / 1e9).tolist(), *(expected() if on_gpus else (0.0, 0.0))))
+        # Nothing is expected of a CPU's loopback.
+        expected_rates = expected() if on_gpus else (0.0, 0.0)
+        answer(**judge(all_reduce / 1e9, (rates / 1e9).tolist(), *expected_rates))
     else:
         answer()
     dist.destroy_process_group()

@@ -25,10 +25,11 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
     shown = [(number, label, points) for number, (label, points) in enumerate(curves) if points]
     if not shown:
         return ""
-    x0 = min(points[0].step for *_, points in shown)
-    x1 = max(points[-1].step for *_, points in shown)
-    y0 = min(bucket.low for *_, points in shown for bucket in points)
-    y1 = max(bucket.high for *_, points in shown for bucket in points)
+    all_buckets = [bucket for _, _, points in shown for bucket in points]
+    x0 = min(bucket.step for bucket in all_buckets)
+    x1 = max(bucket.step for bucket in all_buckets)
+    y0 = min(bucket.low for bucket in all_buckets)
+    y1 = max(bucket.high for bucket in all_buckets)
     # A share that never changes is shown between 0 and 1, as ticks around a single value would say nothing.
     if y0 == y1 and is_share:
         y0, y1 = 0.0, 1.0
@@ -48,10 +49,10 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
         colour = f"c{number % NUM_COLOURS}"
         # Buckets of a short run have one value each, so there is no range to draw around the line.
         if any(bucket.low < bucket.high for bucket in points):
-            upper = " ".join(scale.at(bucket.step, bucket.high) for bucket in points)
-            lower = " ".join(scale.at(bucket.step, bucket.low) for bucket in reversed(points))
+            upper = _points(scale, [(bucket.step, bucket.high) for bucket in points])
+            lower = _points(scale, [(bucket.step, bucket.low) for bucket in reversed(points)])
             parts.append(f'<polygon class="band {colour}" points="{upper} {lower}"/>')
-        line = " ".join(scale.at(bucket.step, bucket.mean) for bucket in points)
+        line = _points(scale, [(bucket.step, bucket.mean) for bucket in points])
         # A line of one point is invisible.
         if len(points) == 1:
             x, y = line.split(",")
@@ -77,7 +78,13 @@ class _Scale:
         return f"{self.x(x):.1f},{self.y(y):.1f}"
 
 
+def _points(scale: _Scale, places: Sequence[tuple[float, float]]) -> str:
+    """Return the attribute `points` of a line or a polygon."""
+    return " ".join(scale.at(x, y) for x, y in places)
+
+
 def _axes(scale: _Scale, ticks: Sequence[float]) -> Iterator[str]:
+    """Yield the grid lines and the labels of both axes."""
     for value in ticks:
         y = f"{scale.y(value):.1f}"
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
@@ -97,7 +104,10 @@ def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
         # A count or an accuracy that is always 0 needs no axis for negative values.
-        low, high = (low - pad if low else 0.0), high + pad
+        if low:
+            low -= pad
+        high += pad
+    # Steps of 1, 2, 2.5 and 5 times a power of ten are those that readers can add up in their heads.
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -194,8 +204,13 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
         return [("all spans", begin, max(span.end for span in run.spans))]
     usual = median([span.duration for span in steps])
     middle = len(steps) // 2
+
+    def rating(place: int) -> tuple[bool, int]:
+        is_unusual = abs(steps[place].duration - usual) > 0.1 * usual
+        return is_unusual, abs(place - middle)
+
     # First and last steps load, warm up or save, so an ordinary step as near as possible to the middle is shown.
-    near = sorted(range(len(steps)), key=lambda i: (abs(steps[i].duration - usual) > 0.1 * usual, abs(i - middle)))[0]
+    near = min(range(len(steps)), key=rating)
     last = min(near + 1, len(steps) - 1)
     title = f"step {_number(steps[near])}"
     if last != near:
@@ -215,7 +230,8 @@ def _number(span: TraceSpan) -> int | str:
 def gantt(run: RunRecord, begin: float, end: float) -> str:
     """Draw a row for each role (and rank, if there are several), and a bar for each span between two times."""
     inside = [span for span in run.spans if span.end > begin and span.begin < end]
-    lanes = sorted({Lane(span.role, span.rank) for span in inside}, key=lambda lane: lane.order)[:MOST_LANES]
+    all_lanes = {Lane(span.role, span.rank) for span in inside}
+    lanes = sorted(all_lanes, key=lambda lane: lane.order)[:MOST_LANES]
     if not lanes:
         return ""
     several = len({lane.rank for lane in lanes}) > 1

@@ -235,8 +235,9 @@ def _families(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 def _chart(title: str, name: str, runs: Sequence[RunRecord], points: int, scale: float = 1.0) -> str:
     curves = []
     for run in runs:
-        points_shown = buckets(run.metrics.get(name, Series()), points)
-        curves.append(
-            (run.name, [b._replace(mean=b.mean * scale, low=b.low * scale, high=b.high * scale) for b in points_shown])
-        )
+        scaled = []
+        for bucket in buckets(run.metrics.get(name, Series()), points):
+            mean, low, high = bucket.mean * scale, bucket.low * scale, bucket.high * scale
+            scaled.append(bucket._replace(mean=mean, low=low, high=high))
+        curves.append((run.name, scaled))
     return line_chart(title, curves, is_share=bool(SHARES.search(name)))

@@ -190,11 +190,16 @@ def _read_trace(run: RunRecord, path: Path) -> None:
         for event in read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]:
             if event.get("ph") != "X" or event.get("name") in WAITING:
                 continue
-            more = event.get("args", {})
+            arguments = event.get("args", {})
             name = str(event["name"])
-            role = str(more.get("role") or ROLE_OF.get(name, NO_ROLE))
-            span = TraceSpan(int(event["pid"]), name, role, float(event["ts"]), float(event["dur"]), more.get("step"))
-            (run.steps if name == "step" else run.spans).append(span)
+            role = str(arguments.get("role") or ROLE_OF.get(name, NO_ROLE))
+            begin = float(event["ts"])
+            span = TraceSpan(int(event["pid"]), name, role, begin, float(event["dur"]), arguments.get("step"))
+            # A step contains all other spans, so it would cover them in the chart.
+            if name == "step":
+                run.steps.append(span)
+            else:
+                run.spans.append(span)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a Chrome trace ({error!r}). Remove the file.") from error
     run.spans.sort(key=lambda span: (span.begin, -span.duration))
@@ -210,8 +215,10 @@ def _warnings(folder: Path) -> list[str]:
                 if match := WARNING.match(line.rstrip("\n")):
                     warnings.setdefault(f"{match[1]}: {match[2]}")
     lines = list(warnings)
-    left_out = len(lines) - MOST_WARNINGS
-    return lines[:MOST_WARNINGS] + ([f"... and {left_out} more, in {folder}"] if left_out > 0 else [])
+    num_left_out = len(lines) - MOST_WARNINGS
+    if num_left_out <= 0:
+        return lines
+    return [*lines[:MOST_WARNINGS], f"... and {num_left_out} more, in {folder}"]
 
 
 POINTS = 200
@@ -231,25 +238,28 @@ def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
     steps, values = series.steps, series.values
     if not steps:
         return []
+    finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if len(steps) <= points:
-        finite = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
         return [Bucket(step, value, value, value) for step, value in finite]
-    first, last = steps[0], steps[-1]
-    width = (last - first) / points or 1.0
-    held: list[list[float]] = [[] for _ in range(points)]
-    for step, value in zip(steps, values, strict=True):
-        if math.isfinite(value):
-            held[min(points - 1, max(0, int((step - first) / width)))].append(value)
-    return [
-        Bucket(first + (number + 0.5) * width, math.fsum(values) / len(values), min(values), max(values))
-        for number, values in enumerate(held)
-        if values
-    ]
+    first = steps[0]
+    width = (steps[-1] - first) / points or 1.0
+    values_of_range: list[list[float]] = [[] for _ in range(points)]
+    for step, value in finite:
+        number = int((step - first) / width)
+        # The last step lies at the end of the last range, and rounding may put a step outside.
+        values_of_range[min(points - 1, max(0, number))].append(value)
+    reduced = []
+    for number, range_values in enumerate(values_of_range):
+        if range_values:
+            middle = first + (number + 0.5) * width
+            mean = math.fsum(range_values) / len(range_values)
+            reduced.append(Bucket(middle, mean, min(range_values), max(range_values)))
+    return reduced
 
 
 def not_finite(series: Series) -> list[int]:
     """List the steps whose value is NaN or infinite."""
-    return [int(s) for s, v in zip(series.steps, series.values, strict=True) if not math.isfinite(v)]
+    return [int(step) for step, value in zip(series.steps, series.values, strict=True) if not math.isfinite(value)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

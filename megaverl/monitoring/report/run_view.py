@@ -133,7 +133,11 @@ class RunView:
         return table
 
     def _times(self, width: int) -> Table | None:
-        last = {name[5:-3]: v[-1] for name, v in self.values.items() if name.startswith("time/") and v}
+        last = {}
+        for name, values in self.values.items():
+            if name.startswith("time/") and values:
+                stage = name.removeprefix("time/").removesuffix("_ms")
+                last[stage] = values[-1]
         whole = last.get("step", 0.0)
         if not whole:
             return None

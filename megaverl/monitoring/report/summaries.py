@@ -75,12 +75,22 @@ def memory_parts(run: RunRecord) -> list[Memory]:
     """Return every memory metric with its first, largest and last value."""
     curves = []
     for name, series in run.metrics.items():
-        finite = [(v, s) for v, s in zip(series.values, series.steps, strict=True) if math.isfinite(v)]
-        if name.startswith("memory/") and finite:
-            peak, step = max(finite)
-            label = name.removeprefix("memory/").removesuffix("_mb")
-            label = MEMORY_WORDS.get(label) or label.removesuffix("_gpu_mem").replace("_gpu_reserved", ", reserved")
-            curves.append(Memory(label, finite[0][0], peak, int(step), finite[-1][0]))
+        if not name.startswith("memory/"):
+            continue
+        finite = [
+            (value, step) for value, step in zip(series.values, series.steps, strict=True) if math.isfinite(value)
+        ]
+        if not finite:
+            continue
+        peak, step = max(finite)
+        label = name.removeprefix("memory/").removesuffix("_mb")
+        if label in MEMORY_WORDS:
+            label = MEMORY_WORDS[label]
+        else:
+            label = label.removesuffix("_gpu_mem").replace("_gpu_reserved", ", reserved")
+        first_value, _ = finite[0]
+        last_value, _ = finite[-1]
+        curves.append(Memory(label, first_value, peak, int(step), last_value))
     return sorted(curves, key=lambda part: -part.peak)
 
 
@@ -105,8 +115,11 @@ def observations(run: RunRecord) -> Iterator[str]:
                 f"rollout/logprob_diff_mean rose from {short(before)} to {short(after)}: the log-probs of the engine "
                 "drift away from those of the trainer."
             )
-    flat = run.metrics.get("reward/std")
-    if flat is not None and flat.values and math.isfinite(flat.values[-1]) and not any(flat.values[-5:]):
+    spread = run.metrics.get("reward/std")
+    if spread is None or not spread.values:
+        return
+    is_scored = math.isfinite(spread.values[-1])
+    if is_scored and not any(spread.values[-5:]):
         yield "All responses of the last steps have the same reward, so they give no gradient."
 
 
@@ -115,7 +128,10 @@ def _slow_steps(run: RunRecord) -> Iterator[str]:
     if times is None or len(times.values) < 5:
         return
     usual = median(times.values)
-    slow = [(v, int(s)) for v, s in zip(times.values, times.steps, strict=True) if v > SLOW * usual]
+    slow = []
+    for taken, step in zip(times.values, times.steps, strict=True):
+        if taken > SLOW * usual:
+            slow.append((taken, int(step)))
     if slow:
         worst, step = max(slow)
         yield (

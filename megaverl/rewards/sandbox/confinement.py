@@ -1,9 +1,8 @@
 """Confinement of a process: a read-only file system, no network, and limits on resources.
 
 There are three ways to take the file system away. `namespaces`, as root (mount, process, network, IPC): the process
-sees
-only Python's library. `user_namespaces`: the same for an ordinary user. `landlock`, if both are refused, as in most
-containers: the process sees that other files exist, but cannot read them. Each is combined with a filter of system
+sees only Python's library. `user_namespaces`: the same for an ordinary user. `landlock`, if both are refused, as in
+most containers: the process sees that other files exist, but cannot read them. Each is combined with a filter of system
 calls, resource limits, and no capabilities.
 
     1. enter: make the boundary, once per worker

@@ -75,7 +75,8 @@ def serve() -> None:
 
     setting = _line(requests)
     try:
-        sys.path[:] = [path for path in sys.path[1:] if os.path.exists(path)] + setting["packages"]
+        existing = [path for path in sys.path[1:] if os.path.exists(path)]
+        sys.path[:] = existing + setting["packages"]
         for name in [*PRELOADED, *setting["preload"]]:
             importlib.import_module(name)
         boundary = confinement.enter(setting["mechanism"], setting["packages"])
@@ -125,8 +126,7 @@ def run(
 
     Returns:
         `code` (negative for a signal), `output`, `errors`, `verdict`, `timed_out`, `too_much`, and the costs `seconds`
-        and
-        `memory_mb`.
+        and `memory_mb`.
     """
     out, err, verdict = os.pipe(), os.pipe(), os.pipe()
     pipes = [out, err, verdict]
@@ -149,7 +149,9 @@ def run(
         ask, tell = os.pipe(), os.pipe()
         pipes += [ask, tell]
         first = start(sizes[0], response, [out[1], err[1], ask[0], tell[1]])
-        children = [start(sizes[1], tests, [err[1], err[1], tell[0], ask[1], verdict[1]]), first]
+        # The tests' own output is no output of the program, so it goes where errors go.
+        second = start(sizes[1], tests, [err[1], err[1], tell[0], ask[1], verdict[1]])
+        children = [second, first]
     begin = time.monotonic()
     # A writing end that stays open here would keep a copy waiting for more after the other one has ended.
     for reading, writing in pipes[3:]:
