@@ -31,7 +31,7 @@ COMMANDS = {
     "recipes": ("start", "list the included recipes, what each shows and where it runs"),
     "quickstart": ("train", "train a tiny generated model; downloads nothing"),
     "generate": ("train", "generate responses to prompts"),
-    "eval": ("train", "evaluate: mean reward, accuracy, pass@k"),
+    "eval": ("train", "evaluate on held-out prompts, or on AIME, GPQA, GSM8K, MATH and code"),
     "plan": ("plan", "predict memory, traffic and time of a configuration, without a cluster"),
     "convert": ("convert", "convert between Hugging Face, Megatron (any grid) and GGUF"),
     "check-plugin": ("plan", "test a reward, loss, environment, ... of your own"),
