@@ -82,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         # Imported here because it loads the whole configuration package, which no other path of this function needs.
         from megaverl.config.errors import did_you_mean
+        from megaverl.config.successors import successor_sentence
 
-        print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
+        hint = f" {sentence}" if (sentence := successor_sentence(name)) else did_you_mean(name, COMMANDS)
+        print(f"megaverl: no command `{name}`.{hint}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)
         return MISTAKE
     try:
