@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.trainer.conftest import MODEL
 
     folder = tmp_path_factory.mktemp("suites") / "model"
-    path = train_sentencepiece(["abc"], folder.parent / "tokenizer.model", vocab_size=300, byte_fallback=True)
+    path = train_sentencepiece(["a b c"], folder.parent / "tokenizer.model", vocab_size=300, byte_fallback=True)
     tokenizer = load_tokenizer(path)
     sizes: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
     make_tiny_folder(folder, "Qwen3ForCausalLM", **{**MODEL, "max_position_embeddings": 1024}, **sizes)
