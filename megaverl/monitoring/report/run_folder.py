@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megaverl.config.typed_yaml import read_untyped
 from megaverl.errors import DataError
+from megaverl.monitoring.timeline import NO_ROLE
 from megaverl.outside import MAX_TRACE_BYTES, read_json, read_json_file
 
 # Commands that write a resolved configuration COMMAND.yaml. The first existing file tells what the run was.
@@ -105,7 +106,6 @@ ROLE_OF = {
     "values": "critic",
     "critic_update": "critic",
 }
-NO_ROLE = "trainer"
 WAITING = ("wait", "pause")  # spans of waiting for other ranks or their weights, which are no work
 
 
