@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: docs/keys.md, a table of docs/checkpoints.md, and pictures.
+"""Write the generated parts of the documentation: docs/keys.md, tables of other pages, and pictures.
 
 python tools/write_docs.py [--check]
 """
@@ -15,6 +15,7 @@ from megaverl.config import Config
 from megaverl.config.passthrough import PLACES
 from megaverl.config.resuming import table
 from megaverl.config.section import described_keys, field_meanings
+from megaverl.config.successors import SUCCESSORS
 
 ROOT = Path(__file__).resolve().parents[1]
 # On a phone the style sheet puts a row's cells below each other, in the tables inside (docs/site.css).
@@ -225,6 +226,8 @@ def pages() -> dict[Path, str]:
     texts = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
     checkpoints = ROOT / "docs" / "checkpoints.md"
     texts[checkpoints] = checkpoints_page(checkpoints.read_text(encoding="utf-8"))
+    articles = ROOT / "docs" / "from_the_articles.md"
+    texts[articles] = articles_page(articles.read_text(encoding="utf-8"))
     return {ROOT / "docs" / "keys.md": keys_page(), **texts}
 
 
@@ -237,6 +240,18 @@ def checkpoints_page(text: str) -> str:
     before, rest = text.split(RULES_BEGIN)
     _, after = rest.split(RULES_END)
     return before + RULES_BEGIN + table() + RULES_END + after
+
+
+SUCCESSORS_BEGIN = "<!-- made by tools/write_docs.py from megaverl/config/successors.py -->\n"
+
+
+def articles_page(text: str) -> str:
+    """Return docs/from_the_articles.md with the table of other trainers' files updated from the code."""
+    before, rest = text.split(SUCCESSORS_BEGIN)
+    _, after = rest.split(RULES_END.lstrip("\n"))
+    lines = ["| Elsewhere | Here | |", "| --- | --- | --- |"]
+    lines += [f"| `{each.pattern}` | `{each.line}` | {_cell(each.note)} |" for each in SUCCESSORS]
+    return before + SUCCESSORS_BEGIN + "\n" + "\n".join(lines) + "\n" + RULES_END + after
 
 
 def outdated() -> list[Path]:

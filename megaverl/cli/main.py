@@ -31,7 +31,7 @@ COMMANDS = {
     "recipes": ("start", "list the included recipes, what each shows and where it runs"),
     "quickstart": ("train", "train a tiny generated model; downloads nothing"),
     "generate": ("train", "generate responses to prompts"),
-    "eval": ("train", "evaluate: mean reward, accuracy, pass@k"),
+    "eval": ("train", "evaluate on held-out prompts, or on AIME, GPQA, GSM8K, MATH and code"),
     "plan": ("plan", "predict memory, traffic and time of a configuration, without a cluster"),
     "convert": ("convert", "convert between Hugging Face, Megatron (any grid) and GGUF"),
     "check-plugin": ("plan", "test a reward, loss, environment, ... of your own"),
@@ -81,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         # Imported here because it loads the whole configuration package, which no other path of this function needs.
+        from megaverl.config.successors import successor_sentence
         from megaverl.config.wording import did_you_mean
 
-        print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
+        hint = f" {sentence}" if (sentence := successor_sentence(name)) else did_you_mean(name, COMMANDS)
+        print(f"megaverl: no command `{name}`.{hint}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)
         return MISTAKE
     try:

@@ -23,6 +23,7 @@ from megaverl.config import Config, load_config
 from megaverl.config.algorithm import PRESETS
 from megaverl.config.loader import layered
 from megaverl.config.section import described_keys
+from megaverl.config.successors import successor_sentence
 from megaverl.config.wording import did_you_mean
 from megaverl.config.yaml_source import all_recipes, recipe, recipes_folder
 from megaverl.errors import MegaverlError
@@ -42,6 +43,7 @@ List the included recipes, what each shows and where it runs; or print one.
   megaverl recipes                        all of them
   megaverl recipes qwen                   recipes with this text in their name
   megaverl recipes gsm8k_smollm2/dapo     print one; use it as `base:` of your own
+  megaverl recipes examples/ppo_trainer/run.sh   name what replaces a file of another trainer
 """
 # Column names that are tried for the prompt and the reference answer, the most likely ones first.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
@@ -354,6 +356,9 @@ def _recipes(arguments: argparse.Namespace) -> int:
         print(f"# {path}\n{path.read_text(encoding='utf-8')}", end="")
         return 0
     chosen = [name for name in names if arguments.name in name]
+    if not chosen and (sentence := successor_sentence(arguments.name)):
+        print(f"{arguments.name}: {sentence[0].lower()}{sentence[1:]}")
+        return 0
     if not chosen:
         raise UsageError(f"no recipe has `{arguments.name}` in its name.{did_you_mean(arguments.name, names)}")
     print(f"in {recipes_folder()}; `megaverl recipes NAME` shows one, with the command that runs it")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_dry_run, add_nproc, add_resume, read_config
 from megaverl.config import Config, load_config, smallest_world
+from megaverl.config.evaluation import SUITE_NAMES
 from megaverl.config.files_and_packages import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
@@ -269,6 +270,42 @@ def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("prompt", "prompts", "output")}
 
 
+def _eval_options(parser: argparse.ArgumentParser) -> None:
+    suites = ", ".join(SUITE_NAMES)
+    parser.add_argument("--suite", metavar="NAMES", help=f"published data sets, with commas: {suites}")
+    parser.add_argument("--run", metavar="RUN", help="folder of a run: evaluate the model that it has written")
+    parser.add_argument("--url", metavar="URL", help="evaluate the model that this vLLM or SGLang server serves")
+    parser.add_argument("--against", metavar="RUN", help="folder of an earlier evaluation of suites to compare with")
+
+
+def _eval(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Turn the options of `eval` into overrides, and return those of the run."""
+    if arguments.against is not None and arguments.suite is None and arguments.config is None:
+        raise UsageError("--against compares suites; give --suite NAMES too")
+    overrides = []
+    if arguments.run is not None:
+        overrides += _model_of_run(arguments)
+    if arguments.suite is not None:
+        overrides.append(f"evaluation.suites={json.dumps(arguments.suite.split(','))}")
+    if arguments.url is not None:
+        overrides += ["rollout.engine=server", f"rollout.servers.urls={json.dumps([arguments.url])}"]
+    # The user's own key=value stand last, and so win.
+    arguments.overrides = [*overrides, *arguments.overrides]
+    return {"against": arguments.against}
+
+
+def _model_of_run(arguments: argparse.Namespace) -> list[str]:
+    """Take the configuration of a run, and return the overrides that name its trained model."""
+    folder = Path(arguments.run)
+    if not (folder / "hf" / "config.json").is_file():
+        raise UsageError(f"--run: {folder} has no model in {folder / 'hf'}. Give the folder of a finished run")
+    if arguments.config is None:
+        files = [folder / f"{command}.yaml" for command in (*RESUMED, "quickstart")]
+        arguments.config = next((str(file) for file in files if file.is_file()), None)
+    # The evaluation has a folder of its own inside the run's, where reports look for it.
+    return [f"model.path={folder / 'hf'}", f"run.dir={folder}", "run.name=eval"]
+
+
 EXIT_CODES = (
     " Exit codes: 0 finished; 1 failed; 2 mistake in the configuration; 130 interrupted; "
     f"{SAVED_AND_LEFT} saved and left after SIGTERM or SIGUSR1, start it again to resume; {STARTS_AGAIN} saved, to "
@@ -359,9 +396,14 @@ COMMANDS = {
     ),
     "eval": rank_command(
         "eval",
-        "Score a model on data.validation: mean reward, accuracy, pass@k.",
+        "Score a model on data.validation, or on published data sets: avg@k, maj@k, pass@k with intervals.",
         """\
-  megaverl eval --config FILE model.path=runs/mine/hf trainer.validation_samples=4 'trainer.pass_at=[1, 4]'""",
+  megaverl eval --config FILE model.path=runs/mine/hf trainer.validation_samples=4 'trainer.pass_at=[1, 4]'
+  megaverl eval --suite aime,gsm8k model.path=DIR evaluation.data.gsm8k=test.jsonl rollout.sampling.max_tokens=8192
+  megaverl eval --suite math --run runs/mine --against runs/before
+  megaverl eval --suite gpqa --url http://127.0.0.1:8000 model.path=DIR""",
+        _eval_options,
+        _eval,
     ),
     "train": rank_command(
         "train",

@@ -6,9 +6,11 @@ import glob
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import BaseModel
 
+from megaverl.config.evaluation import SUITE_PREFIX
 from megaverl.config.schema import Config
 from megaverl.plugins import absolute_name
 
@@ -66,6 +68,11 @@ def _absolute_text(value: str, key: str) -> str:
     named = absolute_name(value)
     if named != value:
         return named if Path(value.rpartition(":")[0]).is_file() else value
+    if value.startswith(SUITE_PREFIX):
+        return _absolute_suite(value)
+    if key.startswith("evaluation.data."):
+        path, mark, options = value.partition("?")
+        return f"{Path(path).absolute()}{mark}{options}" if Path(path).exists() else value
     field = key.rpartition(".")[2]
     if key in PLACES or (field in PLACE_NAMES and ".options" not in key):
         return str(Path(value).absolute())
@@ -76,3 +83,13 @@ def _absolute_text(value: str, key: str) -> str:
     if Path(value).exists() or is_pattern:
         return str(Path(value).absolute())
     return value
+
+
+def _absolute_suite(value: str) -> str:
+    """Return a source `suite:NAME?path=...` with an absolute path, if the path exists."""
+    name, _, query = value.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if not options.get("path") or not Path(options["path"]).exists():
+        return value
+    options["path"] = str(Path(options["path"]).absolute())
+    return f"{name}?{urlencode(options)}"

@@ -37,6 +37,7 @@ READ_BY = {
     "rollout": (*REINFORCING, "eval", "generate"),
     "trainer": (*REINFORCING, "eval"),
     "reward": (*REINFORCING, "eval"),
+    "evaluation": ("eval",),
     "sft": ("sft", "quickstart"),
     "preference": ("dpo", "reward"),
 }
@@ -73,7 +74,9 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += validation_sampling_issues(config)
     if command in (*REINFORCING, "eval"):
         mistakes += _validation_issues(config)
-        mistakes += reward_issues(config, check_paths)
+        # Suites have rewards of their own.
+        if command != "eval" or not config.evaluation.suites:
+            mistakes += reward_issues(config, check_paths)
     if check_paths:
         mistakes += file_issues(config, command)
         mistakes += run_folder_issues(config)
@@ -101,8 +104,9 @@ def _data_issues(config: Config, command: str) -> Issues:
         yield ConfigIssue("data.train", f"is empty. {fix} data.train=FILE.")
     if command == "sft" and not (config.sft.train or data.train):
         yield ConfigIssue("sft.train", f"and data.train are empty. {fix} data.train=FILE.")
-    if command == "eval" and not data.validation:
-        yield ConfigIssue("data.validation", f"is empty. {fix} data.validation=FILE.")
+    if command == "eval" and not (data.validation or config.evaluation.suites):
+        either = "Or name suites: --suite gsm8k,math."
+        yield ConfigIssue("data.validation", f"is empty. {fix} data.validation=FILE. {either}")
     if command in ("dpo", "reward") and not config.preference.train:
         yield ConfigIssue("preference.train", f"is empty. {fix} preference.train=FILE.")
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megaverl.config.errors import ConfigIssue
+from megaverl.config.evaluation import SUITE_PREFIX, parse_suite_source
 from megaverl.config.grids import used_roles
 from megaverl.config.run import RESUME_WORDS, is_hub_name
 from megaverl.config.schema import Config
@@ -50,6 +51,7 @@ def file_issues(config: Config, command: str) -> Issues:
         wanted["sft.train"] = config.sft.train
     if command == "eval":
         del wanted["data.train"]
+        yield from _suite_issues(config)
     if command == "generate":
         wanted = {}
     for key, paths in wanted.items():
@@ -83,6 +85,30 @@ def file_issues(config: Config, command: str) -> Issues:
         yield ConfigIssue(
             "trainer.replay_rollouts", f"found {yaml_text(replay)}, which is not a folder of stored rollouts."
         )
+
+
+def _suite_issues(config: Config) -> Issues:
+    """Yield suites whose rows or rewards cannot be used."""
+    evaluation = config.evaluation
+    for suite in evaluation.suites:
+        if problem := suite_problem(evaluation.source(suite, config.run.seed)):
+            yield ConfigIssue(f"evaluation.data.{suite}", problem)
+
+
+def suite_problem(path: str) -> str:
+    """Return what is wrong with a source `suite:NAME?path=...`, or "".
+
+    A suite without rows on this machine is on a hub, which only the package datasets reads.
+    """
+    try:
+        source = parse_suite_source(path)
+    except ValueError as error:
+        return f"{error}."
+    if Path(source.path).suffix == ".csv":
+        missing = "" if Path(source.path).is_file() else "which does not exist."
+        return f"found {yaml_text(source.path)}, {missing}" if missing else ""
+    problem = source_problem(source.path)
+    return f"found {yaml_text(source.path)}, {problem}" if problem else ""
 
 
 def run_folder_issues(config: Config) -> Issues:
@@ -123,6 +149,8 @@ def source_problem(path: str) -> str:
         return ""
     if path.startswith(PREFIX):
         return why_no_task(path)
+    if path.startswith(SUITE_PREFIX):
+        return suite_problem(path)
     if path.startswith(verifiers.PREFIX):
         return verifiers.why_no_taskset(path)
     if ":" in path and not Path(path).exists():

@@ -36,6 +36,7 @@ from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
 from megaverl.config.section import BOUNDS, all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
+from megaverl.config.successors import value_hint
 from megaverl.config.wording import did_you_mean, listed, yaml_text
 from megaverl.config.yaml_source import (
     BASE,
@@ -315,7 +316,12 @@ PEERS_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("n_gpus_per_node", "num_processes"), ("run.nproc",)),
     **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), ("actor.tp", "critic.tp", "rollout.tp")),
     **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size"), ("actor.pp", "critic.pp")),
-    "context_parallel_size": ("actor.cp", "critic.cp"),
+    **dict.fromkeys(
+        ("context_parallel_size", "ulysses_sequence_parallel_size", "sequence_parallel_size", "sp_size"),
+        ("actor.cp", "critic.cp"),
+    ),
+    "use_liger": ("actor.fsdp.liger",),
+    "use_remove_padding": ("actor.pack_samples", "critic.pack_samples"),
     "expert_model_parallel_size": ("actor.ep", "critic.ep"),
 }
 _NAME_LETTERS = "letters, digits and . _ + = , @ - only"
@@ -375,6 +381,7 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         allowed = str(context["expected"])
         names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
         hint = did_you_mean(detail["input"], names) if isinstance(detail["input"], str) else ""
+        hint = value_hint(path, detail["input"]) or hint
         if path == ("algorithm", "name") and isinstance(detail["input"], str):
             hint = place_of(detail["input"]) or hint
         return f"{shown}; allowed: {', '.join(names)}.{hint}"

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BeforeValidator, PrivateAttr, model_validator
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.evaluation import EvaluationConfig
 from megaverl.config.roles import (
     INHERITED,
     LAID_OUT_BY,
@@ -109,6 +110,8 @@ class Config(Section):
     looked up by name. Also as reward.modules beside one reward."""
     trainer: LoopConfig = LoopConfig()
     """Number of steps, validation, and a step of your own."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Published data sets for `megaverl eval`."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning: `megaverl sft`, and the warm-up of the quickstart."""
     preference: PreferenceConfig = PreferenceConfig()

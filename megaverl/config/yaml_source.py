@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.key_types import list_entry, section_of, type_at
 from megaverl.config.run import named_reward
+from megaverl.config.successors import successor_sentence
 from megaverl.config.typed_yaml import MAX_BYTES, BadYaml, compose, construct, read_argument
 from megaverl.config.wording import yaml_text
 from megaverl.errors import ConfigError
@@ -156,8 +157,9 @@ def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[
                 node, type_at, lambda at, text: source.add(".".join(at) or "--config", text, places.get(at, ""))
             )
     except FileNotFoundError:
-        hint = " or ".join(similar_recipes(path))
-        hint = f"Did you mean {hint}?" if hint else "Give the path of a YAML file."
+        similar = " or ".join(similar_recipes(path))
+        hint = f"Did you mean {similar}?" if similar else "Give the path of a YAML file."
+        hint = successor_sentence(str(path)) or hint
         source.add("--config", f"{path} does not exist. {hint}", where="")
     except (OSError, UnicodeDecodeError) as error:
         source.add("--config", f"{path} cannot be read: {error}.", where="")

@@ -19,9 +19,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from megaverl.config.evaluation import SUITE_PREFIX, parse_suite_source
 from megaverl.config.run import SourceConfig, is_hub_name
 from megaverl.data.row_groups import SHARED, GroupBound, RowGroupCache
 from megaverl.data.row_values import Conversion, arrow_conversion, parse_row, without_null_fields
+from megaverl.data.suites import SUITES, CsvRows, SuiteRows
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
 from megaverl.rewards.reasoning_gym import PREFIX, ReasoningGymRows
@@ -42,9 +44,10 @@ def as_source(entry: Entry) -> SourceConfig:
 def kind_of(path: str) -> str:
     """Return the kind of a source, consulting only the local disk.
 
-    It is `files` (or a pattern), `folder`, `saved` by datasets, `hub`, `reasoning_gym`, `verifiers`, or `own` code.
+    It is `files` (or a pattern), `folder`, `saved` by datasets, `hub`, `reasoning_gym`, `verifiers`, `suite`, or `own`
+    code.
     """
-    if path.startswith((PREFIX, verifiers.PREFIX)):
+    if path.startswith((PREFIX, verifiers.PREFIX, SUITE_PREFIX)):
         return path.partition(":")[0]
     if OWN.fullmatch(path):
         return "own"
@@ -93,9 +96,27 @@ def _open(source: SourceConfig) -> RowSource:
         return ReasoningGymRows(source.path)
     if kind == "verifiers":
         return verifiers.VerifiersRows(source.path)
+    if kind == "suite":
+        return _suite(source.path)
     if kind in ("saved", "hub"):
         return HubRows(source)
     return open_rows(folder_files(Path(source.path)) if kind == "folder" else source.path)
+
+
+def _suite(text: str) -> RowSource:
+    """Return the converted rows of `suite:NAME?path=...`."""
+    try:
+        suite = parse_suite_source(text)
+    except ValueError as error:
+        raise DataError(f"{text}: {error}.") from None
+    rows: RowSource
+    if Path(suite.path).suffix == ".csv":
+        rows = CsvRows(Path(suite.path))
+        limit = suite.options.get("limit")
+        rows = rows if limit is None or limit >= len(rows) else FirstRows(rows, limit)
+    else:
+        rows = open_source(SourceConfig(path=suite.path, **suite.options))
+    return SuiteRows(rows, SUITES[suite.name], suite.seed)
 
 
 def folder_files(folder: Path) -> list[Path]:

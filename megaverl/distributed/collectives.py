@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megaverl import errors
 from megaverl.distributed.failures import cause_of
+from megaverl.distributed.traffic import uncounted
 from megaverl.errors import MegaverlError, TrainingStopped
 from megaverl.outside import clean
 from megaverl.platform import platform
@@ -171,7 +172,9 @@ def _receive(ranks: dist.ProcessGroup, peer: int, tag: int) -> bytes:
 def _receive_some(ranks: dist.ProcessGroup, peer: int, count: int, tag: int) -> bytes:
     data = torch.empty(count, dtype=torch.uint8)
     try:
-        ranks.recv([data], peer, tag).wait()
+        with uncounted():
+            work = ranks.recv([data], peer, tag)
+        work.wait()
     except RuntimeError as error:
         raise _lost(peer, error) from error
     return data.numpy().tobytes()

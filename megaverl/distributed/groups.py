@@ -47,6 +47,13 @@ EXPERT_GROUPS = {
     "intra_expt_dp": ("edp",),
 }
 
+# Dimension and field of the groups whose bytes are counted. The first name of a group counts, as grids of fewer
+# dimensions use one group for several fields. Megatron reduces gradients over dp and cp together.
+COUNTED_GROUPS = (
+    *(("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("pp", "embd"), ("ep", "ep"), ("tp", "expt_tp")),
+    *(("ep", "tp_ep"), ("dp", "dp"), ("dp", "dp_cp"), ("dp", "expt_dp"), ("dp", "intra_dist_opt")),
+)
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -77,6 +84,16 @@ class Grid:
     @property
     def dp_group(self) -> dist.ProcessGroup:
         return self.pg_collection.dp
+
+    @property
+    def dimensions(self) -> dict[str, str]:
+        """Return name of a group of this rank -> its dimension. Groups of one rank are left out."""
+        found: dict[str, str] = {}
+        for dimension, field in COUNTED_GROUPS:
+            group = getattr(self.pg_collection, field)
+            if group is not None and group.size() > 1:
+                found.setdefault(group.group_name, dimension)
+        return found
 
     @property
     def is_first_stage(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 import psutil
 
 from megaverl.outside import MAX_TRACE_BYTES, read_json_file
+
+# Role of spans that belong to none.
+NO_ROLE = "trainer"
 
 
 class Timeline:
@@ -29,6 +33,8 @@ class Timeline:
     Attributes:
         roles: span name -> role that does the work, for the trace.
         mark: called with a span's name when it opens; the returned function is called when it closes. None: no calls.
+        received: returns the bytes that this rank has received so far, by the group of ranks. None: not counted.
+        by_dimension: returns a role's bytes by the dimension of its grid, from bytes by group.
 
     Example:
         with timeline.step(3):
@@ -41,6 +47,10 @@ class Timeline:
         self.rank = rank
         self.roles: dict[str, str] = {}
         self.mark: Callable[[str], Callable[[], None]] | None = None
+        self.received: Callable[[], Mapping[str, float]] | None = None
+        self.by_dimension: Callable[[str, Mapping[str, float]], Mapping[str, float]] = lambda role, counts: {}
+        # Role -> group -> bytes received in the outermost spans of the thread that runs the step.
+        self._bytes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._to_wall_ns = _monotonic_to_wall_ns()
         self._events: deque[tuple[str, int, int, int, int | None, int | None]] = deque(maxlen=max_events)
         self._totals: defaultdict[str, int] = defaultdict(int)
@@ -59,6 +69,8 @@ class Timeline:
         """Time the block under `name`."""
         self._depth.value = getattr(self._depth, "value", 0) + 1
         unmark = self.mark(name) if self.mark is not None else None
+        is_outermost = self._depth.value == 1 and threading.get_ident() == self._step_thread
+        before = self.received() if is_outermost and self.received is not None else None
         worked, begin = time.process_time_ns(), time.perf_counter_ns()
         try:
             yield
@@ -72,6 +84,10 @@ class Timeline:
             self._work[name] += work
             if depth == 0 and thread == self._step_thread:
                 self._covered_ns += duration
+            if before is not None and self.received is not None:
+                counts = self._bytes[self.roles.get(name, NO_ROLE)]
+                for group, count in self.received().items():
+                    counts[group] += count - before.get(group, 0.0)
             if unmark is not None:
                 unmark()
 
@@ -98,6 +114,7 @@ class Timeline:
         if self._is_open and self._step == number:
             return
         self._totals.clear()
+        self._bytes.clear()
         self._covered_ns = self._step_ns = 0
         self._step, self._is_open = number, True
         self._step_thread = threading.get_ident()
@@ -114,7 +131,7 @@ class Timeline:
 
         `step_ms` is the whole step, and `other_ms` the time outside all outermost spans of its thread. `busy/<role>` is
         the fraction of the step in which this rank worked for a role. A nested span counts both under its own name and
-        in the span around it.
+        in the span around it. `comm/<role>/<dimension>_bytes` are bytes that this rank received in collectives.
         """
         metrics = {f"{prefix}{name}_ms": total / 1e6 for name, total in sorted(self._totals.items())}
         if self._step is not None:
@@ -126,6 +143,9 @@ class Timeline:
                     self._totals.get(name, 0) for name, role_of_stage in self.roles.items() if role_of_stage == role
                 )
                 metrics[f"busy/{role}"] = min(1.0, worked / self._step_ns)
+        for role, counts in sorted(self._bytes.items()):
+            for dimension, count in sorted(self.by_dimension(role, counts).items()):
+                metrics[f"comm/{role}/{dimension}_bytes"] = count
         return metrics
 
     def take_work(self) -> dict[str, float]:
@@ -180,6 +200,21 @@ def _write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 MB = 2**20
+
+
+def total_received(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `comm/total_bytes`, the sum of a step's received bytes; empty for a record without any.
+
+    It adds collectives and islands (`comm/*/*_bytes`), reshards and rows of batches.
+    """
+    parts = [
+        value
+        for name, value in metrics.items()
+        if (name.startswith("comm/") and name.count("/") == 2)
+        or name == "reshard/bytes_received"
+        or (name.startswith("dataflow/") and name.endswith("_bytes_received"))
+    ]
+    return {"comm/total_bytes": math.fsum(parts)} if parts else {}
 
 
 def _monotonic_to_wall_ns() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -13,11 +13,13 @@ from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.distributed.placement import ranks_text
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
 from megaverl.planner.buffers import ITEMSIZE
+from megaverl.planner.collectives import received_in_collectives
 from megaverl.planner.fsdp import Passes, described, passes_of, tensor_rank_weights
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import REST, MemoryModel, RankMemory, phases_of
+from megaverl.planner.operators import StepLoad
 from megaverl.planner.placed_run import derive_share, explain, with_share
 from megaverl.planner.simulator import PredictedPhase, Prediction, default_lengths, simulate
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
@@ -53,6 +55,7 @@ class Capacity:
         derived: values that a run will choose because the configuration leaves them open, one line each.
         prediction: predicted step; None if the hardware is not described.
         lengths: sample lengths of the prediction.
+        collectives: role -> dimension -> bytes that the role's first rank receives in a step's collectives.
     """
 
     job: PlannedJob
@@ -63,6 +66,7 @@ class Capacity:
     derived: tuple[str, ...] = ()
     prediction: Prediction | None = None
     lengths: LengthDistribution | None = None
+    collectives: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDistribution | None = None) -> Capacity:
@@ -83,7 +87,8 @@ def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDis
         return Capacity(job, memory, traffic, missing, advice, derived)
     lengths = lengths or default_lengths(job)
     prediction = simulate(job, hardware, lengths=lengths, traffic=traffic)
-    return Capacity(job, memory, traffic, missing, advice, derived, prediction, lengths)
+    collectives = received_in_collectives(StepLoad(job, hardware, lengths, traffic))
+    return Capacity(job, memory, traffic, missing, advice, derived, prediction, lengths, collectives)
 
 
 def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
@@ -363,6 +368,7 @@ def _step_as_dict(capacity: Capacity) -> dict[str, Any] | None:
         "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
         "mfu": prediction.mfu,
         "mfu_of_updates": prediction.update_mfu,
+        "collective_bytes": capacity.collectives,
     }
 
 
@@ -392,6 +398,13 @@ def _step(capacity: Capacity) -> Iterator[str]:
         beside = f"{share:>7.0%} of the step" if share else "   beside other operators"
         yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{beside}"
     yield "  critical path: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in prediction.critical_path)
+    if capacity.collectives:
+        roles = [
+            f"{role} " + ", ".join(f"{dimension} {count / GB:,.2f}" for dimension, count in counts.items())
+            for role, counts in capacity.collectives.items()
+        ]
+        text = f"collectives, GB that each role's first rank receives: {'; '.join(roles)}"
+        yield from textwrap.wrap(text, WIDTH, **INDENTED)
     if slept := sleep_and_wake(prediction):
         yield "  engines: " + ", ".join(
             f"{label} at {begin:.2f} s ({end - begin:.2f} s)" for label, begin, end in slept

@@ -250,7 +250,7 @@ def _place_of(function: Callable[..., Any]) -> Any:
 
 def reward_names() -> list[str]:
     """List the names of all registered rewards."""
-    for name in ("rules", "judge", "reasoning_gym"):  # the built-in ones
+    for name in ("rules", "choices", "judge", "reasoning_gym"):  # the built-in ones
         importlib.import_module(f"megaverl.rewards.{name}")
     return sorted(_REGISTERED)
 

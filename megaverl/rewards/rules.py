@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from megaverl.outside import read_json
+from megaverl.rewards.checkers import checking_program, is_accepted
+from megaverl.rewards.choices import LETTER_ALONE, extract_choice
 from megaverl.rewards.math_worker import MathWorker
 from megaverl.rewards.registry import RewardSample, register_reward
 from megaverl.rewards.sandbox import ConfinedProgram, ProgramOutcome, Sandbox, SandboxLimits, why_not_here
@@ -185,6 +187,10 @@ def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float =
     return 1.0 if answer == expected else format_score
 
 
+# Letters A to J are read as choices where a reference is one of them.
+MOST_CHOICES = 10
+
+
 def _check_math_verify(timeout_seconds: float = 5.0) -> None:
     if timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be more than 0")
@@ -197,14 +203,19 @@ def math_verify(samples: list[RewardSample], *, timeout_seconds: float = 5.0) ->
     """Return 1 if the response's last formula or number equals the reference mathematically (1/2 is 0.5), else 0.
 
     The library math-verify decides in a separate process, since model output can make sympy compute forever. A
-    comparison that takes longer than `timeout_seconds` scores 0.
+    comparison that takes longer than `timeout_seconds` scores 0. A reference that is one capital letter, such as `C` or
+    `(C)`, is a choice instead of a formula; see `extract_choice`.
     """
     worker = MathWorker.shared()
-    scores = []
-    for sample in samples:
-        verdicts = (worker.equal(text, sample.response, timeout_seconds) for text in references(sample))
-        scores.append(float(any(verdicts)))
-    return scores
+
+    def is_right(reference: str, response: str) -> bool:
+        choice = LETTER_ALONE.fullmatch(reference)
+        # A letter may also be a variable, so math-verify decides where the response chooses nothing.
+        if choice is not None and (chosen := extract_choice(response, MOST_CHOICES)) is not None:
+            return chosen == choice[1]
+        return worker.equal(reference, response, timeout_seconds)
+
+    return [float(any(is_right(text, sample.response) for text in references(sample))) for sample in samples]
 
 
 BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -348,6 +359,9 @@ def _check_code(
     setup: str = "",
     tolerance: float = 0.0,
     max_tests: int | None = None,
+    checker_key: str | None = None,
+    seconds_key: str | None = None,
+    memory_key: str | None = None,
     workers: int = 2,
     preload: Sequence[str] = (),
     **limits: Any,
@@ -371,6 +385,10 @@ def code(
     setup: str = "",
     tolerance: float = 0.0,
     max_tests: int | None = None,
+    checker_key: str | None = None,
+    seconds_key: str | None = None,
+    memory_key: str | None = None,
+    time_factor: float = 1.0,
     workers: int = 2,
     seconds: float = 5.0,
     memory_mb: int = 512,
@@ -389,24 +407,79 @@ def code(
         setup: code before every program, such as imports.
         tolerance: tolerance of numbers in outputs and values.
         max_tests: use only a row's first tests.
+        checker_key: column with a checker of the outputs (see `checkers`). Rows without one compare outputs.
+        seconds_key: column with the time limit of the row's programs in seconds. Rows without one have `seconds`.
+        memory_key: column with the memory limit of the row's programs in MB. Rows without one have `memory_mb`.
+        time_factor: factor on the limits of `seconds_key`, which are often meant for compiled languages.
         workers: parallel programs on each rank.
         seconds, memory_mb, output_kb, threads, preload: see `SandboxLimits`.
     """
     box = Sandbox.shared(SandboxLimits(seconds, memory_mb, output_kb, threads, tuple(preload)), workers)
     plan = [_tests(sample, tests_key)[:max_tests] for sample in samples]
-    tasks = []
+    programs = []
     for sample, tests in zip(samples, plan, strict=True):
-        program = f"{setup}\n{extract_code(sample.response)}"
+        source = f"{setup}\n{extract_code(sample.response)}"
+        row_seconds = _limit(sample, seconds_key)
+        row_memory = _limit(sample, memory_key)
         for test in tests:
-            standard_input = str(test.get("input", ""))
-            own_test = None if "output" in test else {"tolerance": tolerance, **test}
-            tasks.append(ConfinedProgram(program, standard_input, own_test))
-    outcomes = iter(box.run_all(tasks))
+            programs.append(
+                ConfinedProgram(
+                    source,
+                    str(test.get("input", "")),
+                    None if "output" in test else {"tolerance": tolerance, **test},
+                    None if row_seconds is None else row_seconds * time_factor,
+                    None if row_memory is None else math.ceil(row_memory),
+                )
+            )
+    all_tests = [test for tests in plan for test in tests]
+    checkers = [_checker(sample, checker_key) for sample, tests in zip(samples, plan, strict=True) for _ in tests]
+    passed = iter(_passed(box, all_tests, box.run_all(programs), checkers, tolerance))
     scores = []
     for tests in plan:
-        passed = [_passes(next(outcomes), test, tolerance) for test in tests]
-        scores.append(sum(passed) / len(passed) if partial_credit else float(all(passed)))
+        results = [next(passed) for _ in tests]
+        scores.append(sum(results) / len(results) if partial_credit else float(all(results)))
     return scores
+
+
+def _passed(
+    box: Sandbox,
+    tests: Sequence[Mapping[str, Any]],
+    outcomes: Sequence[ProgramOutcome],
+    checkers: Sequence[str | None],
+    tolerance: float,
+) -> list[bool]:
+    """Return whether each test is passed. Outputs of rows with a checker are decided by it."""
+    passed = [_passes(outcome, test, tolerance) for outcome, test in zip(outcomes, tests, strict=True)]
+    checked: list[int] = []
+    programs: list[ConfinedProgram] = []
+    for place, (test, outcome, checker) in enumerate(zip(tests, outcomes, checkers, strict=True)):
+        if checker is None or "output" not in test or outcome.code != 0:
+            continue
+        checked.append(place)
+        programs.append(checking_program(checker, str(test.get("input", "")), outcome.output, str(test["output"])))
+    for place, outcome in zip(checked, box.run_all(programs), strict=True):
+        passed[place] = is_accepted(outcome)
+    return passed
+
+
+def _checker(sample: RewardSample, key: str | None) -> str | None:
+    """Return the text of the row's checker, or None if it has none."""
+    text = None if key is None else sample.extra.get(key)
+    return str(text) if text else None
+
+
+def _limit(sample: RewardSample, key: str | None) -> float | None:
+    """Return the row's own limit, or None if it has none.
+
+    Raises:
+        ValueError: it is no number above 0.
+    """
+    value = None if key is None else sample.extra.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"the row's {key!r} is {value!r}; expected a number above 0")
+    return float(value)
 
 
 def _passes(outcome: ProgramOutcome, test: Mapping[str, Any], tolerance: float) -> bool:

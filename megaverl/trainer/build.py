@@ -25,6 +25,7 @@ from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid, ProcessGroupManager
+from megaverl.distributed.traffic import name_groups
 from megaverl.distributed.worlds import Fabric, default_group, join_some
 from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
@@ -126,7 +127,9 @@ class Builder:
 
     def grid(self, config: GridConfig, role: str) -> Grid:
         """Create the grid of a role over all ranks of its role group."""
-        return self.groups.grid(GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role))
+        grid = self.groups.grid(GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role))
+        name_groups(role, grid.dimensions)
+        return grid
 
     def model(
         self,

@@ -144,7 +144,7 @@ def _tasks(config: Config, command: str) -> Iterator[CodeCheck]:
 
 
 # Maps the kind of a source to the kind of its check. User code produces the rows of all other sources.
-_ROWS_OF = {"files": "rows", "folder": "rows", "hub": "far_rows", "verifiers": "far_rows"}
+_ROWS_OF = {"files": "rows", "folder": "rows", "hub": "far_rows", "verifiers": "far_rows", "suite": "far_rows"}
 
 
 def _source_kind(path: str) -> str:

@@ -28,6 +28,7 @@ from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
 from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.traffic import ISLANDS, count_received
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
@@ -176,6 +177,7 @@ class IslandMember:
             else:
                 channel.send_to([coordinator], wire.cpu()).wait()
                 answer = channel.receive_from(coordinator)[0].view(flat.dtype)
+            count_received(ISLANDS, answer.numel() * answer.element_size())
             for view, part in zip(views, answer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part)
         return total
@@ -227,6 +229,7 @@ def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch
     else:
         parts = {rank: channel.receive_from(rank)[0].view(dtype) for rank in ranks}
     for part in parts.values():
+        count_received(ISLANDS, part.numel() * part.element_size())
         joined += part
     answer = joined.float()
     sent = channel.send(fabric.group, dict.fromkeys(ranks, answer)) if on_device else channel.send_to(ranks, answer)

@@ -15,6 +15,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.distributed_batch import whole_on
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.collectives import together
+from megaverl.distributed.traffic import by_dimension, received_bytes
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.profiler import Profiler
@@ -80,6 +81,7 @@ class Trainer:
         if self.prompts.losses:
             console.print(f"training prompts: {self.prompts.losses}")
         self.timeline = Timeline(rank)
+        self.timeline.received, self.timeline.by_dimension = received_bytes, by_dimension
         self.stages = Stages(self.timeline, job)
         self.profiler = Profiler(config.run.profile, self.run_dir, rank, self.timeline, console.warn)
         replay = config.trainer.replay_rollouts

@@ -26,7 +26,7 @@ from megaverl.errors import CheckpointError
 from megaverl.models.folder import classifier_config
 from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.console import Console
-from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
+from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces, total_received
 from megaverl.monitoring.tracker import Tracker
 from megaverl.outside import read_json as read_json_text
 from megaverl.outside import read_json_file
@@ -89,6 +89,7 @@ class Records:
 
     def log(self, done: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `done` completed steps to the trackers and check the alerts."""
+        metrics = {**metrics, **total_received(metrics)}
         if self._tracker is not None:
             self._tracker.log(done, metrics)
         if self._alerts is not None:

@@ -230,3 +230,45 @@ def agree_without(missing: int, seconds: float) -> str:
     except errors.TrainingStopped as error:
         return str(error)
     return "nothing"
+
+
+def counted_collectives(sizes: dict[str, int]) -> dict[str, Any]:
+    """Bytes that `traffic` counts for one collective of each kind in the tp group, and in one without a name."""
+    from megaverl.distributed import traffic
+
+    grid = ProcessGroupManager().grid(GridShape(**sizes))
+    traffic.name_groups("actor", grid.dimensions)
+    group, size, rank = grid.tp_group, grid.tp_group.size(), grid.tp_group.rank()
+    nameless = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+    def counted(collective: Any) -> float:
+        before = traffic.by_dimension("actor", traffic.received_bytes()).get("tp", 0.0)
+        collective()
+        return traffic.by_dimension("actor", traffic.received_bytes()).get("tp", 0.0) - before
+
+    small, whole = torch.ones(6), torch.ones(6 * size, dtype=torch.bfloat16)
+    parts = [torch.ones(6) for _ in range(size)]
+    sizes_out = [1 + place for place in range(size)]
+    uneven_in, uneven_out = torch.ones(size * (rank + 1)), torch.ones(sum(sizes_out))
+
+    def exchange() -> None:
+        operations = [
+            dist.P2POp(dist.isend, small, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, torch.empty(6), group=group, group_peer=(rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    collectives = {
+        "all_reduce": lambda: dist.all_reduce(small, group=group),
+        "all_gather": lambda: dist.all_gather(parts, small, group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, whole[:6].clone(), group=group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.ones(6), torch.ones(6 * size), group=group),
+        "broadcast": lambda: dist.broadcast(small, group_src=0, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(6 * size), torch.ones(6 * size), group=group),
+        "uneven": lambda: dist.all_to_all_single(uneven_out, uneven_in, sizes_out, [rank + 1] * size, group=group),
+        "send_and_receive": exchange,
+        "nameless": lambda: dist.all_reduce(small, group=nameless),
+        "json": lambda: gather_json({"some": "value"}, group),
+    }
+    return {"rank": rank} | {name: counted(collective) for name, collective in collectives.items()}

@@ -190,3 +190,46 @@ def test_a_row_without_tests_is_said(sample: RewardSample, options: dict[str, An
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RewardError, match=said):
         build_reward({"name": "code", **options})
+
+
+def code_scores(response: str, reference: Any, extra: dict[str, Any] | None = None, **options: Any) -> float:
+    reward = build_reward({"name": "code", **options})
+    return reward.score([RewardSample("?", response, reference, extra or {})]).total[0]
+
+
+ANY_ORDER = "def check(input, output, expected):\n    return sorted(output.split()) == sorted(expected.split())\n"
+
+
+@pytest.mark.parametrize(
+    ("checker", "program", "expected"),
+    [
+        (ANY_ORDER, "print(2, 1)", 1.0),
+        (ANY_ORDER, "print(2, 2)", 0.0),
+        # A program that fails is not checked, whatever it printed before.
+        (ANY_ORDER, "print(2, 1); raise SystemExit(1)", 0.0),
+        (None, "print(2, 1)", 0.0),
+        (None, "print(1, 2)", 1.0),
+        # A response's output is never run, and a checker that raises has not accepted.
+        ("def check(input, output, expected):\n    return int(output) > 0\n", "print('1; print(1)')", 0.0),
+        ("import sys\nprint(float(open(sys.argv[3]).read() == '2 1\\n'))", "print(2, 1)", 1.0),
+        ("print('accepted')", "print(1, 2)", 0.0),
+        ("open('/etc/hostname').read()\nprint(1)", "print(1, 2)", 0.0),
+    ],
+)
+def test_checkers_decide_over_outputs(checker: str | None, program: str, expected: float) -> None:
+    row = {"checker": checker}
+    assert code_scores(program, {"input": "", "output": "1 2"}, row, checker_key="checker") == expected
+
+
+def test_limits_of_a_row() -> None:
+    slow = "import time\ntime.sleep(1.5)\nprint(1)"
+    large = "x = bytearray(200 * 2**20)\nprint(1)"
+    tests = {"input": "", "output": "1"}
+    keys = {"seconds_key": "time_limit", "memory_key": "memory_limit"}
+    assert code_scores(slow, tests, {"time_limit": 0.5}, **keys) == 0.0
+    assert code_scores(slow, tests, {"time_limit": 0.5}, **keys, time_factor=20) == 1.0
+    assert code_scores(slow, tests, {"time_limit": None}, **keys) == 1.0
+    assert code_scores(large, tests, {"memory_limit": 128}, **keys) == 0.0
+    assert code_scores(large, tests, {"memory_limit": 1024}, **keys) == 1.0
+    with pytest.raises(RewardError, match="the row's 'time_limit' is '2 s'; expected a number above 0"):
+        code_scores(slow, tests, {"time_limit": "2 s"}, **keys)

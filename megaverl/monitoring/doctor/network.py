@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from megaverl.monitoring.doctor import Finding
+from megaverl.monitoring.doctor.nccl_settings import nccl_settings
 from megaverl.platform import platform
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_", "OMP_NUM", "VLLM_HOST")
@@ -36,11 +37,19 @@ def network() -> Iterator[Finding]:
 
 
 def _backend() -> Finding:
-    if platform.is_cuda and torch.distributed.is_nccl_available():
-        return Finding("network", "backend", "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    version = _nccl_version()
+    if version is not None:
+        return Finding("network", "backend", "ok", f"NCCL {'.'.join(map(str, version))}")
     if platform.is_cuda:
         return Finding("network", "backend", "fail", "torch has no NCCL", "install a torch that is built with NCCL")
     return Finding("network", "backend", "ok", "gloo")
+
+
+def _nccl_version() -> tuple[int, ...] | None:
+    """Return NCCL's version, or None if torch has none or there is no GPU."""
+    if not (platform.is_cuda and torch.distributed.is_nccl_available()):
+        return None
+    return tuple(torch.cuda.nccl.version())
 
 
 def _interfaces() -> dict[str, str]:
@@ -72,9 +81,7 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
         if not fits:
             fix = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
             yield Finding("network", name, "fail", f"{value}: no such interface here", fix)
-    if variables.get("NCCL_IB_DISABLE") == "1" and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
-        text = "1, although there is an InfiniBand device: nodes talk over TCP, many times slower"
-        yield Finding("network", "NCCL_IB_DISABLE", "warn", text, "unset NCCL_IB_DISABLE")
+    yield from nccl_settings(variables, INFINIBAND, _nccl_version())
     if variables.get("NCCL_P2P_DISABLE") == "1":
         text = "1: GPUs of one node talk through host memory"
         yield Finding("network", "NCCL_P2P_DISABLE", "warn", text, "unset it, unless peer access is broken here")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from megaverl.monitoring.report.run_folder import NO_ROLE, Bucket, RunRecord, TraceSpan, duration, median, short
+from megaverl.monitoring.report.run_folder import Bucket, RunRecord, TraceSpan, duration, median, short
+from megaverl.monitoring.timeline import NO_ROLE
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24

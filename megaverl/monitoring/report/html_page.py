@@ -29,6 +29,7 @@ from megaverl.monitoring.report.run_folder import (
     median,
     read_run,
     short,
+    suite_folders,
 )
 from megaverl.monitoring.report.summaries import (
     MAIN_CURVES,
@@ -153,12 +154,34 @@ def render(runs: Sequence[RunRecord]) -> str:
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "script.js").read_text(encoding="utf-8"),
         runs=_each(runs),
+        evaluations=_evaluations(runs),
         main_curves=_main_curves(runs),
         families=_families(runs),
         settings=settings(runs),
         version=__version__,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def _evaluations(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Return the cells of the table of suites, a heading and a line for each metric. Empty without any results.
+
+    Runs are compared with the first one that has results, paired over prompts.
+    """
+    if not any(suite_folders(run.folder) for run in runs):
+        return []
+    # Imported here because the statistics load torch, which no other part of a report needs.
+    from megaverl.monitoring.evaluations import cells_of, read_suites, table_rows
+
+    results = {run.name: read_suites(run.folder) for run in runs if suite_folders(run.folder)}
+    first = next(iter(results))
+    rows = [
+        (name, row)
+        for name, suites in results.items()
+        for row in table_rows(list(suites.values()), None if name == first else results[first])
+    ]
+    heading, *lines = cells_of([row for _, row in rows])
+    return [["run", *heading], *([name, *line] for (name, _), line in zip(rows, lines, strict=True))]
 
 
 def _each(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

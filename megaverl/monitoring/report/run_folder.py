@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from megaverl.config.typed_yaml import read_untyped
 from megaverl.errors import DataError
+from megaverl.monitoring.timeline import NO_ROLE
 from megaverl.outside import MAX_TRACE_BYTES, read_json, read_json_file
 
 # Commands that write a resolved configuration COMMAND.yaml. The first existing file tells what the run was.
 COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "eval", "generate")
 STEPS_OF = {"sft": "sft", "dpo": "preference", "reward": "preference"}  # command -> section with its steps
 MOST_WARNINGS = 40
+SUITES_FOLDER = "suites"
 WARNING = re.compile(r"^(?:\[rank \d+\] )?(warning|error): (.+)$")
 
 
@@ -104,7 +106,6 @@ ROLE_OF = {
     "values": "critic",
     "critic_update": "critic",
 }
-NO_ROLE = "trainer"
 WAITING = ("wait", "pause")  # spans of waiting for other ranks or their weights, which are no work
 
 
@@ -112,21 +113,32 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. Missing files leave their fields empty.
 
     Raises:
-        DataError: the folder does not exist or has no metrics, or a file is damaged; names file and line.
+        DataError: the folder does not exist or has neither metrics nor results of suites, or a file is damaged; names
+            file and line.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
-    if not (folder / "metrics.jsonl").is_file():
+    if not (folder / "metrics.jsonl").is_file() and not suite_folders(folder):
         raise DataError(f"{folder}: no metrics.jsonl in it, so this is no run's folder (or it has no step yet).")
     run = with_settings(folder)
     if (folder / "versions.json").is_file():
         run.versions = _mapping(folder / "versions.json", read_json)
-    _read_metrics(run, folder / "metrics.jsonl")
+    if (folder / "metrics.jsonl").is_file():
+        _read_metrics(run, folder / "metrics.jsonl")
     run.samples = [record for _, record in _lines(folder / "samples.jsonl")]
     for path in sorted(folder.glob("timeline*.json")):
         _read_trace(run, path)
     run.warnings = _warnings(folder / "logs")
     return run
+
+
+def suite_folders(folder: Path) -> list[Path]:
+    """Return the folders with results of evaluation suites in a run's folder (see `evaluations`).
+
+    `megaverl eval --run` writes into the run's subfolder `eval`.
+    """
+    places = (folder / "eval" / SUITES_FOLDER, folder / SUITES_FOLDER)
+    return [place for place in places if place.is_dir()]
 
 
 def with_settings(folder: Path) -> RunRecord:

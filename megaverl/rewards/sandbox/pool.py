@@ -53,11 +53,15 @@ class ConfinedProgram:
         source: text of the program.
         input: standard input of a script.
         test: a test that decides instead (see `programs.run_tests`).
+        seconds: wall time of this program. None: that of the sandbox.
+        memory_mb: address space of this program. None: that of the sandbox.
     """
 
     source: str
     input: str = ""
     test: Mapping[str, Any] | None = None
+    seconds: float | None = None
+    memory_mb: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,15 +135,17 @@ class Sandbox:
         if task.test is not None:
             parts.append(dict(task.test))
         sizes = [len(json.dumps(part)) + 1 for part in parts]
+        seconds = self.limits.seconds if task.seconds is None else task.seconds
+        memory_mb = self.limits.memory_mb if task.memory_mb is None else task.memory_mb
         died: int | None = None
         # A worker may die because of something else, such as the kernel's out-of-memory killer, so try twice.
         for _ in range(2):
             worker = self._free.get()
             try:
                 worker = worker or self._start()
-                for line in ({"seconds": self.limits.seconds, "sizes": sizes}, *parts):
+                for line in ({"seconds": seconds, "memory_mb": memory_mb, "sizes": sizes}, *parts):
                     worker.send(line)
-                return self._outcome(task, worker.answer(self.limits.seconds + MARGIN_SECONDS))
+                return self._outcome(task, worker.answer(seconds + MARGIN_SECONDS), seconds)
             except (ProcessDied, TimeoutError) as error:
                 died = error.code if isinstance(error, ProcessDied) else None
                 if worker is not None:
@@ -156,10 +162,10 @@ class Sandbox:
                 worker.close()
             self._free.put(None)
 
-    def _outcome(self, task: ConfinedProgram, answer: Mapping[str, Any]) -> ProgramOutcome:
+    def _outcome(self, task: ConfinedProgram, answer: Mapping[str, Any], seconds: float) -> ProgramOutcome:
         verdict, code = answer["verdict"], int(answer["code"])
         if answer["timed_out"]:
-            reason = f"it took longer than {self.limits.seconds:g} s"
+            reason = f"it took longer than {seconds:g} s"
         elif answer["too_much"]:
             reason = f"it wrote more than {self.limits.output_kb} KiB"
         elif code:

@@ -88,13 +88,12 @@ def serve() -> None:
         signal.signal(name, signal.SIG_DFL)
     # Python refuses to print integers of more than 4,300 digits by default; a program's time is limited anyway.
     sys.set_int_max_str_digits(0)
-    limits = {name: setting[name] for name in ("memory_mb", "threads")}
     # A collection in a copy would write to all objects, and so copy the memory that it shares with this process.
     gc.collect()
     gc.freeze()
     answer({"ready": True})
     while header := _line(requests):
-        confined = {"seconds": header["seconds"], **limits}
+        confined = {name: header[name] for name in ("seconds", "memory_mb")} | {"threads": setting["threads"]}
         answer(run(requests, header["sizes"], boundary, confined, setting["output_kb"] * 1024))
 
 

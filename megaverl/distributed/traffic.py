@@ -1,0 +1,182 @@
+"""Bytes that this rank receives in collectives, by the dimensions of the roles' grids: tp, cp, ep, pp and dp.
+
+torch has no hook that every backend calls, so the methods of `ProcessGroup` through which torch.distributed runs its
+collectives are wrapped once. A wrapped call adds a few numbers and then runs unchanged. Collectives that torch runs in
+C++ are not counted: DTensor's (tensor parallelism under FSDP2), and those of an inference engine. Control messages
+between hosts (`collectives.conclude`) are not counted either, even where they share a grid's group.
+
+Roles may share a group under different dimensions, so bytes are counted by group and named by `by_dimension`.
+
+Bytes are those that a bandwidth-optimal algorithm receives, whichever one the backend runs. For n ranks:
+
+    all-reduce of B bytes                2 (n - 1) / n B
+    all-gather, reduce-scatter, B whole    (n - 1) / n B
+    all-to-all                           all that is received, without this rank's own part
+    broadcast, receive                   B on the ranks that receive
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# Function of the group and the arguments of a collective -> bytes that this rank receives.
+Count = Callable[..., float]
+# Kind of the bytes of gradients between islands, beside the names of groups.
+ISLANDS = "islands"
+
+_received: dict[str, float] = {}
+_dimensions: dict[str, dict[str, str]] = {}
+_thread = threading.local()
+
+
+def name_groups(role: str, groups: Mapping[str, str]) -> None:
+    """Count collectives from now on, and name the groups of a role's grid.
+
+    Args:
+        groups: name of a group -> its dimension.
+    """
+    _wrap_collectives()
+    _dimensions[role] = dict(groups)
+
+
+def received_bytes() -> dict[str, float]:
+    """Return the bytes received since the start of the process, by the name of the group, and those between islands."""
+    return dict(_received)
+
+
+def by_dimension(role: str, counts: Mapping[str, float]) -> dict[str, float]:
+    """Return a role's bytes by dimension. Groups that its grid does not have are left out.
+
+    Args:
+        counts: bytes by the name of the group.
+    """
+    dimensions = _dimensions.get(role, {}) | {ISLANDS: ISLANDS}
+    total: dict[str, float] = {}
+    for group, count in counts.items():
+        if count and group in dimensions:
+            total[dimensions[group]] = total.get(dimensions[group], 0.0) + count
+    return total
+
+
+def count_received(name: str, num_bytes: float) -> None:
+    """Add bytes that this rank received in a group, or between islands."""
+    _received[name] = _received.get(name, 0.0) + num_bytes
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Return a context in which this thread's calls are not counted."""
+    before = getattr(_thread, "is_control", False)
+    _thread.is_control = True
+    try:
+        yield
+    finally:
+        _thread.is_control = before
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes_of, value))
+
+
+def _all_reduce(group: dist.ProcessGroup, tensors: Any, *rest: Any) -> float:
+    return 2 * _others_share(group) * _bytes_of(tensors)
+
+
+def _all_gather(group: dist.ProcessGroup, output: Any, *rest: Any) -> float:
+    return _others_share(group) * _bytes_of(output)
+
+
+def _reduce_scatter(group: dist.ProcessGroup, output: Any, whole: Any, *rest: Any) -> float:
+    return _others_share(group) * _bytes_of(whole)
+
+
+def _all_to_all(group: dist.ProcessGroup, output: Sequence[Tensor], *rest: Any) -> float:
+    own = _bytes_of(output[group.rank()])
+    return _bytes_of(output) - own
+
+
+def _all_to_all_single(
+    group: dist.ProcessGroup, output: Tensor, whole: Tensor, output_sizes: Sequence[int] = (), *rest: Any
+) -> float:
+    if not output_sizes:
+        return _others_share(group) * _bytes_of(output)
+    rows = sum(output_sizes)
+    own = output_sizes[group.rank()]
+    return _bytes_of(output) * (rows - own) / rows if rows else 0.0
+
+
+def _broadcast(group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any) -> float:
+    root = getattr(options, "rootRank", 0)
+    return 0.0 if group.rank() == root else _bytes_of(tensors)
+
+
+def _reduce(group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any) -> float:
+    root = getattr(options, "rootRank", 0)
+    return _bytes_of(tensors) if group.rank() == root else 0.0
+
+
+def _gather(group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> float:
+    return _others_share(group) * _bytes_of(outputs)
+
+
+def _scatter(group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any = None, *rest: Any) -> float:
+    root = getattr(options, "rootRank", 0)
+    return 0.0 if group.rank() == root else _bytes_of(outputs)
+
+
+def _receive(group: dist.ProcessGroup, tensors: Any, *rest: Any) -> float:
+    return _bytes_of(tensors)
+
+
+def _others_share(group: dist.ProcessGroup) -> float:
+    """Return the share of a tensor that is spread over the ranks which the other ranks hold."""
+    return (group.size() - 1) / group.size()
+
+
+# Method of ProcessGroup -> bytes that one call receives. torch 2.13 and older versions name some differently.
+COUNTED: dict[str, Count] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), _all_reduce),
+    **dict.fromkeys(
+        ("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"), _all_gather
+    ),
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), _all_gather),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), _reduce_scatter),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), _reduce_scatter),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _all_to_all_single),
+    "alltoall": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    **dict.fromkeys(("recv", "recv_anysource"), _receive),
+}
+
+
+@functools.cache
+def _wrap_collectives() -> None:
+    """Wrap the collectives of torch's ProcessGroup, once in a process."""
+    for name, count in COUNTED.items():
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name), count))
+
+
+def _counted(method: Callable[..., Any], count: Count) -> Callable[..., Any]:
+    """Return a method that counts the bytes that its calls receive."""
+
+    @functools.wraps(method)
+    def counted(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        if group.size() > 1 and not getattr(_thread, "is_control", False):
+            count_received(group.group_name, count(group, *arguments, **keywords))
+        return method(group, *arguments, **keywords)
+
+    return counted
