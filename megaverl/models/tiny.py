@@ -36,6 +36,7 @@ GROUPED = {
 TINY_MORE: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Phi3ForCausalLM": {"pad_token_id": None, "partial_rotary_factor": 0.5},
+    "Glm4ForCausalLM": {"pad_token_id": None, "attention_bias": True},
     # transformers needs a window. This one is never exceeded.
     "MinistralForCausalLM": {"sliding_window": 256},
     # Every other layer has no rotary embeddings, also in a model of two layers.

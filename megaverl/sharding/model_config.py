@@ -32,6 +32,7 @@ MODEL_TYPES = {
     "MinistralForCausalLM": "ministral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Phi3ForCausalLM": "phi3",
+    "Glm4ForCausalLM": "glm4",
 }
 
 WHOLE_NUMBERS = (
@@ -85,12 +86,12 @@ MAYBE_NORMALIZED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3For
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
 # Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in these architectures.
-PARTLY_ROTARY = ("Glm4MoeForCausalLM", "Phi3ForCausalLM")
+PARTLY_ROTARY = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "Phi3ForCausalLM")
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
 SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
 # Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and in others each dimension with
 # the one half a head further on.
-ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM",)
+ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM", "Glm4ForCausalLM")
 WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
 # WINDOWED_EVERYWHERE attend within `sliding_window` in every layer, WINDOWED_BY_LAYER in the layers that `layer_types`
 # names. gpt-oss has windows in every other layer from the first on: vLLM (0.32) computes it so whatever `layer_types`
@@ -147,9 +148,9 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "Ernie4_5ForCausalLM": {"use_bias": (False, None)},
     "Qwen2MoeForCausalLM": {"qkv_bias": (True, False), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
 }
-# Biases of the attention projections: optional in GLM-4.5 and Seed-OSS (`attention_bias`) and in Qwen2-MoE
+# Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS (`attention_bias`) and in Qwen2-MoE
 # (`qkv_bias`), always there in Qwen2 and gpt-oss, nowhere else.
-WITH_OPTIONAL_BIAS = ("Glm4MoeForCausalLM", "SeedOssForCausalLM")
+WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
 WITH_ATTENTION_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
 
 # Constants of Llama 3's rotary scaling that megatron-core (0.16 to 0.19) has fixed.

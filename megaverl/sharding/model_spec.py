@@ -37,8 +37,13 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two, and no norms "
-    "behind attention and MLP",
+    "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two",
+    "Olmo2ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys head by head, this model all "
+    "heads together",
+    "Exaone4ForCausalLM": "megatron-core's layers with Transformer Engine (0.16) normalize the input of attention and "
+    "MLP, which this model does not",
+    "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
+    "embedding, this model after it",
 }
 # Architectures whose vLLM implementation (0.32) differs from transformers'.
 NOT_IN_VLLM = {
@@ -65,8 +70,10 @@ OTHER_NAMES = {
 }
 # vLLM's own models (0.32, `phi3.py`) have no windows.
 NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM",)
-# Files hold q, k and v rows in one array, and gate and up rows in another.
-FUSED_IN_FILES = ("Phi3ForCausalLM",)
+# Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in another.
+FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM")
+# Norms over the outputs of attention and MLP, besides those over their inputs.
+WITH_NORMS_AFTER = ("Glm4ForCausalLM",)
 # Norms over each query and key head: always, or if `use_qk_norm` is true.
 WITH_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
@@ -137,8 +144,9 @@ class ModelSpec:
         activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`. `clamped_swiglu`
             (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up between -7 and 7.
         norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
+        norms_after: norms over the outputs of attention and MLP as well, before they are added (GLM-4).
         rotary_fraction: fraction of each head, from its first dimension on, that rotary embeddings rotate.
-        rotary_pairs: rotary embeddings rotate pairs of neighbouring dimensions of a head, as in Ernie 4.5. False: each
+        rotary_pairs: rotary embeddings rotate pairs of neighbouring dimensions of a head, as in GLM-4. False: each
             dimension of a head's first half with that of its second half.
         layers_without_rope: whether each layer has no rotary embeddings. Empty: all have them.
         scale_embeddings: multiply embeddings by sqrt(hidden_size) (Gemma).
@@ -173,6 +181,7 @@ class ModelSpec:
     mla: MLASpec | None = None
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     norm_plus_one: bool = False
+    norms_after: bool = False
     scale_embeddings: bool = False
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
@@ -368,6 +377,7 @@ def _read(described: Described) -> dict[str, Any]:
         "max_positions": values["max_position_embeddings"],
         "activation": "gelu_tanh" if is_gemma else "silu",
         "norm_plus_one": is_gemma,
+        "norms_after": architecture in WITH_NORMS_AFTER,
         "scale_embeddings": is_gemma,
     }
     if architecture in EXPERT_KEYS:

@@ -88,6 +88,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "GptOssForCausalLM": [{"sliding_window": 256}, {"norm_topk_prob": False}],
     "SeedOssForCausalLM": [{"attention_bias": False}, {"residual_dropout": 0.1}],
     "Phi3ForCausalLM": [{"partial_rotary_factor": 1.0}, {"sliding_window": 8}, {"num_key_value_heads": None}],
+    "Glm4ForCausalLM": [{"partial_rotary_factor": 1.0}, {"attention_bias": False}],
     "SmolLM3ForCausalLM": [
         {"no_rope_layers": [0, 1]},
         {"no_rope_layers": [1, 0, 1]},  # longer than the model
@@ -131,7 +132,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     rope = change.get("rope_scaling", {})
     if architecture == "Phi3ForCausalLM":  # transformers' class knows none of these scalings
         return bool(rope)
-    if architecture == "Ernie4_5ForCausalLM":  # megatron-core's YaRN does not rotate pairs
+    if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):  # megatron-core's YaRN does not rotate pairs
         return "yarn" in rope.values()
     if architecture == "GptOssForCausalLM":  # vLLM reads neither
         return "rms_norm_eps" in change or bool({"mscale", "mscale_all_dim", "attention_factor"} & rope.keys())

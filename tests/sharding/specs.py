@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",
+    "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "SeedOssForCausalLM",
@@ -90,7 +91,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "activation": "gelu_tanh" if gemma else "clamped_swiglu" if gpt_oss else "silu",
         "norm_plus_one": gemma,
         "scale_embeddings": gemma,
-        "rotary_pairs": architecture == "Ernie4_5ForCausalLM",
+        "rotary_pairs": architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"),
+        "norms_after": architecture == "Glm4ForCausalLM",
         "sliding_window": 8 if gpt_oss else None,
         "windowed_layers": tuple(layer % 2 == 0 for layer in range(64)) if gpt_oss else (),
         "linear_bias": gpt_oss,

@@ -64,6 +64,8 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
             norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
             if spec.qk_norm:
                 norms |= {f"self_attention.{part}_layernorm": f"self_attn.{part}_norm" for part in "qk"}
+            if spec.norms_after:
+                norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
             for theirs, name in norms.items():
                 assert (tensors.pop(f"{here}{theirs}.weight") == ids[f"{layer}{name}.weight"]).all()
 

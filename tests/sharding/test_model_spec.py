@@ -304,7 +304,7 @@ def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
     assert (found.tie_embeddings, found.head_dim) == (True, 16)
 
 
-SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, MINISTRAL = (
+SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
     {"architectures": [name]}
     for name in (
         "SeedOssForCausalLM",
@@ -312,6 +312,7 @@ SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, MINISTRAL = (
         "Ernie4_5ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Phi3ForCausalLM",
+        "Glm4ForCausalLM",
         "MinistralForCausalLM",
     )
 )
@@ -401,7 +402,7 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (SEED_OSS | {"attention_out_bias": True}, "attention_out_bias is True; only False"),
         (SEED_OSS | {"residual_dropout": 0.2}, "residual_dropout is 0.2; only 0.0"),
         (SEED_OSS | {"mlp_bias": True}, "mlp_bias is True; only False"),
-        (SMOLLM3 | {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 3}, "is [1, 0]; expected a 1 (rotary"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 3}, "is [1, 0]; expected a 1"),
         (SMOLLM3 | {"no_rope_layers": [1, 0, 2]}, "no_rope_layers is [1, 0, 2]; expected a 1"),
         (SMOLLM3 | WINDOW | {"num_hidden_layers": 4}, "SmolLM3ForCausalLM is computed with full attention only"),
         (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
@@ -412,6 +413,7 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (QWEN2_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),
         (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0; expected a whole"),
         (QWEN2_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "only expert is divided by itself"),
+        (GLM4 | {"rope_scaling": YARN}, "only default, linear, llama3 are computed for Glm4ForCausalLM"),
         (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop is 0.1; only 0.0"),
         (PHI3 | {"rope_scaling": LONGROPE}, "rope_type is 'longrope'"),
         ({"model_type": "mistral"}, "transformers would build the former, vLLM the latter"),

@@ -34,6 +34,7 @@ DENSE = (
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "Phi3ForCausalLM",
+    "Glm4ForCausalLM",
     "Ernie4_5ForCausalLM",
     "MinistralForCausalLM",
 )

@@ -35,13 +35,15 @@ LAYERS = {
     "SmolLM3ForCausalLM": llama.LAYERS,
     "Ernie4_5ForCausalLM": llama.LAYERS,
     "MinistralForCausalLM": llama.LAYERS,
-    "Phi3ForCausalLM": Layers(dense=llama.FUSED),
+    "Phi3ForCausalLM": Layers(dense=llama.FUSED_ATTENTION + llama.FUSED_MLP),
+    "Glm4ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + llama.FUSED_MLP + llama.NORMS_AFTER),
     "Qwen2MoeForCausalLM": Layers(
         routed=ATTENTION + QKV_BIAS + experts() + shared_expert("mlp.shared_expert") + SHARED_GATE
     ),
 }
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",
+    "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "SeedOssForCausalLM",

@@ -48,14 +48,21 @@ MLP = (
     linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
     DOWN,
 )
-# Phi-3's files hold q, k and v in one array, and gate and up in another.
-FUSED = (
+# Phi-3's files hold q, k and v in one array, and gate and up in another, GLM-4's the latter alone.
+FUSED_ATTENTION = (
     INPUT_NORM,
     linear("self_attn.qkv_proj", ("qkv", "hidden"), Split.FUSED_QKV, QKV),
     OUT,
+)
+FUSED_MLP = (
     MLP_NORM,
     linear("mlp.gate_up_proj", ("gate_and_up", "hidden"), Split.FUSED_GATE_UP, FC1),
     DOWN,
+)
+# GLM-4's norms over the outputs of attention and MLP (`models/build.py` adds them to Megatron's layers).
+NORMS_AFTER = (
+    norm("post_self_attn_layernorm", "post_self_attn_layernorm"),
+    norm("post_mlp_layernorm", "post_mlp_layernorm"),
 )
 # Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each query and key head. GLM-4.5 has
 # either, both or none.
