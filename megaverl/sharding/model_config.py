@@ -283,6 +283,9 @@ def _heads(described: Described) -> Iterator[str]:
         if values["head_dim"] != values["qk_rope_head_dim"]:
             yield f"{described.says('head_dim')}; only {described.named('qk_rope_head_dim')} is computed. {AGAIN}"
         return
+    if described.architecture == "MinistralForCausalLM" and values["head_dim"] is None:
+        size = values["hidden_size"] // values["num_attention_heads"]
+        yield f"{described.says('head_dim')}; transformers needs it for {described.architecture}. Set it to {size}."
     heads = values["num_attention_heads"]
     kv_heads = values["num_key_value_heads"]
     if heads % kv_heads:
