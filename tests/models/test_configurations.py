@@ -91,6 +91,11 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "SeedOssForCausalLM": [{"attention_bias": False}, {"residual_dropout": 0.1}],
     "Phi3ForCausalLM": [{"partial_rotary_factor": 1.0}, {"sliding_window": 8}, {"num_key_value_heads": None}],
     "Glm4ForCausalLM": [{"partial_rotary_factor": 1.0}, {"attention_bias": False}],
+    "CwmForCausalLM": [
+        {"sliding_window": 8},  # in all layers but every fourth, from the first on
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        {"sliding_window": None},
+    ],
     "SmolLM3ForCausalLM": [
         {"no_rope_layers": [0, 1]},
         {"no_rope_layers": [1, 0, 1]},  # longer than the model
