@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import reduce_json, together
+from megaverl.distributed.collectives import device_of, reduce_json, together
 from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
@@ -339,8 +339,9 @@ class Resharder:
         """
         if not self._anything_travels:
             return
-        own_version = torch.tensor([self.version + 1], device=platform.device)
-        versions = torch.empty(self._plan.world, dtype=torch.int64, device=platform.device)
+        device = device_of(self._group)
+        own_version = torch.tensor([self.version + 1], device=device)
+        versions = torch.empty(self._plan.world, dtype=torch.int64, device=device)
         patience = None if self._timeout is None else self._timeout + timedelta(seconds=GRACE_SECONDS)
         try:
             work = dist.all_gather_into_tensor(versions, own_version, group=self._group, async_op=True)

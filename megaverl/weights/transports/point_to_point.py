@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megaverl.distributed.collectives import device_of
 from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
-from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
 
@@ -66,6 +66,7 @@ class PointToPoint:
         self, job: TransferJob, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
     ) -> None:
         self._job = job
+        self._device = device_of(job.group)
         self._rounds = make_rounds(job, sends, receives)
         self._num_messages = sum((r.outgoing is not None) + (r.incoming is not None) for r in self._rounds)
         self._sent = sum(r.outgoing.nbytes for r in self._rounds if r.outgoing is not None)
@@ -77,8 +78,8 @@ class PointToPoint:
     @classmethod
     def take(cls, job: TransferJob) -> PointToPoint | None:
         # NCCL requires a collective of all ranks before the first batch of point-to-point operations.
-        if platform.is_cuda and job.plan.world > 1:
-            dist.all_reduce(torch.zeros(1, device=platform.device), group=job.group)
+        if job.plan.world > 1 and (device := device_of(job.group)).type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device), group=job.group)
         sends, receives = job.take_peers(lambda peer: True)
         return cls(job, sends, receives) if sends or receives else None
 
@@ -175,7 +176,7 @@ class PointToPoint:
                 needed[side][number % SLOTS] = max(needed[side][number % SLOTS], nbytes)
             number += any(needs.values())
         return {
-            side: [torch.empty(size, dtype=torch.uint8, device=platform.device) for size in sizes]
+            side: [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
             for side, sizes in needed.items()
         }
 
@@ -199,7 +200,7 @@ class PointToPoint:
         if data.dtype != self._job.wire_of(message.transfers[0]) or not data.is_contiguous():
             return None
         # An offloaded FSDP2 shard is in host memory, which the group's backend may not support.
-        if data.device.type != platform.device.type:
+        if data.device.type != self._device.type:
             return None
         return data.view(-1).view(torch.uint8)
 
