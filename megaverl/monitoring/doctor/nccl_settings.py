@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import NamedTuple
 
 from megaverl.monitoring.doctor.findings import Finding
 
@@ -29,7 +29,8 @@ INDEX = "NCCL_IB_GID_INDEX"
 CHOOSES_ITSELF = (2, 21)
 
 
-class Gid(NamedTuple):
+@dataclass(frozen=True)
+class Gid:
     """Entry of a port's GID table.
 
     Attributes:
