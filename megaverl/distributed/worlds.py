@@ -182,7 +182,8 @@ def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
     The first message blocks the sender until the receiver calls too, which both do in a collective along a tree.
     """
     with connects_lazily():
-        return dist.new_group(backend="gloo", timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
@@ -263,6 +264,7 @@ def _joined(
     rank, size, own = ranks
     name_of_group: Any = f"megaverl_{name}"  # newer versions of torch have a type for it
     with _deadline(f"the group '{name}'", timeout, key):
+        group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
             size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
         )

@@ -25,7 +25,7 @@ from megaverl.planner.traffic import ReshardTraffic
 from megaverl.sharding.model_spec import ModelSpec
 
 Lane = tuple[str, int, float, float]
-# Messages of one exchange of samples between two ranks: sizes, header, rows (`data.held_rows.move_ragged`).
+# Messages of one exchange of samples between two ranks: sizes, header, rows (`data.row_transfer.move_ragged`).
 EXCHANGED = 3
 
 
