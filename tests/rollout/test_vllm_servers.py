@@ -202,7 +202,7 @@ def test_weights_go_shard_to_shard(launch: Launcher, inputs: Path, ports: tuple[
     received = [each["reshard/bytes_received"] for each in records if "reshard/bytes_received" in each]
     possible = {times * of_one + killed * of_two for times in range(3) for killed in range(2)}
     assert len(received) == 4 and possible.issuperset(received), (received, of_one, of_two)
-    assert of_one + of_two <= max(received) and received[-1] == of_one
+    assert received[-1] == of_one
 
 
 def test_one_joins_and_one_is_killed(
