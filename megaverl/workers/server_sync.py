@@ -101,7 +101,7 @@ class ServerSync:
         self._whole = True
         self.weight_version += 1
         sent = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if self._speaks else 0
-        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version)
+        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version, busiest_sent=sent)
 
     @property
     def _speaks(self) -> bool:
