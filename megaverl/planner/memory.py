@@ -178,11 +178,14 @@ class MemoryModel:
         job = self.job
         if job.machine.reserve is not None:
             return {"as given": job.machine.reserve}
-        volume, node_of = self._plans().volume(rank), job.machine.node_of
+        plans, node_of = self._plans(), job.machine.node_of
+        volume = plans.volume(rank)
         peers = {*volume.sent, *volume.received}
-        # Within a node, weights are read in place over CUDA IPC (`weights.transports.cuda_ipc`), without NCCL buffers.
+        # Within a node, weights are read in place over CUDA IPC (`weights.transports.ipc`), without NCCL buffers.
         if job.config.reshard.ipc == "auto":
             peers = {peer for peer in peers if node_of(peer) != node_of(rank)}
+            # Ranks forward weights over NCCL, within nodes too.
+            peers |= plans.fan_out.peers(rank) if plans.fan_out is not None else set()
         return reserve_parts(job, rank, peers)
 
     def _train(

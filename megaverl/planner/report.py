@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -143,6 +143,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             "sent": {kind: list(traffic.spread("sent", kind)) for kind in LINKS},
             "seconds": slowest,
             "seconds_mean": mean,
+            "fan_out": _fan_out_as_dict(capacity),
             "share_of_wire_limit": mean / slowest if slowest else 1.0,
             "busiest_over_mean": {
                 f"{direction}_{kind}": traffic.busiest(kind, direction)
@@ -158,6 +159,14 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         "nearest_settings_that_fit": [list(setting) for setting in capacity.advice.settings] if capacity.advice else [],
         "basis": list(BASIS.values()),
     }
+
+
+def _fan_out_as_dict(capacity: Capacity) -> dict[str, Any] | None:
+    fan_out, network = capacity.traffic.fan_out, capacity.job.machine.network
+    if fan_out is None:
+        return None
+    seconds = {"seconds": fan_out.busiest / network, "seconds_without": fan_out.busiest_without / network}
+    return asdict(fan_out) | seconds
 
 
 def as_text(capacity: Capacity) -> str:
@@ -339,6 +348,15 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
     share = mean / slowest if slowest else 1.0
     yield from _fsdp(capacity.job)
     yield f"time {slowest:.3f} s ({parts or 'nothing moves'}); {share:.0%} of the wire limit (mean rank over busiest)"
+    if (fan_out := _fan_out_as_dict(capacity)) is not None:
+        yield (
+            f"fan-out: copies sent from the actor's ranks to other nodes: {fan_out['copies']:.1f} "
+            f"({fan_out['copies_without']:.1f} without fan-out)"
+        )
+        yield (
+            f"  busiest link between nodes: {fan_out['busiest'] / GB:.1f} GB in {fan_out['seconds']:.3f} s "
+            f"({fan_out['busiest_without'] / GB:.1f} GB in {fan_out['seconds_without']:.3f} s without fan-out)"
+        )
 
 
 def _fsdp(job: PlannedJob) -> Iterator[str]:

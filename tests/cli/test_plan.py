@@ -58,6 +58,22 @@ def test_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None
     assert 0.9 < found["reshard"]["share_of_wire_limit"] <= 1
 
 
+def test_a_fan_out_is_reported_beside_the_plan_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """70B on 4 nodes of trainers and 12 of engines: what the busiest rank sends falls to what a rank receives."""
+    apart = [*RECIPE, "--nodes", "16", "placement={actor: 0-31, rollout: rest}", "actor.pp=4"]
+    assert main(apart) == 0
+    out = capsys.readouterr().out
+    assert "fan-out: copies sent from the actor's ranks to other nodes: 4.0 (12." in out
+    assert "busiest link between nodes: 18.2 GB in 0.363 s (54.5 GB in 1.090 s without fan-out)" in out
+    assert main([*apart, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["reshard"]
+    assert found["fan_out"]["busiest"] == found["sent"]["network"][-1] <= 1.1 * found["received"]["network"][-1]
+    assert main([*apart, "--json", "reshard.fan_out=never"]) == 0
+    direct = json.loads(capsys.readouterr().out)["reshard"]
+    assert direct["fan_out"] is None
+    assert direct["sent"]["network"][-1] == pytest.approx(found["fan_out"]["busiest_without"], rel=0.01)
+
+
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RECIPE, "--memory", "70"]) == 0
     out = capsys.readouterr().out
