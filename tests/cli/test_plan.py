@@ -58,6 +58,20 @@ def test_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None
     assert 0.9 < found["reshard"]["share_of_wire_limit"] <= 1
 
 
+def test_seconds_of_a_save_and_of_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RECIPE, "--disk", "4", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    found = planned["checkpoint"]
+    # Eight ranks of a node write what only they have to write, and each of them reads its own weights.
+    assert found["save_seconds"] == pytest.approx(8 * found["written"][-1] / 4e9, rel=0.05)
+    read = found["resume_seconds"] - planned["reshard"]["seconds"]
+    assert read == pytest.approx(8 * found["read"][-1] / 4e9, rel=0.05)
+    assert found["read"][-1] > found["written"][-1]
+    assert main([*RECIPE, "--disk", "4", "checkpoint.async_save=false"]) == 0
+    out = capsys.readouterr().out
+    assert f"at 4 GB/s a node: save {found['save_seconds']:.1f} s while the run waits, resume" in out
+
+
 def test_a_fan_out_is_reported_beside_the_plan_without_it(capsys: pytest.CaptureFixture[str]) -> None:
     """70B on 4 nodes of trainers and 12 of engines: what the busiest rank sends falls to what a rank receives."""
     apart = [*RECIPE, "--nodes", "16", "placement={actor: 0-31, rollout: rest}", "actor.pp=4"]
