@@ -822,6 +822,10 @@ class ReshardConfig(Section):
     """Send weights to the engines while the critic updates. The critic's update then follows the actor's. With
     actor.ddp.overlap_param_gather, weights are sent bucket by bucket. Refused with rollout.async_rollout, rollout.sleep
     and actor.offload.parameters."""
+    fan_out: Literal["auto", "never"] = "auto"
+    """auto: weights enter each node once, and the ranks that received them send them on to other nodes and ranks, if
+    this relieves the busiest link between nodes. never: every rank fetches its weights from the actor's ranks. Has no
+    effect on one node or with reshard.folder."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
     reshard. -1: never."""
@@ -830,3 +834,8 @@ class ReshardConfig(Section):
     folder: Text | None = None
     """Shared folder for transferring weights between nodes without a fast network. null: weights are sent over the
     network."""
+
+    @property
+    def may_fan_out(self) -> bool:
+        """Return whether a plan may use a fan-out. Files of a shared folder reach every node without one."""
+        return self.fan_out == "auto" and self.folder is None

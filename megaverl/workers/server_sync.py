@@ -139,7 +139,7 @@ class ServerSync:
         self._whole = True
         self.weight_version += 1
         sent = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if self._speaks else 0
-        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version)
+        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version, busiest_sent=sent)
 
     def _send(self, board: DeliveryBoard, start: float) -> ReshardStats:
         """Send the actor's weights to all servers, shard to shard. Collective over actor and rollout."""
