@@ -352,6 +352,15 @@ OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {
     "main_params_dtype": ("float32", "fp32", "float16", "fp16"),
     "main_grads_dtype": ("float32", "fp32", "bfloat16", "bf16"),
 }
+# Optimizers that people ask for, with the reason why a run cannot build them.
+_NO_MUON = (
+    "Muon needs the package emerging-optimizers, which needs Python 3.12, and megaverl has no layout of its state for "
+    "checkpoints."
+)
+OPTIMIZER_REASONS: dict[str, str] = {
+    **dict.fromkeys(("muon", "dist_muon", "adaptive_muon"), _NO_MUON),
+    **dict.fromkeys(("adamw", "AdamW"), "megatron-core's adam decays weights as AdamW does."),
+}
 SCHEDULER_VALUES: dict[str, tuple[str, ...]] = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
@@ -381,6 +390,7 @@ class PassthroughClass:
         distributions: names under which its package may be installed.
         owned: fields that megaverl sets, with what to use instead.
         values: allowed values of fields whose annotation does not list them.
+        reasons: reasons why other values of `values` cannot be built, by value.
     """
 
     module: str
@@ -388,6 +398,7 @@ class PassthroughClass:
     distributions: tuple[str, ...]
     owned: dict[str, str]
     values: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def owner(self) -> str:
@@ -419,6 +430,7 @@ TARGETS: dict[str, PassthroughClass] = {
         _MEGATRON_CORE,
         OPTIMIZER,
         OPTIMIZER_VALUES,
+        OPTIMIZER_REASONS,
     ),
     "scheduler": PassthroughClass(
         _core + "optimizer_param_scheduler",
@@ -512,7 +524,8 @@ def _check(
             if wrong := [
                 choice for choice in choices if choice is not None and str(choice).removeprefix("torch.") not in built
             ]:
-                hint = did_you_mean(str(wrong[0]), built)
+                why = target.reasons.get(str(wrong[0]))
+                hint = did_you_mean(str(wrong[0]), built) if why is None else f" {why}"
                 message = f"found {yaml_text(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
                 yield ConfigIssue(key, message, place(key))
 

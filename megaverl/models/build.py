@@ -180,12 +180,37 @@ def build_model(
             model.output_layer = ValueHead(config, grid.tp_group, int(value_head))
         if spec.activation == "clamped_swiglu":
             _take_gates_in_turn(model)
+        if spec.norms_after:
+            _normalize_outputs(model)
         if spec.scale_embeddings and model.pre_process:
             model.embedding.register_forward_hook(_Scale(spec.hidden_size))
         _mark_cut_weights(model)
         _mark_experts(model, grid.shape)
         chunks.append(model.to(platform.device))
     return chunks
+
+
+def _normalize_outputs(model: GPTModel) -> None:
+    """Add norms over the outputs of attention and MLP to every layer, which megatron-core's layers lack (0.16 to 0.19).
+
+    A layer adds the output of its `self_attention`, and later that of its `mlp`, to the hidden states. Hooks normalize
+    these outputs. The norms are modules of the layer, so that checkpoints and the optimizer know them.
+    """
+
+    def normalize_by(norm: RMSNorm) -> Callable[..., tuple[torch.Tensor, None]]:
+        def normalize(module: Any, args: Any, output: tuple[torch.Tensor, None]) -> tuple[torch.Tensor, None]:
+            hidden, bias = output
+            assert bias is None, "a bias would have to be added before the norm"
+            return norm(hidden), None
+
+        return normalize
+
+    config = model.config
+    for layer in model.decoder.layers:
+        layer.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        layer.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        layer.self_attention.register_forward_hook(normalize_by(layer.post_self_attn_layernorm))
+        layer.mlp.register_forward_hook(normalize_by(layer.post_mlp_layernorm))
 
 
 def _take_gates_in_turn(model: torch.nn.Module) -> None:

@@ -51,7 +51,9 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
     return {
         "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS and not own_activation,
         "bias_dropout_fusion": not spec.linear_bias,
-        "apply_rope_fusion": uses_transformer_engine() and spec.mla is None and yarn_factor(spec) == 1.0,
+        "apply_rope_fusion": (
+            uses_transformer_engine() and spec.mla is None and yarn_factor(spec) == 1.0 and not spec.rotary_pairs
+        ),
     }
 
 
@@ -69,13 +71,19 @@ def yarn_factor(spec: ModelSpec) -> float:
 def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     """Refuse the fused rotary embedding for models that it would compute wrongly.
 
-    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`) passes no factor to
-    Transformer Engine's kernel for packed rows, so YaRN's would be lost silently.
+    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`) passes neither a factor
+    nor the order of a head's dimensions to Transformer Engine's kernel for packed rows. YaRN's factor would be lost
+    silently, and other dimensions would be rotated together.
 
     Raises:
-        ModelError: the model has such a factor.
+        ModelError: the model has such a factor or order.
     """
     factor = yarn_factor(spec)
+    if options.get("apply_rope_fusion") and spec.rotary_pairs:
+        raise ModelError(
+            f"megatron.apply_rope_fusion=true: {spec.architecture} rotates pairs of neighbouring dimensions, and "
+            "Transformer Engine's fused rotary embedding does not for packed rows. Leave the key out."
+        )
     if options.get("apply_rope_fusion") and factor != 1.0:
         raise ModelError(
             f"megatron.apply_rope_fusion=true: YaRN multiplies this model's queries and keys by {factor:.4g}, which "
@@ -163,6 +171,9 @@ def transformer_config(
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         # Per layer: 1 attends within the window, 0 to all tokens.
         "window_attn_skip_freq": [int(has_window) for has_window in spec.windowed_layers] or None,
+        "rotary_interleaved": spec.rotary_pairs,
+        # Per layer: 1 has no rotary embeddings.
+        "no_rope_freq": [int(has_none) for has_none in spec.layers_without_rope] or None,
         "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
@@ -287,6 +298,7 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
         options |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.groups_per_token}
     if moe.shared_ffn_hidden_size:
         options["moe_shared_expert_intermediate_size"] = moe.shared_ffn_hidden_size
+        options["moe_shared_expert_gate"] = moe.shared_gate
     return options
 
 

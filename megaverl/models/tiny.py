@@ -35,6 +35,13 @@ GROUPED = {
 # Further settings by architecture. Fields that a configuration class does not know are left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
+    "Phi3ForCausalLM": {"pad_token_id": None, "partial_rotary_factor": 0.5},
+    "Glm4ForCausalLM": {"pad_token_id": None, "attention_bias": True},
+    # transformers needs a window. This one is never exceeded.
+    "MinistralForCausalLM": {"sliding_window": 256},
+    # Every other layer has no rotary embeddings, also in a model of two layers.
+    "SmolLM3ForCausalLM": {"no_rope_layer_interval": 2, "pad_token_id": None},
+    "Qwen2MoeForCausalLM": EXPERTS | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     "MixtralForCausalLM": EXPERTS,
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
     "DeepseekV3ForCausalLM": GROUPED

@@ -40,7 +40,7 @@ from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, Piece, join_layouts, stack
 from megaverl.sharding.model_spec import ModelSpec, misfits
 from megaverl.sharding.strided import Strides
-from megaverl.sharding.weight import Split, Weight, even_part, stacked_part
+from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
 
 
 def megatron_layouts(
@@ -217,8 +217,10 @@ class _Model:
             rows = self._padded // tp
             low = min(tp_rank * rows, first.shape[0])
             return stack([(0, cut(first.shape, 0, low, min(low + rows, first.shape[0])))], rows)
-        if first.split is Split.Q:
-            return stack([*_interleaved(weights, self._spec.num_kv_heads, tp, tp_rank)])
+        if first.split in (Split.Q, Split.FUSED_QKV):
+            return stack([*_interleaved(weights, self._spec, tp, tp_rank)])
+        if first.split is Split.FUSED_GATE_UP:
+            return stack([*_halves(first, tp, tp_rank)])
         return stack([(number, even_part(weight, tp, tp_rank)) for number, weight in enumerate(weights)])
 
     def _problems(self, weights: Sequence[Weight]) -> Iterator[str]:
@@ -258,20 +260,31 @@ def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] 
     return [0, *accumulate(layer_split)]
 
 
-def _interleaved(fused: Sequence[Weight], num_groups: int, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+def _interleaved(fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
     """Yield the rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
-    run = sum(weight.shape[0] for weight in fused) // tp
+    parts = fused_parts(fused, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+    num_groups = spec.num_kv_heads
+    run = sum(part.rows for part in parts) // tp
     low = tp_rank * run
     high = (tp_rank + 1) * run
     row = 0
     for group in range(num_groups):
-        for number, weight in enumerate(fused):
-            height = weight.shape[0] // num_groups
+        for part in parts:
+            height = part.rows // num_groups
             start = max(low, row) - row
             stop = min(high, row + height) - row
             if start < stop:
-                yield number, cut(weight.shape, 0, group * height + start, group * height + stop)
+                first = part.start + group * height
+                yield part.weight, cut(fused[part.weight].shape, 0, first + start, first + stop)
             row += height
+
+
+def _halves(weight: Weight, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+    """Yield the gate rows of one rank, and its up rows, out of [all gate rows; all up rows]."""
+    for part in fused_parts([weight], 0, 0):
+        run = part.rows // tp
+        first = part.start + tp_rank * run
+        yield 0, cut(weight.shape, 0, first, first + run)
 
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -26,6 +26,13 @@ MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "MinistralForCausalLM": "ministral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Phi3ForCausalLM": "phi3",
+    "Glm4ForCausalLM": "glm4",
 }
 
 WHOLE_NUMBERS = (
@@ -56,12 +63,14 @@ class ExpertKeys(NamedTuple):
         width: key of the inner width of one expert.
         by_sigmoid: the router uses sigmoid scores, a bias and groups of experts, and the first layers are dense.
         has_aux_loss: transformers computes a load-balancing loss.
+        shared_width: key of the inner width of a shared expert whose output a sigmoid gate scales. "": none.
     """
 
     number: str
     width: str = "moe_intermediate_size"
     by_sigmoid: bool = False
     has_aux_loss: bool = True
+    shared_width: str = ""
 
 
 EXPERT_KEYS = {
@@ -70,17 +79,25 @@ EXPERT_KEYS = {
     "DeepseekV3ForCausalLM": ExpertKeys("n_routed_experts", by_sigmoid=True, has_aux_loss=False),
     "Glm4MoeForCausalLM": ExpertKeys("n_routed_experts", by_sigmoid=True, has_aux_loss=False),
     "GptOssForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
+    "Qwen2MoeForCausalLM": ExpertKeys("num_experts", shared_width="shared_expert_intermediate_size"),
 }
+# Architectures in which `norm_topk_prob` decides whether the chosen experts' weights are normalized.
+MAYBE_NORMALIZED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
 # Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in these architectures.
-PARTLY_ROTARY = ("Glm4MoeForCausalLM",)
+PARTLY_ROTARY = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "Phi3ForCausalLM")
+# `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
+SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
+# Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and in others each dimension with
+# the one half a head further on.
+ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM", "Glm4ForCausalLM")
 WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
 # WINDOWED_EVERYWHERE attend within `sliding_window` in every layer, WINDOWED_BY_LAYER in the layers that `layer_types`
 # names. gpt-oss has windows in every other layer from the first on: vLLM (0.32) computes it so whatever `layer_types`
 # is.
-WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
-WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM")
+WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MinistralForCausalLM")
 SLIDING = "sliding_attention"
 
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name the first one.
@@ -120,9 +137,20 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_alpha": (1.702,),
         "swiglu_limit": (7.0,),
     },
+    # The published folders have dropouts of 0.1. Like any dropout of a model they are ignored: the engine samples
+    # without it.
+    "SeedOssForCausalLM": {
+        "attention_dropout": (0.0, 0.1, None),
+        "residual_dropout": (0.0, 0.1, None),
+        "attention_out_bias": (False,),
+    },
+    "Phi3ForCausalLM": {"resid_pdrop": (0.0, None), "embd_pdrop": (0.0, None)},
+    "Ernie4_5ForCausalLM": {"use_bias": (False, None)},
+    "Qwen2MoeForCausalLM": {"qkv_bias": (True, False), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
 }
-# Biases of the attention projections: optional in GLM-4.5, always there in Qwen2 and gpt-oss, nowhere else.
-WITH_OPTIONAL_BIAS = ("Glm4MoeForCausalLM",)
+# Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS (`attention_bias`) and in Qwen2-MoE
+# (`qkv_bias`), always there in Qwen2 and gpt-oss, nowhere else.
+WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
 WITH_ATTENTION_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
 
 # Constants of Llama 3's rotary scaling that megatron-core (0.16 to 0.19) has fixed.
@@ -175,6 +203,7 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
     if experts is not None:
         numbers += ["num_experts_per_tok", experts.number, "num_experts", "num_local_experts", experts.width]
         numbers += SIGMOID_NUMBERS if experts.by_sigmoid else ()
+        numbers += [experts.shared_width] if experts.shared_width else []
     if architecture in WITH_LATENT_ATTENTION:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
     for key in dict.fromkeys(numbers):
@@ -207,6 +236,7 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _heads(described)
     yield from _windows(described)
     yield from _rope(described)
+    yield from _layers_without_rope(described)
     if architecture in EXPERT_KEYS:
         yield from _experts(described)
 
@@ -264,13 +294,19 @@ def _windows(described: Described) -> Iterator[str]:
     """Yield problems with a sliding window that would not be computed as written."""
     values = described.values
     architecture = described.architecture
-    window = values.get("sliding_window")
+    window = _window_of(described)
     layer_types = values.get("layer_types") or []
     if architecture == "GptOssForCausalLM":
         if any(kind != ("full_attention" if i % 2 else SLIDING) for i, kind in enumerate(layer_types)):
             yield f"layer_types is {layer_types}; windows are computed in every other layer, the first first. {AGAIN}"
         if type(window) is not int or window < 1:
             yield f"{described.says('sliding_window')}; expected a whole number above 0. {AGAIN}"
+        return
+    if architecture == "MinistralForCausalLM" and window is None:
+        yield (
+            f"{described.says('sliding_window')}; transformers computes {architecture} only with a window. Set "
+            f"sliding_window to max_position_embeddings={values['max_position_embeddings']} for full attention."
+        )
         return
     unknown = sorted(set(layer_types) - {"full_attention", SLIDING})
     if unknown:
@@ -311,7 +347,7 @@ def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
     """
     values = described.values
     architecture = described.architecture
-    window = values.get("sliding_window")
+    window = _window_of(described)
     if architecture == "GptOssForCausalLM":
         return window, tuple(layer % 2 == 0 for layer in range(values["num_hidden_layers"]))
     if not _is_felt(window, values):
@@ -322,6 +358,13 @@ def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
     if architecture not in WINDOWED_BY_LAYER or not any(windowed):
         return None, ()
     return window, () if all(windowed) else windowed
+
+
+def _window_of(described: Described) -> Any:
+    """Return `sliding_window` as written, or None for the 0 that Qwen2-MoE's class writes for no window."""
+    window = described.values.get("sliding_window")
+    has_none = described.architecture == "Qwen2MoeForCausalLM" and not described.values.get("use_sliding_window")
+    return None if has_none else window
 
 
 def _asks_for_window(values: dict[str, Any]) -> bool:
@@ -342,6 +385,9 @@ def _rope(described: Described) -> Iterator[str]:
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
     supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
+    if described.architecture in ROTATED_IN_PAIRS:
+        # megatron-core's YaRN (0.16 to 0.19, `yarn_rotary_pos_embedding.py`) rotates halves of heads only.
+        supported = tuple(name for name in supported if name != "yarn")
     if kind not in supported:
         yield (
             f"rope_type is {kind!r} in {rope}; only {', '.join(supported)} are computed for "
@@ -362,6 +408,19 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+
+
+def _layers_without_rope(described: Described) -> Iterator[str]:
+    """Yield problems with the list of SmolLM3's layers that have rotary embeddings."""
+    if described.architecture not in SOMETIMES_ROTARY:
+        return
+    with_rope = described.values["no_rope_layers"]
+    num_layers = described.values["num_hidden_layers"]
+    if len(with_rope) < num_layers or any(entry not in (0, 1) for entry in with_rope):
+        yield (
+            f"{described.says('no_rope_layers')}; expected a 1 (rotary embeddings) or a 0 (none) for each of "
+            f"{num_layers} layers. {AGAIN}"
+        )
 
 
 def _yarn(described: Described, fraction: float) -> Iterator[str]:
@@ -427,7 +486,7 @@ def _experts(described: Described) -> Iterator[str]:
         yield f"{described.says('num_experts_per_tok')}, of {num_experts} experts. {AGAIN}"
         return
     if not keys.by_sigmoid:
-        is_divided = values.get("norm_topk_prob") or described.architecture != "Qwen3MoeForCausalLM"
+        is_divided = values.get("norm_topk_prob") or described.architecture not in MAYBE_NORMALIZED
         if per_token == 1 and is_divided:
             yield (
                 f"{described.says('num_experts_per_tok')}, and the weight of the only expert is divided by itself. It "

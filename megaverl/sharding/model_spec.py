@@ -16,9 +16,11 @@ from megaverl.sharding.model_config import (
     AGAIN,
     EXPERT_KEYS,
     LATENT_SIZES,
+    MAYBE_NORMALIZED,
     MODEL_TYPES,
     PARTLY_ROTARY,
-    WINDOWED_BY_LAYER,
+    ROTATED_IN_PAIRS,
+    SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
     WITH_LATENT_ATTENTION,
     Described,
@@ -35,8 +37,13 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two, and no norms "
-    "behind attention and MLP",
+    "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two",
+    "Olmo2ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys head by head, this model all "
+    "heads together",
+    "Exaone4ForCausalLM": "megatron-core's layers with Transformer Engine (0.16) normalize the input of attention and "
+    "MLP, which this model does not",
+    "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
+    "embedding, this model after it",
 }
 # Architectures whose vLLM implementation (0.32) differs from transformers'.
 NOT_IN_VLLM = {
@@ -61,11 +68,17 @@ OTHER_NAMES = {
         "seq_length",
     ),
 }
+# vLLM's own models (0.32, `phi3.py`) have no windows.
+NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM",)
+# Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in another.
+FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM")
+# Norms over the outputs of attention and MLP, besides those over their inputs.
+WITH_NORMS_AFTER = ("Glm4ForCausalLM",)
 # Norms over each query and key head: always, or if `use_qk_norm` is true.
 WITH_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
-# Architectures in which `norm_topk_prob` decides whether the chosen experts' weights are normalized.
-MAYBE_NORMALIZED = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+# vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in none.
+NO_WINDOW_BY_LAYER_IN_VLLM = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # Positions of a model that does not count them, such as Mamba.
 UNLIMITED = 2**31 - 1
@@ -82,6 +95,7 @@ class MoESpec:
         normalize_weights: divide the chosen experts' weights by their sum.
         num_dense_layers: number of first layers that have a plain MLP of `ModelSpec.ffn_hidden_size` instead.
         shared_ffn_hidden_size: inner width of all shared experts together. 0: none.
+        shared_gate: a sigmoid of one more projection of the hidden state scales the shared expert's output (Qwen2-MoE).
         router: function that turns scores into probabilities.
         router_bias: the router has a bias for choosing experts, which does not affect their weights (DeepSeek-V3's
             `e_score_correction_bias`).
@@ -96,6 +110,7 @@ class MoESpec:
     normalize_weights: bool
     num_dense_layers: int = 0
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
     num_groups: int = 1
@@ -129,7 +144,11 @@ class ModelSpec:
         activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`. `clamped_swiglu`
             (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up between -7 and 7.
         norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
+        norms_after: norms over the outputs of attention and MLP as well, before they are added (GLM-4).
         rotary_fraction: fraction of each head, from its first dimension on, that rotary embeddings rotate.
+        rotary_pairs: rotary embeddings rotate pairs of neighbouring dimensions of a head, as in GLM-4. False: each
+            dimension of a head's first half with that of its second half.
+        layers_without_rope: whether each layer has no rotary embeddings. Empty: all have them.
         scale_embeddings: multiply embeddings by sqrt(hidden_size) (Gemma).
         sliding_window: attention's window in tokens. None: full attention.
         windowed_layers: whether each layer attends within the window. Empty: all layers do.
@@ -156,10 +175,13 @@ class ModelSpec:
     max_positions: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     rotary_fraction: float = 1.0
+    rotary_pairs: bool = False
+    layers_without_rope: tuple[bool, ...] = ()
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     norm_plus_one: bool = False
+    norms_after: bool = False
     scale_embeddings: bool = False
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
@@ -344,15 +366,18 @@ def _read(described: Described) -> dict[str, Any]:
         "head_dim": values.get("head_dim") or values["hidden_size"] // num_heads,
         "vocab_size": values["vocab_size"],
         "tie_embeddings": bool(values["tie_word_embeddings"]),
-        "qkv_bias": architecture in WITH_ATTENTION_BIAS or bool(values.get("attention_bias")),
+        "qkv_bias": _has_qkv_bias(described),
         "qk_norm": architecture in WITH_QK_NORM or (architecture in MAYBE_QK_NORM and bool(values["use_qk_norm"])),
         "norm_eps": values["rms_norm_eps"],
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": _rope_scaling(rope),
         "rotary_fraction": float(rope.get("partial_rotary_factor", 1.0)) if is_partly_rotary else 1.0,
+        "rotary_pairs": architecture in ROTATED_IN_PAIRS,
+        "layers_without_rope": _layers_without_rope(described),
         "max_positions": values["max_position_embeddings"],
         "activation": "gelu_tanh" if is_gemma else "silu",
         "norm_plus_one": is_gemma,
+        "norms_after": architecture in WITH_NORMS_AFTER,
         "scale_embeddings": is_gemma,
     }
     if architecture in EXPERT_KEYS:
@@ -366,6 +391,22 @@ def _read(described: Described) -> dict[str, Any]:
     if is_gpt_oss:
         fields |= {"activation": "clamped_swiglu", "linear_bias": True, "attention_sinks": True}
     return fields
+
+
+def _has_qkv_bias(described: Described) -> bool:
+    """Return whether the projections to queries, keys and values have biases."""
+    if described.architecture in WITH_ATTENTION_BIAS:
+        return True
+    key = "qkv_bias" if described.architecture == "Qwen2MoeForCausalLM" else "attention_bias"
+    return bool(described.values.get(key))
+
+
+def _layers_without_rope(described: Described) -> tuple[bool, ...]:
+    """Return whether each layer has no rotary embeddings; empty if all have them."""
+    if described.architecture not in SOMETIMES_ROTARY:
+        return ()
+    with_rope = described.values["no_rope_layers"][: described.values["num_hidden_layers"]]
+    return () if all(with_rope) else tuple(not entry for entry in with_rope)
 
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
@@ -392,6 +433,8 @@ def _read_experts(described: Described) -> MoESpec:
         if keys.has_aux_loss and values["output_router_logits"]
         else 0.0,
     )
+    if keys.shared_width:
+        moe = replace(moe, shared_ffn_hidden_size=values[keys.shared_width], shared_gate=True)
     if not keys.by_sigmoid:
         return moe
     return replace(
@@ -435,7 +478,12 @@ def why_not_in_vllm(spec: ModelSpec) -> str:
     """Return why vLLM computes this model differently from the trainer, or "" if it does not."""
     if why := NOT_IN_VLLM.get(spec.architecture):
         return why
-    if spec.architecture in WINDOWED_BY_LAYER and spec.windowed_layers:
+    if spec.architecture in NO_WINDOW_IN_VLLM and spec.sliding_window is not None:
+        return (
+            f"vLLM's {spec.architecture} (0.32) has no sliding window, and this model has one of {spec.sliding_window} "
+            f"tokens. If no sample is longer, set max_position_embeddings to {spec.sliding_window} in config.json"
+        )
+    if spec.architecture in NO_WINDOW_BY_LAYER_IN_VLLM and spec.windowed_layers:
         return (
             "vLLM's (0.32, `qwen2.py`) has no sliding window in some layers only, and this model has one of "
             f"{spec.sliding_window} tokens in {sum(spec.windowed_layers)} of its {spec.num_layers} layers"
@@ -450,6 +498,11 @@ def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
 
 def no_adapters(spec: ModelSpec, tp: int) -> str:
     """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
+    if spec.architecture in FUSED_IN_FILES:
+        return (
+            f"{spec.architecture}'s files hold several projections in one array, for which megaverl has no adapters on "
+            "Megatron. Leave lora out, or use engine: fsdp."
+        )
     if not shares_kv_heads(spec, tp):
         return ""
     return (

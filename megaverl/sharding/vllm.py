@@ -39,7 +39,7 @@ from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, Piece, stack
 from megaverl.sharding.model_spec import ModelSpec, misfits, shares_kv_heads
-from megaverl.sharding.weight import Split, Weight, even_part, stacked_part
+from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 QUANTIZATIONS: dict[str, int | None] = {"fp8_per_block": 128, "fp8_per_tensor": None, "fp8": None}
 # Scales are float32.
 SCALE_BYTES = 4
-ROUTER = "mlp.router."
+# Megatron's names of routers, and of the gate of a shared expert, which vLLM keeps in full precision.
+NEVER_QUANTISED = ("mlp.router.", "mlp.shared_experts.gate_weight")
 
 
 class QuantisedWeight(NamedTuple):
@@ -73,7 +74,7 @@ class QuantisedWeight(NamedTuple):
 def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
     """Return vLLM's parameters that are quantized, in the order of the weights.
 
-    These are matrices of linear layers and experts, but not embeddings, the language-model head and routers.
+    These are matrices of linear layers and experts, but not embeddings, the language-model head, routers and gates.
     """
     return {
         weight.vllm: None
@@ -82,7 +83,7 @@ def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
         and len(weight.shape) == 2
         and not weight.is_stacked
         and weight.split is not Split.VOCAB
-        and not weight.megatron.startswith(ROUTER)
+        and not weight.megatron.startswith(NEVER_QUANTISED)
     }
 
 
@@ -285,7 +286,19 @@ def _fill(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int
         run = _padded(first) // tp_size
         low = min(tp_rank * run, first.shape[0])
         return stack([(0, cut(first.shape, 0, low, min(low + run, first.shape[0])))], run)
+    if first.split in (Split.FUSED_QKV, Split.FUSED_GATE_UP):
+        return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
     return stack([(number, _part(weight, spec, tp_size, tp_rank)) for number, weight in enumerate(weights)])
+
+
+def _fused_rows(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of one rank out of each part of a weight that is fused in the files."""
+    for part in fused_parts([weight], spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
+        run, place = part.rows // tp_size, tp_rank
+        if part.is_shared and shares_kv_heads(spec, tp_size):
+            run, place = spec.head_dim, tp_rank // (tp_size // spec.num_kv_heads)
+        first = part.start + place * run
+        yield 0, cut(weight.shape, 0, first, first + run)
 
 
 def _padded(weight: Weight) -> int:

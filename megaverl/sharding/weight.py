@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from math import prod
 from typing import Literal, NamedTuple
@@ -16,9 +16,11 @@ class Split(Enum):
     """Axis along which tensor parallelism splits a weight, and its part of a fused tensor.
 
     VOCAB, COLUMN, Q, K, V, GATE and UP split the output rows (axis 0), ROW the input columns (axis 1). Q, K, V and
-    GATE, UP also name the part of a fused tensor. STACKED weights hold all routed experts of a layer along axis 0, each
-    transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs, STACKED_IN along the inputs.
-    STACKED_WHOLE, a bias on outputs that are summed over ranks, is not split.
+    GATE, UP also name the part of a fused tensor. FUSED_QKV and FUSED_GATE_UP are fused in the files already (Phi-3):
+    all q rows, all k rows, then all v rows; all gate rows, then all up rows. Each of these parts is split. STACKED
+    weights hold all routed experts of a layer along axis 0, each transposed (`[in, out]`) or as a bias: STACKED_OUT is
+    split along the outputs, STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over ranks,
+    is not split.
     """
 
     REPLICATED = "replicated"
@@ -30,6 +32,8 @@ class Split(Enum):
     V = "v"
     GATE = "gate"
     UP = "up"
+    FUSED_QKV = "fused q, k, v"
+    FUSED_GATE_UP = "fused gate, up"
     STACKED_OUT = "stacked out"
     STACKED_IN = "stacked in"
     STACKED_WHOLE = "stacked whole"
@@ -83,6 +87,43 @@ def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
     axis = 1 if weight.split is Split.ROW else 0
     run = weight.shape[axis] // tp
     return cut(weight.shape, axis, tp_rank * run, (tp_rank + 1) * run)
+
+
+class RowRange(NamedTuple):
+    """Adjacent rows of a weight: one part of a fused tensor.
+
+    Attributes:
+        weight: number of the weight among those that are fused.
+        start: first row.
+        rows: number of rows.
+        is_shared: keys or values, whose heads several ranks may share.
+    """
+
+    weight: int
+    start: int
+    rows: int
+    is_shared: bool = False
+
+
+def fused_parts(weights: Sequence[Weight], q_rows: int, kv_rows: int) -> list[RowRange]:
+    """Return the parts that weights fill, in order, whether they are fused in the files or are separate arrays there.
+
+    Args:
+        q_rows: rows of all query heads together.
+        kv_rows: rows of all key heads together.
+    """
+    parts = []
+    for number, weight in enumerate(weights):
+        if weight.split is Split.FUSED_QKV:
+            keys = RowRange(number, q_rows, kv_rows, True)
+            values = RowRange(number, q_rows + kv_rows, kv_rows, True)
+            parts += [RowRange(number, 0, q_rows), keys, values]
+        elif weight.split is Split.FUSED_GATE_UP:
+            half = weight.shape[0] // 2
+            parts += [RowRange(number, 0, half), RowRange(number, half, half)]
+        else:
+            parts.append(RowRange(number, 0, weight.shape[0], weight.split in (Split.K, Split.V)))
+    return parts
 
 
 class StackedPart(NamedTuple):

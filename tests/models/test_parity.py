@@ -70,6 +70,8 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
         ("Qwen3ForCausalLM", QWEN_WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 3]}),
         ("MixtralForCausalLM", {"sliding_window": 5}),
         ("Qwen3MoeForCausalLM", QWEN_WINDOW),
+        ("Phi3ForCausalLM", {"sliding_window": 5}),
+        ("MinistralForCausalLM", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     ],
 )
 def test_logits_with_windows_shorter_than_the_sequence(
@@ -78,7 +80,7 @@ def test_logits_with_windows_shorter_than_the_sequence(
     """On every grid: a stage knows which of the model's layers it has."""
     folder = make_tiny_folder(tmp_path / "windowed", architecture, **config)
     expected = reference_logits(folder)
-    full = {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    full = {"sliding_window": 256, "use_sliding_window": False, "layer_types": None}
     without = make_tiny_folder(tmp_path / "full", architecture, **{key: full[key] for key in config if key in full})
     assert (reference_logits(without) - expected).abs().max() > 0.01  # the window is felt
     for grid in GRIDS:
@@ -152,7 +154,8 @@ def test_critic_from_a_language_model_starts_at_zero(launch: Launcher, tmp_path:
         assert torch.tensor(result).abs().max() == 0
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # with biases; with norms of heads
+# With biases; with norms of heads; fused in the file.
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"])
 def test_several_ranks_share_a_key_value_head(launch: Launcher, architecture: str, tmp_path: Path) -> None:
     for kv_heads, sizes in ((2, {"tp": 4}), (1, {"tp": 2, "pp": 2})):
         folder = make_tiny_folder(tmp_path / str(kv_heads), architecture, num_key_value_heads=kv_heads)

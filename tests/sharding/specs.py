@@ -20,6 +20,7 @@ ROUTED = (
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
+    "Qwen2MoeForCausalLM",
 )
 UNCUT = "GptOssForCausalLM"  # whose experts have biases, and so no tensor parallelism of their own
 # Whose weights lie in engines as in files, so that they can be quantised there.
@@ -55,7 +56,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "GptOssForCausalLM": {"num_local_experts": 6, "intermediate_size": 128, "num_key_value_heads": 4},
+    "Qwen2MoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"shared_expert_intermediate_size": 24},
 }
+WITH_QKV_BIAS = (
+    "Qwen2ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "SeedOssForCausalLM",
+    "Qwen2MoeForCausalLM",
+)
 
 
 def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:
@@ -72,7 +83,7 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "head_dim": 4 if latent else 2,
         "vocab_size": 50,
         "tie_embeddings": False,
-        "qkv_bias": architecture in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"),
+        "qkv_bias": architecture in WITH_QKV_BIAS,
         "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
         "norm_eps": 1e-5,
         "rope_theta": 1e4,
@@ -80,6 +91,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "activation": "gelu_tanh" if gemma else "clamped_swiglu" if gpt_oss else "silu",
         "norm_plus_one": gemma,
         "scale_embeddings": gemma,
+        "rotary_pairs": architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"),
+        "norms_after": architecture == "Glm4ForCausalLM",
         "sliding_window": 8 if gpt_oss else None,
         "windowed_layers": tuple(layer % 2 == 0 for layer in range(64)) if gpt_oss else (),
         "linear_bias": gpt_oss,
@@ -100,6 +113,8 @@ def make_experts(
 ) -> MoESpec:
     """Experts as the architecture has them."""
     experts = MoESpec(num_experts, 2, ffn_hidden_size, normalize_weights=True)
+    if EXPERT_KEYS[architecture].shared_width:
+        return replace(experts, shared_ffn_hidden_size=2 * ffn_hidden_size, shared_gate=True)
     if not EXPERT_KEYS[architecture].by_sigmoid:
         return experts
     return replace(
@@ -156,6 +171,22 @@ def element_ids(weights: Sequence[Weight]) -> dict[str, np.ndarray]:
         ids[weight.name] = np.arange(first, first + count).reshape(weight.shape)
         first += count
     return ids
+
+
+def separated(arrays: dict[str, np.ndarray], spec: ModelSpec) -> dict[str, np.ndarray]:
+    """The arrays, with those that files hold fused (Phi-3) cut into q, k and v, and into gate and up."""
+    parts = {}
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    for name, array in arrays.items():
+        if "qkv_proj" in name:
+            for part, rows in zip("qkv", np.split(array, [q, q + kv]), strict=True):
+                parts[name.replace("qkv_proj", f"{part}_proj")] = rows
+        elif "gate_up_proj" in name and spec.moe is None:
+            for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
+                parts[name.replace("gate_up_proj", f"{part}_proj")] = rows
+        else:
+            parts[name] = array
+    return parts
 
 
 def fill(layout: Layout, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.weight import Split
 from tests.launcher import Launcher
-from tests.sharding.specs import DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
+from tests.sharding.specs import DENSE, ROUTED, element_ids, fill, make_experts, make_spec, separated, specs
 
 
 @st.composite
@@ -35,6 +35,7 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
     spec, shape, padded = case
     weights = weights_of(spec)
     ids = element_ids(weights)
+    separate = separated(ids, spec)
     layers_per_stage = spec.num_layers // shape.pp
     layouts = megatron_layouts(weights, spec, shape, padded_vocab_size=padded)
     for rank in range(shape.world_size):
@@ -48,11 +49,11 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
             layer = f"model.layers.{coords.pp * layers_per_stage + local}."
             here = f"decoder.layers.{local}."
             for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q, k, v = (ids[f"{layer}self_attn.{part}_proj.{kind}"] for part in "qkv")
+                q, k, v = (separate[f"{layer}self_attn.{part}_proj.{kind}"] for part in "qkv")
                 groups = [a.reshape(spec.num_kv_heads, -1, *a.shape[1:]) for a in (q, k, v)]
                 fused = np.concatenate(groups, axis=1).reshape(-1, *q.shape[1:])
                 assert (tensors.pop(f"{here}self_attention.linear_qkv.{kind}") == rows(fused)).all()
-            gate, up = (rows(ids[f"{layer}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+            gate, up = (rows(separate[f"{layer}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
             assert (tensors.pop(f"{here}mlp.linear_fc1.weight") == np.concatenate([gate, up])).all()
             for theirs, name in (
                 ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
@@ -63,6 +64,8 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
             norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
             if spec.qk_norm:
                 norms |= {f"self_attention.{part}_layernorm": f"self_attn.{part}_norm" for part in "qk"}
+            if spec.norms_after:
+                norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
             for theirs, name in norms.items():
                 assert (tensors.pop(f"{here}{theirs}.weight") == ids[f"{layer}{name}.weight"]).all()
 

@@ -304,6 +304,46 @@ def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
     assert (found.tie_embeddings, found.head_dim) == (True, 16)
 
 
+SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
+    {"architectures": [name]}
+    for name in (
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Phi3ForCausalLM",
+        "Glm4ForCausalLM",
+        "MinistralForCausalLM",
+    )
+)
+MINISTRAL |= {"sliding_window": 128}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def test_seed_oss() -> None:
+    """As its folders write it: dropouts that the engine does not have, and biases of q, k and v."""
+    found = spec(**SEED_OSS | {"attention_dropout": 0.1, "residual_dropout": 0.1, "attention_bias": True})
+    assert found.qkv_bias
+    assert not spec(**SEED_OSS | {"attention_bias": False}).qkv_bias
+
+
+def test_layers_without_rotary_embeddings() -> None:
+    assert spec(**SMOLLM3 | {"num_hidden_layers": 4}).layers_without_rope == (False, False, False, True)
+    assert spec(**SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}).layers_without_rope == (True, False, False)
+    assert spec(**SMOLLM3 | {"no_rope_layers": [1, 1, 1]}).layers_without_rope == ()
+
+
+def test_a_shared_expert_with_a_gate() -> None:
+    found = spec(**QWEN2_MOE | {"shared_expert_intermediate_size": 48}).moe
+    assert found is not None and found.shared_gate
+    assert (found.shared_ffn_hidden_size, found.normalize_weights) == (48, False)
+
+
+def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
+    assert "no sliding window" in why_not_in_vllm(spec(**PHI3 | {"sliding_window": 128}))
+    assert not why_not_in_vllm(spec(**PHI3 | {"sliding_window": 512}))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -359,6 +399,23 @@ def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
             {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4},
             "num_key_value_heads=4 does not divide num_a",
         ),
+        (SEED_OSS | {"attention_out_bias": True}, "attention_out_bias is True; only False"),
+        (SEED_OSS | {"residual_dropout": 0.2}, "residual_dropout is 0.2; only 0.0"),
+        (SEED_OSS | {"mlp_bias": True}, "mlp_bias is True; only False"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 3}, "is [1, 0]; expected a 1"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0, 2]}, "no_rope_layers is [1, 0, 2]; expected a 1"),
+        (SMOLLM3 | WINDOW | {"num_hidden_layers": 4}, "SmolLM3ForCausalLM is computed with full attention only"),
+        (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
+        (ERNIE | {"use_bias": True}, "use_bias is True; only False"),
+        (ERNIE | {"rope_scaling": YARN}, "only default, linear, llama3 are computed for Ernie4_5ForCausalLM"),
+        (MINISTRAL | {"sliding_window": None}, "Set sliding_window to max_position_embeddings=512 for full attention"),
+        (QWEN2_MOE | WINDOW, "Qwen2MoeForCausalLM is computed with full attention only"),
+        (QWEN2_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0; expected a whole"),
+        (QWEN2_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "only expert is divided by itself"),
+        (GLM4 | {"rope_scaling": YARN}, "only default, linear, llama3 are computed for Glm4ForCausalLM"),
+        (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop is 0.1; only 0.0"),
+        (PHI3 | {"rope_scaling": LONGROPE}, "rope_type is 'longrope'"),
         ({"model_type": "mistral"}, "transformers would build the former, vLLM the latter"),
         ({"tie_word_embeddings": "yes"}, "transformers cannot read it: Validation error for field"),
     ],

@@ -15,7 +15,7 @@ from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layouts
 from tests.launcher import Launcher
-from tests.sharding.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
+from tests.sharding.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, separated, specs
 
 # vLLM's Gemma is always tied, its DeepSeek, GLM-4.5 and gpt-oss never.
 VLLM_HAS_NONE = (
@@ -33,11 +33,12 @@ def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> Non
     tp, spec = case
     weights = weights_of(spec)
     ids = element_ids(weights)
+    separate = separated(ids, spec)
     padded = -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
     for rank in range(tp):
         tensors = fill(vllm_layouts(weights, spec, tp)(rank), ids)
         layer = "model.layers.0."
-        q, k, v = (ids[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv")
+        q, k, v = (separate[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv")
         if spec.num_kv_heads < tp:
             # neighbours share a head: each has a whole copy
             k, v = (
@@ -46,7 +47,7 @@ def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> Non
             )
         shards = [np.split(a.reshape(-1, a.shape[-1]), tp)[rank] for a in (q, k, v)]
         assert (tensors[f"{layer}self_attn.qkv_proj.weight"] == np.concatenate(shards)).all()
-        shards = [np.split(ids[f"{layer}mlp.{part}_proj.weight"], tp)[rank] for part in ("gate", "up")]
+        shards = [np.split(separate[f"{layer}mlp.{part}_proj.weight"], tp)[rank] for part in ("gate", "up")]
         assert (tensors[f"{layer}mlp.gate_up_proj.weight"] == np.concatenate(shards)).all()
         table = np.pad(ids["model.embed_tokens.weight"], ((0, padded - spec.vocab_size), (0, 0)))
         assert (tensors["model.embed_tokens.weight"] == np.split(table, tp)[rank]).all()

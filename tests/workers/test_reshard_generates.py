@@ -31,8 +31,14 @@ DENSE = (
     "Qwen3ForCausalLM",
     "MistralForCausalLM",
     "GemmaForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Phi3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "MinistralForCausalLM",
 )
-WITH_EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
+WITH_EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "Qwen2MoeForCausalLM")
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 EXPERT_GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}]
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(8)]
@@ -138,6 +144,10 @@ WINDOW = 6  # tokens: shorter than every prompt with its response
         ("MistralForCausalLM", {"sliding_window": WINDOW}),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW}),
+        (
+            "MinistralForCausalLM",
+            {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
     ],
 )
 def test_sliding_windows(launch: Launcher, architecture: str, config: dict[str, Any], tmp_path: Path) -> None:

@@ -4,7 +4,15 @@ from megaverl.errors import ModelError
 from megaverl.models.architectures import llama
 from megaverl.models.architectures.deepseek import DEEPSEEK_V3, ROUTER_BIAS, SHARED_EXPERTS
 from megaverl.models.architectures.gpt_oss import GPT_OSS
-from megaverl.models.architectures.llama import ATTENTION, MLP, QK_NORMS, QKV_BIAS, experts
+from megaverl.models.architectures.llama import (
+    ATTENTION,
+    MLP,
+    QK_NORMS,
+    QKV_BIAS,
+    SHARED_GATE,
+    experts,
+    shared_expert,
+)
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
@@ -23,8 +31,24 @@ LAYERS = {
         routed=ATTENTION + QKV_BIAS + QK_NORMS + experts() + ROUTER_BIAS + SHARED_EXPERTS,
     ),
     "GptOssForCausalLM": GPT_OSS,
+    "SeedOssForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "SmolLM3ForCausalLM": llama.LAYERS,
+    "Ernie4_5ForCausalLM": llama.LAYERS,
+    "MinistralForCausalLM": llama.LAYERS,
+    "Phi3ForCausalLM": Layers(dense=llama.FUSED_ATTENTION + llama.FUSED_MLP),
+    "Glm4ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + llama.FUSED_MLP + llama.NORMS_AFTER),
+    "Qwen2MoeForCausalLM": Layers(
+        routed=ATTENTION + QKV_BIAS + experts() + shared_expert("mlp.shared_expert") + SHARED_GATE
+    ),
 }
-WITH_QKV_BIAS = ("Qwen2ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM")
+WITH_QKV_BIAS = (
+    "Qwen2ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "SeedOssForCausalLM",
+    "Qwen2MoeForCausalLM",
+)
 
 
 def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:

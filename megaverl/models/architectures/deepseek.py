@@ -17,7 +17,6 @@ FUSED = "fused_qkv_a_proj"
 Q_UP = "linear_q_up_proj"
 KV_UP = "linear_kv_up_proj"
 BIAS = "mlp.gate.e_score_correction_bias"
-SHARED_FC1 = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj")
 
 
 def attention(
@@ -61,16 +60,7 @@ LATENT_ATTENTION = (
     attention("kv_b_proj", ("kv_up", "kv_latent"), ROWS, KV_UP),
     attention("o_proj", ("hidden", "values"), COLUMNS, "linear_proj"),
 )
-SHARED_EXPERTS = (
-    llama.linear("mlp.shared_experts.gate_proj", ("shared_ffn", "hidden"), Split.GATE, SHARED_FC1),
-    llama.linear("mlp.shared_experts.up_proj", ("shared_ffn", "hidden"), Split.UP, SHARED_FC1),
-    llama.linear(
-        "mlp.shared_experts.down_proj",
-        ("hidden", "shared_ffn"),
-        Split.ROW,
-        ("mlp.shared_experts.linear_fc2", "mlp.shared_experts.down_proj"),
-    ),
-)
+SHARED_EXPERTS = llama.shared_expert("mlp.shared_experts")
 ROUTER_BIAS = (Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS),)
 DEEPSEEK_V3 = Layers(
     dense=LATENT_ATTENTION + llama.MLP, routed=LATENT_ATTENTION + llama.experts() + ROUTER_BIAS + SHARED_EXPERTS

@@ -32,17 +32,37 @@ def linear(name: str, axes: tuple[str, ...], split: Split, engines: tuple[str, s
     return Rule(f"{name}.{kind}", axes, split, f"{engines[0]}.{kind}", f"{engines[1]}.{kind}")
 
 
+INPUT_NORM = norm("input_layernorm", "input_layernorm", "self_attention.linear_qkv")
+OUT = linear("self_attn.o_proj", ("hidden", "q"), Split.ROW, ("self_attention.linear_proj", "self_attn.o_proj"))
+MLP_NORM = norm("post_attention_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1")
+DOWN = linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2)
 PARTS = (("q", "q", Split.Q), ("k", "kv", Split.K), ("v", "kv", Split.V))
 ATTENTION = (
-    norm("input_layernorm", "input_layernorm", "self_attention.linear_qkv"),
+    INPUT_NORM,
     *(linear(f"self_attn.{part}_proj", (axis, "hidden"), split, QKV) for part, axis, split in PARTS),
-    linear("self_attn.o_proj", ("hidden", "q"), Split.ROW, ("self_attention.linear_proj", "self_attn.o_proj")),
+    OUT,
 )
 MLP = (
-    norm("post_attention_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1"),
+    MLP_NORM,
     linear("mlp.gate_proj", ("ffn", "hidden"), Split.GATE, FC1),
     linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
-    linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2),
+    DOWN,
+)
+# Phi-3's files hold q, k and v in one array, and gate and up in another, GLM-4's the latter alone.
+FUSED_ATTENTION = (
+    INPUT_NORM,
+    linear("self_attn.qkv_proj", ("qkv", "hidden"), Split.FUSED_QKV, QKV),
+    OUT,
+)
+FUSED_MLP = (
+    MLP_NORM,
+    linear("mlp.gate_up_proj", ("gate_and_up", "hidden"), Split.FUSED_GATE_UP, FC1),
+    DOWN,
+)
+# GLM-4's norms over the outputs of attention and MLP (`models/build.py` adds them to Megatron's layers).
+NORMS_AFTER = (
+    norm("post_self_attn_layernorm", "post_self_attn_layernorm"),
+    norm("post_mlp_layernorm", "post_mlp_layernorm"),
 )
 # Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each query and key head. GLM-4.5 has
 # either, both or none.
@@ -90,4 +110,29 @@ def experts(
     )
 
 
+def shared_expert(name: str) -> tuple[Rule, ...]:
+    """Return the rules of experts that every token goes to.
+
+    Args:
+        name: Hugging Face module that holds them, such as `mlp.shared_experts`.
+    """
+    fc1 = ("mlp.shared_experts.linear_fc1", f"{name}.gate_up_proj")
+    fc2 = ("mlp.shared_experts.linear_fc2", f"{name}.down_proj")
+    return (
+        linear(f"{name}.gate_proj", ("shared_ffn", "hidden"), Split.GATE, fc1),
+        linear(f"{name}.up_proj", ("shared_ffn", "hidden"), Split.UP, fc1),
+        linear(f"{name}.down_proj", ("hidden", "shared_ffn"), Split.ROW, fc2),
+    )
+
+
+# A sigmoid of this projection scales the output of Qwen2-MoE's shared expert.
+SHARED_GATE = (
+    Rule(
+        "mlp.shared_expert_gate.weight",
+        ("shared_gate", "hidden"),
+        Split.REPLICATED,
+        "mlp.shared_experts.gate_weight",
+        "mlp.shared_expert_gate.weight",
+    ),
+)
 LAYERS = Layers(dense=ATTENTION + MLP)

@@ -104,6 +104,8 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
     sizes |= {
         "q_bias": sizes["q"] * spec.qkv_bias,
         "kv_bias": sizes["kv"] * spec.qkv_bias,
+        "qkv": sizes["q"] + 2 * sizes["kv"],
+        "gate_and_up": 2 * spec.ffn_hidden_size,
         "head_norm": spec.head_dim * spec.qk_norm,
     }
     if spec.moe is not None:
@@ -113,6 +115,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "expert_ffn": spec.moe.ffn_hidden_size,
             "gate_up": 2 * spec.moe.ffn_hidden_size,
             "shared_ffn": spec.moe.shared_ffn_hidden_size,
+            "shared_gate": int(spec.moe.shared_gate),
         }
     if spec.mla is not None:
         kv_a = spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim

@@ -21,6 +21,9 @@ CASES = [
     ("GemmaForCausalLM", True, {"tp": 2}),
     ("MixtralForCausalLM", False, EXPERTS),
     ("DeepseekV3ForCausalLM", False, EXPERTS),
+    ("Phi3ForCausalLM", False, DENSE),
+    ("Glm4ForCausalLM", False, DENSE),
+    ("Qwen2MoeForCausalLM", False, EXPERTS),
 ]
 
 RANKS = "tests.checkpoint.convert.ranks"
