@@ -3,6 +3,7 @@
     python tools/bench_plan.py                    # both shapes, all 1,024 plans of each
     python tools/bench_plan.py --shape llama3_70b --json plan.json
     python tools/bench_plan.py --ranks 0 700      # one rank's plan for these ranks only, no others
+    python tools/bench_plan.py --fan-out          # 64 trainers and 128 replicas on other nodes, with fan-out
     python tools/bench_plan.py --traffic          # the bytes of all ranks' plans, as `megaverl plan` counts them
 
 No weights are loaded. One rank's plan is timed in a fresh process, including the layouts of all ranks, as in a run. All
@@ -35,10 +36,10 @@ from megaverl.planner.job import PlannedJob, make_job  # noqa: E402
 from megaverl.planner.traffic import make_traffic  # noqa: E402
 from megaverl.processes import ending_with_parent  # noqa: E402
 from megaverl.sharding.boxes import Box, intersect  # noqa: E402
-from megaverl.sharding.layout import Layout  # noqa: E402
+from megaverl.sharding.layout import EMPTY, Layout  # noqa: E402
 from megaverl.sharding.megatron import megatron_layouts  # noqa: E402
 from megaverl.sharding.model_spec import ModelSpec  # noqa: E402
-from megaverl.sharding.plan import Plan, make_plan, make_plans  # noqa: E402
+from megaverl.sharding.plan import Plan, Plans, make_plans  # noqa: E402
 from megaverl.sharding.proof import check_plans  # noqa: E402
 from megaverl.sharding.vllm import vllm_layouts  # noqa: E402
 
@@ -49,7 +50,11 @@ Layouts = Callable[[int], Layout]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the two parallelisms between which its weights move."""
+    """A model and the two parallelisms between which its weights move.
+
+    Attributes:
+        replicas: engines on ranks after the trainers', whose plans may fan out. None: engines on the trainers' ranks.
+    """
 
     title: str
     model: str
@@ -57,13 +62,30 @@ class Shape:
     vllm_tp: int
     layer_split: tuple[int, ...] | None = None
     expert_parallel: bool = False
+    replicas: int | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.grid.world_size + (self.replicas or 0) * self.vllm_tp
 
     def layouts(self) -> tuple[Layouts, Layouts]:
         spec = ModelSpec.from_config(model_config(self.model))
         weights = weights_of(spec)
         padded = -(-spec.vocab_size // self.grid.tp) * self.grid.tp
         source = megatron_layouts(weights, spec, self.grid, padded_vocab_size=padded, layer_split=self.layer_split)
-        return source, vllm_layouts(weights, spec, self.vllm_tp, expert_parallel=self.expert_parallel)
+        dest = vllm_layouts(weights, spec, self.vllm_tp, expert_parallel=self.expert_parallel)
+        if self.replicas is None:
+            return source, dest
+        trainers = self.grid.world_size
+        return (
+            lambda rank: source(rank) if rank < trainers else EMPTY,
+            lambda rank: dest(rank - trainers) if rank >= trainers else EMPTY,
+        )
+
+    def plans(self) -> Plans:
+        """Return the plans of all ranks, each made on access."""
+        return make_plans(*self.layouts(), self.world, node_of, fan_out=self.replicas is not None)
 
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -153,18 +175,34 @@ SHAPES = {
         expert_parallel=True,
     ),
 }
+FAN_OUT_SHAPES = {
+    "llama3_70b_split": Shape(
+        "TP8 x PP8 -> vLLM TP8 x 128 on other nodes", "llama3_70b", GridShape(tp=8, pp=8), 8, replicas=128
+    ),
+    "qwen3_235b_split": Shape(
+        "TP4 x PP8 x EP8 (ETP1) -> vLLM TP8 with EP x 128 on other nodes",
+        "qwen3_235b_a22b",
+        GridShape(tp=4, pp=8, dp=2, ep=8, etp=1),
+        8,
+        UNEVEN_94,
+        expert_parallel=True,
+        replicas=128,
+    ),
+}
+ALL_SHAPES = SHAPES | FAN_OUT_SHAPES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, help="one of the shapes instead of all")
+    parser.add_argument("--shape", choices=ALL_SHAPES, help="one of the shapes instead of all")
     parser.add_argument("--ranks", type=int, nargs="+", help="only one rank's plan, for each of these")
     parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--fan-out", action="store_true", help="the shapes with engines on other nodes")
     parser.add_argument("--traffic", action="store_true", help="only what `megaverl plan` counts of large jobs")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        print(json.dumps(measure_one(SHAPES[options.shape], options.ranks[0])))
+        print(json.dumps(measure_one(ALL_SHAPES[options.shape], options.ranks[0])))
         return
     if options.traffic:
         for name, job in TRAFFIC_JOBS.items():
@@ -172,10 +210,11 @@ def main() -> None:
             print(f"{name}: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU)", flush=True)
         return
     figures = {}
-    for name in [options.shape] if options.shape else SHAPES:
-        shape = SHAPES[name]
-        print(f"\n{shape.model}: {shape.title}, {shape.grid.world_size:,} ranks, {RANKS_PER_NODE} a node", flush=True)
-        figures[name] = one_rank_each(name, options.ranks or spread(shape.grid.world_size, 6))
+    chosen = FAN_OUT_SHAPES if options.fan_out else SHAPES
+    for name in [options.shape] if options.shape else chosen:
+        shape = ALL_SHAPES[name]
+        print(f"\n{shape.model}: {shape.title}, {shape.world:,} ranks, {RANKS_PER_NODE} a node", flush=True)
+        figures[name] = one_rank_each(name, options.ranks or spread(shape.world, 6))
         if not options.ranks:
             figures[name] |= measure_all(shape)
     if options.json:
@@ -211,8 +250,7 @@ def measure_one(shape: Shape, rank: int) -> dict[str, float]:
     """Time one rank's work before its first reshard. The process must be fresh."""
     before = resident_mb()
     start, cpu = time.perf_counter(), time.process_time()
-    source, dest = shape.layouts()
-    plan = make_plan(source, dest, shape.grid.world_size, rank, node_of)  # asks for the layouts of all ranks
+    plan = shape.plans()[rank]  # asks for the layouts of all ranks
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     # in KiB on Linux: the most that the process ever held
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -221,10 +259,15 @@ def measure_one(shape: Shape, rank: int) -> dict[str, float]:
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "peak_mb": peak - before,
-        "transfers": sum(map(len, [*plan.sends.values(), *plan.receives.values()])),
-        "peers": len(plan.sends.keys() | plan.receives.keys()),
+        "transfers": sum(map(len, transfers_by_peer(plan))),
+        "peers": len({peer for hop in plan.hops for peer in (*hop.sends, *hop.receives)}),
         "messages": num_messages(plan),
     }
+
+
+def transfers_by_peer(plan: Plan) -> list[Sequence[Any]]:
+    """Return what a rank exchanges with each peer in each hop."""
+    return [transfers for hop in plan.hops for lists in (hop.sends, hop.receives) for transfers in lists.values()]
 
 
 def resident_mb() -> float:
@@ -239,8 +282,8 @@ def num_messages(plan: Plan) -> int:
     from megaverl.weights.transports import BUCKET_BYTES, messages
     from megaverl.weights.transports.point_to_point import SLOTS
 
-    lists = [*plan.sends.values(), *plan.receives.values()]
-    return sum(len(messages(boxes, lambda _: torch.bfloat16, BUCKET_BYTES // SLOTS)) for boxes in lists)
+    size = BUCKET_BYTES // SLOTS
+    return sum(len(messages(boxes, lambda _: torch.bfloat16, size)) for boxes in transfers_by_peer(plan))
 
 
 class Watched(Sequence[Plan]):
@@ -252,6 +295,7 @@ class Watched(Sequence[Plan]):
         self.seconds = self.seconds_counting = 0.0
         self.received = [0] * len(plans)
         self.sent = [0] * len(plans)
+        self.sent_far = [0] * len(plans)
         self.local = [0] * len(plans)
         self.to_own_node = 0
 
@@ -270,12 +314,16 @@ class Watched(Sequence[Plan]):
         start = time.perf_counter()
         plan = self._plans[rank]
         made = time.perf_counter()
-        self.received[rank] = sum(map(self._count, plan.receives.values()))
         self.local[rank] = self._count(plan.copies)
-        for peer, transfers in plan.sends.items():
-            count = self._count(transfers)
-            self.sent[rank] += count
-            self.to_own_node += count if node_of(peer) == node_of(rank) else 0
+        for hop in plan.hops:
+            self.received[rank] += sum(map(self._count, hop.receives.values()))
+            for peer, transfers in hop.sends.items():
+                count = self._count(transfers)
+                self.sent[rank] += count
+                if node_of(peer) == node_of(rank):
+                    self.to_own_node += count
+                else:
+                    self.sent_far[rank] += count
         self.seconds += made - start
         self.seconds_counting += time.perf_counter() - made
         return plan
@@ -292,10 +340,10 @@ class Watched(Sequence[Plan]):
 
 def measure_all(shape: Shape) -> dict[str, Any]:
     """Make and prove all ranks' plans, and return their times and bytes."""
-    world = shape.grid.world_size
+    world = shape.world
     source, dest = shape.layouts()
     start, cpu = time.perf_counter(), time.process_time()
-    plans = Watched(make_plans(source, dest, world, node_of))
+    plans = Watched(make_plans(source, dest, world, node_of, fan_out=shape.replicas is not None))
     gc.freeze()  # the layouts stay: without this the collector walks through them again and again
     check_plans(plans)
     seconds = time.perf_counter() - start - plans.seconds_counting
@@ -315,6 +363,9 @@ def measure_all(shape: Shape) -> dict[str, Any]:
         f"{world - len(wrong):,} of {world:,} ranks; {plans.to_own_node / sum(plans.sent):.0%} stays within a node"
     )
     print(f"  busiest sender: {busiest:.3f} of the mean; busiest node: {max(nodes) / statistics.mean(nodes):.3f}")
+    if shape.replicas is not None:
+        most = max(plans.sent_far) * ITEMSIZE / 1e9
+        print(f"  busiest sender to other nodes: {most:.3f} GB, {most / max(gigabytes):.3f} of what a rank receives")
     return {
         "seconds_all": seconds,
         "seconds_making": plans.seconds,

@@ -9,6 +9,7 @@
     python tools/fault_campaign.py --partial                # the same points of a run that keeps unfinished responses
     python tools/fault_campaign.py --in-flight              # points of one whose engine takes weights inside a step
     python tools/fault_campaign.py --overlap                # points of one whose weights travel meanwhile
+    python tools/fault_campaign.py --relayed                # points of one whose engines pass weights on, on four nodes
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
@@ -43,17 +44,22 @@ from tests.faults.points import (
     PARTIAL,
     PARTIAL_POINTS,
     POINTS,
+    RELAYED,
+    RELAYED_POINTS,
+    RELAYED_RANKS,
     SHORT_WAIT,
     finish,
     hit,
     of_kind,
     resumed_from,
+    run_on,
 )
-from tests.faults.runs import Remains, arguments, differences, remains
+from tests.faults.runs import Remains, differences, remains
 from tests.faults.server_points import SERVER_POINTS, ServerPoint, run_on_servers
 from tests.launcher import Launcher
 from tests.trainer.conftest import make_inputs
 
+ALL_POINTS = POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS | RELAYED_POINTS
 KINDS = ("kill", "stop", "term", "usr1", "exception", "stall")
 COLUMNS = "{:26} {:>4} {:>5} {:>12} {:>7}   {:24} {:>7}   {}"
 DEADLINE = 240.0  # seconds for one run
@@ -69,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--partial", action="store_true", help="with rollout.partial")
     parser.add_argument("--in-flight", action="store_true", help="with rollout.in_flight_updates, an engine of its own")
     parser.add_argument("--overlap", action="store_true", help="with reshard.overlap")
-    names = [*POINTS, *PARTIAL_POINTS, *IN_FLIGHT_POINTS, *OVERLAP_POINTS, *SERVER_POINTS]
+    parser.add_argument("--relayed", action="store_true", help="with a fan-out over four nodes (reshard.fan_out)")
+    names = [*ALL_POINTS, *SERVER_POINTS]
     parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(names)}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     options = parser.parse_args(argv)
@@ -83,18 +90,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         points, settings = IN_FLIGHT_POINTS, IN_FLIGHT
     elif options.overlap:
         points, settings = OVERLAP_POINTS, OVERLAP
+    elif options.relayed:
+        points, settings = RELAYED_POINTS, RELAYED
     chosen = [name for name in points if options.points is None or name in options.points]
     if options.engine == "server" and options.trainer != "megatron":
         parser.error("--trainer: the points of --engine server are of a Megatron actor")
-    if (options.engine == "server") + options.partial + options.in_flight + options.overlap > 1:
-        parser.error("--partial, --in-flight, --overlap and --engine server are runs of their own; use one of them")
+    special = (options.engine == "server", options.partial, options.in_flight, options.overlap, options.relayed)
+    if sum(special) > 1:
+        parser.error(
+            "--partial, --in-flight, --overlap, --relayed and --engine server are runs of their own; use one of them"
+        )
     if not chosen:
         parser.error(f"--points: found {options.points!r}; there are: {'; '.join(points)}")
+    nodes = RELAYED_RANKS if options.relayed else None
     folder = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
     try:
         if options.engine == "server":
             return campaign_of_servers(chosen, folder)
-        return campaign(chosen, options.kind, options.engine, folder, options.trainer, settings)
+        return campaign(chosen, options.kind, options.engine, folder, options.trainer, settings, nodes)
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -107,17 +120,20 @@ def campaign(
     folder: Path,
     trainer: str = "megatron",
     settings: Sequence[str] = (),
+    nodes: int | None = None,
 ) -> int:
-    """Try the chosen points and return the exit status."""
+    """Try the chosen points and return the exit status.
+
+    Args:
+        nodes: as in `hit`.
+    """
     (folder / "inputs").mkdir(parents=True)
     inputs = make_inputs(folder / "inputs")
     more = [f"rollout.engine={engine}", *settings] + ([SHORT_WAIT] if kind == "stall" else [])
     more += ["actor.engine=fsdp", "actor.tp=1", "critic.pp=1"] if trainer == "fsdp" else []
     start, bad = time.monotonic(), []
     with Launcher() as launch:
-        ended = launch.command(
-            arguments(inputs, folder / "untouched", *more), logs=folder / "output", deadline=DEADLINE
-        )
+        ended = run_on(launch, inputs, folder / "untouched", *more, nodes=nodes, deadline=DEADLINE)
         if any(ended.codes):
             print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
             return 1
@@ -126,8 +142,8 @@ def campaign(
         print(f"{title}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
-            fault = of_kind((POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS)[name], kind)
-            if not _try(launch, inputs, folder / f"{number:02}", name, fault, expected, more):
+            fault = of_kind(ALL_POINTS[name], kind)
+            if not _try(launch, inputs, folder / f"{number:02}", name, fault, expected, more, nodes):
                 bad.append(name)
     print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
     return 1 if bad else 0
@@ -162,11 +178,18 @@ def campaign_of_servers(chosen: Sequence[str], folder: Path) -> int:
 
 
 def _try(
-    launch: Launcher, inputs: Path, runs: Path, name: str, fault: Fault, expected: Remains, more: Sequence[str]
+    launch: Launcher,
+    inputs: Path,
+    runs: Path,
+    name: str,
+    fault: Fault,
+    expected: Remains,
+    more: Sequence[str],
+    nodes: int | None = None,
 ) -> bool:
     """Hit the run at one point, finish it, and print the line."""
-    remains = hit(launch, inputs, runs, fault, *more)
-    again, wrong = finish(launch, inputs, runs, expected, *more)
+    remains = hit(launch, inputs, runs, fault, *more, nodes=nodes)
+    again, wrong = finish(launch, inputs, runs, expected, *more, nodes=nodes)
     wrong = remains.wrong + wrong
     codes = " ".join(map(str, remains.ended.codes))
     source = resumed_from(again) or "the start"

@@ -46,6 +46,7 @@ COSTS = (
     "gpu/*",
     "memory/*",
     "busy/*",
+    "comm/*",
     "reward/service_*",
     "*/hidden_fraction",
     "rollout/server_samples/*",  # the server that is free first takes a request

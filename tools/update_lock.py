@@ -12,6 +12,9 @@ wheel is not on pip's own sources, set PIP_EXTRA_INDEX_URL to PyTorch's CPU whee
 The locks for GPUs are of another Python and another machine: uv resolves those from the packages' metadata alone, with
 no GPU and nothing installed. What has no wheel is marked, for launch/bootstrap.sh to build.
 
+Why not `uv lock`: its file names the registry that each wheel came from, and these locks serve machines with mirrors of
+their own. It also locks everything that metadata demand, while LEFT_OUT names what must stay away.
+
 Last, the files of every lock's wheels are compared (`tools/wheel_records.py`): `--no-deps` installs wheels that
 overwrite each other without a word, and the result depends on their order.
 """

@@ -109,7 +109,7 @@ def mean_with_interval(values: Sequence[float], confidence: float = CONFIDENCE) 
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Mean difference of two evaluations over the same prompts.
 
     Attributes:
@@ -128,7 +128,7 @@ class Difference:
 
 def paired_difference(
     before: Mapping[str, float], after: Mapping[str, float], confidence: float = CONFIDENCE
-) -> Difference:
+) -> PairedDifference:
     """Return the difference of two evaluations, paired over the prompts that both have.
 
     Pairing removes the deviation of the prompts' difficulty, which both evaluations share (Miller 2024, arXiv
@@ -147,14 +147,14 @@ def paired_difference(
     count = len(differences)
     mean = math.fsum(differences) / count
     if count == 1:
-        return Difference(mean, -1.0, 1.0, math.nan, 1)
+        return PairedDifference(mean, -1.0, 1.0, math.nan, 1)
     error = _standard_error(differences, mean)
     # All prompts differ by the same amount.
     if error == 0.0:
-        return Difference(mean, mean, mean, 1.0 if mean == 0.0 else 0.0, count)
+        return PairedDifference(mean, mean, mean, 1.0 if mean == 0.0 else 0.0, count)
     reach = student_quantile((1 + confidence) / 2, count - 1) * error
     p_value = 2 * (1 - student_cdf(abs(mean / error), count - 1))
-    return Difference(mean, mean - reach, mean + reach, p_value, count)
+    return PairedDifference(mean, mean - reach, mean + reach, p_value, count)
 
 
 def _standard_error(values: Sequence[float], mean: float) -> float:

@@ -51,6 +51,7 @@ MACHINE = {
     "nvlink": "GB/s between a GPU and its node, each direction",
     "network": "GB/s of a GPU to other nodes, each way",
     "hbm": "GB/s of a GPU's memory",
+    "disk": "GB/s of a node to the file system of checkpoints, each way",
 }
 FLOW = """\
 Show the training step of a configuration: operators, their roles, inputs and outputs, which run at the same time, and
@@ -73,7 +74,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or the hardware's number")
     for name, meaning in MACHINE.items():
         default = getattr(Machine, name)
-        text = meaning if default is None else f"{meaning} ({default / GB:g}, or the hardware's)"
+        described = "" if name == "disk" else ", or the hardware's"
+        text = meaning if default is None else f"{meaning} ({default / GB:g}{described})"
         parser.add_argument(f"--{name}", type=float, metavar="GB", help=text)
     parser.add_argument("--auto", action="store_true", help="search for the best layouts by predicted time")
     parser.add_argument(

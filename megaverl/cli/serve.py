@@ -23,7 +23,7 @@ from megaverl.cli.options import Subcommand, UsageError, add_json
 from megaverl.config import RolloutConfig
 from megaverl.errors import FAILED, MegaverlError
 from megaverl.rewards.service import JOB_HEADER
-from megaverl.rollout.server_api import is_loopback, url_problem
+from megaverl.rollout.server_api import RECEIVER, is_loopback, url_problem
 from megaverl.rollout.serving import MODULE, check_start, default_arguments, watch_server
 
 # Environment variables through which the command configures the middleware in its server's process.
@@ -38,6 +38,7 @@ ROLLOUT_ARGUMENTS = (
     *("--generation-config", "vllm"),
     *("--logprobs-mode", "processed_logprobs"),
 )
+EXTENSION = "--worker-extension-cls"
 SERVE = """\
 Start vLLM's server.
 
@@ -102,15 +103,18 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
             raise UsageError(f"--token-env: no variable {arguments.token_env} is set")
         # Arguments of a process can be read by every user of the machine, its environment cannot.
         variables[TOKEN] = environment[arguments.token_env]
+    vllm_arguments = shlex.split(arguments.vllm)
     if is_rollout:
         kind = list(ROLLOUT_ARGUMENTS)
+        # Its workers can then receive weights from an actor's ranks (rollout.servers.transfer: direct).
+        if not any(word.partition("=")[0] == EXTENSION for word in vllm_arguments):
+            kind += [EXTENSION, RECEIVER]
     elif arguments.judge:
         kind = []
     else:
         kind = ["--runner", "pooling", "--convert", "classify"]
     address = ["--host", arguments.host, "--port", str(port)]
     guard = TokenGuard if is_rollout else JobQueues
-    vllm_arguments = shlex.split(arguments.vllm)
     defaults = default_arguments(arguments.model, vllm_arguments)
     middleware = ["--middleware", f"{__name__}.{guard.__name__}"]
     return ["serve", arguments.model, *kind, *address, *middleware, *defaults, *vllm_arguments], variables

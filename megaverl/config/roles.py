@@ -504,10 +504,12 @@ class ServersConfig(Section):
     interface."""
     folder: Text | None = None
     """Shared folder, at the same path for the actor's ranks, the first rollout rank and every server. Each version of
-    the weights is written there as a Hugging Face folder. null: rollout_weights in the run's folder."""
-    transfer: Literal["folder", "nccl"] = "folder"
-    """How weights reach the servers. folder: servers read the shared folder. nccl: the first rollout rank, which needs
-    a GPU, sends the weights; vLLM's servers then need not see the folder."""
+    the weights is written there as a Hugging Face folder, unless transfer is direct. null: rollout_weights in the run's
+    folder."""
+    transfer: Literal["folder", "direct", "nccl"] = "folder"
+    """How weights reach the servers. folder: servers read the shared folder. direct: every rank of the actor sends its
+    shards into place, to all of vLLM's servers at once, without a folder. nccl: the first rollout rank, which needs a
+    GPU, sends the folder's weights to one server after the other; vLLM's servers then need not see the folder."""
     max_requests: Positive = 64
     """Maximum number of concurrent requests per server, from all ranks together."""
     timeout_seconds: Seconds = 600.0
@@ -539,9 +541,12 @@ class ServersConfig(Section):
         if self.dns is not None and urlsplit(self.dns).scheme == "https":
             text = "found https; a certificate is of a name, not of the addresses behind it."
             yield ConfigIssue(f"{at}.dns", text)
-        if self.kind == "sglang" and self.transfer == "nccl":
-            text = "found 'nccl', which SGLang's servers are not sent weights by. Use transfer: folder."
+        if self.kind == "sglang" and self.transfer != "folder":
+            text = f"found '{self.transfer}', which SGLang's servers are not sent weights by. Use transfer: folder."
             yield ConfigIssue(f"{at}.transfer", text, involves=(f"{at}.kind",))
+        if self.transfer == "direct" and self.folder is not None:
+            text = "is set, and transfer: direct writes no folder. Leave it out, or use transfer: folder."
+            yield ConfigIssue(f"{at}.folder", text, involves=(f"{at}.transfer",))
 
 
 class PartialConfig(Section):
@@ -817,6 +822,10 @@ class ReshardConfig(Section):
     """Send weights to the engines while the critic updates. The critic's update then follows the actor's. With
     actor.ddp.overlap_param_gather, weights are sent bucket by bucket. Refused with rollout.async_rollout, rollout.sleep
     and actor.offload.parameters."""
+    fan_out: Literal["auto", "never"] = "auto"
+    """auto: weights enter each node once, and the ranks that received them send them on to other nodes and ranks, if
+    this relieves the busiest link between nodes. never: every rank fetches its weights from the actor's ranks. Has no
+    effect on one node or with reshard.folder."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
     reshard. -1: never."""
@@ -825,3 +834,8 @@ class ReshardConfig(Section):
     folder: Text | None = None
     """Shared folder for transferring weights between nodes without a fast network. null: weights are sent over the
     network."""
+
+    @property
+    def may_fan_out(self) -> bool:
+        """Return whether a plan may use a fan-out. Files of a shared folder reach every node without one."""
+        return self.fan_out == "auto" and self.folder is None

@@ -33,6 +33,9 @@ def server_issues(config: Config) -> Issues:
     if config.rollout.engine == "server" and config.environment.agents == "own":
         text = "found 'own'; servers hold one actor's weights. Use agents: shared."
         yield ConfigIssue("environment.agents", text, involves=("rollout.engine",))
+    if config.rollout.engine == "server" and config.rollout.servers.transfer == "direct" and config.actor.lora:
+        text = "found 'direct', which sends no adapters. Use transfer: folder, for which they are merged."
+        yield ConfigIssue("rollout.servers.transfer", text, involves=("actor.lora",))
 
 
 def _training_sampling_issues(config: Config) -> Issues:

@@ -112,7 +112,7 @@ def find_successor(path: str) -> Successor | None:
     """Return the replacement for a path of another trainer's repository, or None."""
     plain = path.lower().replace("\\", "/").removeprefix("./")
     begins = [plain.find(root) for root in ROOTS if plain.startswith(root) or f"/{root}" in plain]
-    # A path may lie inside a clone: /home/me/verl/examples/ppo_trainer/run.sh.
+    # A path may lie inside a clone: clones/verl/examples/ppo_trainer/run.sh.
     inner = [plain[begin:] for begin in sorted(begins, reverse=True)]
     for candidate in [*inner, plain]:
         for successor in SUCCESSORS:

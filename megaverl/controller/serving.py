@@ -247,7 +247,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         coroutine.send(None)
     except StopIteration as done:
-        return done.value
+        return typing.cast(T, done.value)
     coroutine.close()
     raise RuntimeError("a worker's method suspended; on a rank it must block instead")
 

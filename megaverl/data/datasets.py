@@ -21,7 +21,8 @@ from megaverl.config.run import SourceConfig
 from megaverl.data.digests import RowsDigest
 from megaverl.data.messages import Message
 from megaverl.data.prompts import Columns, PromptEncoder, RowColumns
-from megaverl.data.sources import Entry, RowChain, RowSource, as_source, open_source
+from megaverl.data.row_source import RowSource
+from megaverl.data.sources import Entry, RowChain, as_source, open_source
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 

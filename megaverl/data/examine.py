@@ -14,8 +14,9 @@ from megaverl.config.run import DataConfig
 from megaverl.data.images import Images
 from megaverl.data.preferences import Judged, PreferenceColumns
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, RowColumns, load_tools, value_at
+from megaverl.data.row_source import RowSource
 from megaverl.data.row_values import is_converted
-from megaverl.data.sources import RowChain, RowSource, as_source, open_source
+from megaverl.data.sources import RowChain, as_source, open_source
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import DataError
 

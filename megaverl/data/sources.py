@@ -17,11 +17,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megaverl.config.evaluation import SUITE_PREFIX, parse_suite_source
 from megaverl.config.run import SourceConfig, is_hub_name
 from megaverl.data.row_groups import SHARED, GroupBound, RowGroupCache
+from megaverl.data.row_source import RowSource
 from megaverl.data.row_values import Conversion, arrow_conversion, parse_row, without_null_fields
 from megaverl.data.suites import SUITES, CsvRows, SuiteRows
 from megaverl.errors import DataError
@@ -306,21 +307,6 @@ class Place(str):
         place = super().__new__(cls, text)
         place.folder = folder
         return place
-
-
-class RowSource(Protocol):
-    """Rows by number. `where` names a row in a way that a person can find it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def where(self, index: int) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest that changes if the rows change."""
-        ...
 
 
 class JsonlFile:

@@ -20,12 +20,12 @@ from megaverl.data.datasets import Mixture, PromptDataset, PromptRecord, PromptS
 from megaverl.data.digests import digest_of_files, digest_of_rows, written_times
 from megaverl.data.prompts import Columns, PromptEncoder
 from megaverl.data.row_groups import RowGroupCache
+from megaverl.data.row_source import RowSource
 from megaverl.data.row_values import parse_row
 from megaverl.data.sources import (
     Entry,
     ParquetFile,
     Place,
-    RowSource,
     as_source,
     check_revision,
     expand_paths,

@@ -12,23 +12,21 @@ import csv
 import hashlib
 import io
 import json
-import pickle
+import pickletools
 import random
 import string
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from megaverl.config.evaluation import SUITE_NAMES
+from megaverl.data.row_source import RowSource
 from megaverl.errors import DataError
 from megaverl.outside import read_json
 from megaverl.rewards.choices import extract_choice
 from megaverl.rewards.rules import final_number
-
-if TYPE_CHECKING:
-    from megaverl.data.sources import RowSource
 
 Row = dict[str, Any]
 # Row, place of the row for messages, and seed -> row of prompt, answer and further columns.
@@ -38,6 +36,11 @@ Convert = Callable[[Mapping[str, Any], str, int], Row]
 CHOICES, CHECKER, SECONDS, MEMORY = "choices", "checker", "time_limit", "memory_limit"
 # Column with a digest of the row, by which two evaluations of the same data are paired.
 IDENTITY = "prompt_id"
+
+# LiveCodeBench's private tests are pickled texts. Operations of a pickle that make a text, and those around it.
+TEXT_OPERATIONS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
+FRAME_OPERATIONS = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")
+LONGEST_TESTS = 1 << 30  # bytes of one problem's unpacked test cases
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 AFTER_HASHES = 'Think step by step, and write the final answer alone on the last line, after "####".'
@@ -209,11 +212,25 @@ def _livecodebench_test(test: Mapping[str, Any], function: str | None, where: st
     return {"call": function, "args": arguments, "expected": read_json(str(test["output"]))}
 
 
-class _TextAlone(pickle.Unpickler):
-    """Unpickler that creates no objects: private tests are a pickled text."""
+def _pickled_text(packed: str) -> str:
+    """Return the text in base64 of a compressed pickle, without running the pickle's program.
 
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it holds an object of {module}.{name}; expected a text")
+    Raises:
+        ValueError: the pickle holds anything but one text, or the text is longer than `LONGEST_TESTS`.
+    """
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(base64.b64decode(packed.encode()), LONGEST_TESTS)
+    if unpacking.unconsumed_tail:
+        raise ValueError(f"more than {LONGEST_TESTS:,} bytes")
+    texts: list[str] = []
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in TEXT_OPERATIONS:
+            texts.append(str(argument))
+        elif operation.name not in FRAME_OPERATIONS:
+            raise ValueError(f"a pickle with the operation {operation.name}; expected one text")
+    if len(texts) != 1:
+        raise ValueError(f"a pickle of {len(texts)} texts; expected one")
+    return texts[0]
 
 
 def _test_cases(value: Any, where: str) -> list[Mapping[str, Any]]:
@@ -222,9 +239,8 @@ def _test_cases(value: Any, where: str) -> list[Mapping[str, Any]]:
         return []
     if isinstance(value, str) and value.lstrip()[:1] != "[":
         try:
-            packed = zlib.decompress(base64.b64decode(value.encode()))
-            value = _TextAlone(io.BytesIO(packed)).load()
-        except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
+            value = _pickled_text(value)
+        except (binascii.Error, zlib.error, ValueError) as error:
             raise DataError(f"{where}: its test cases cannot be read ({error}). Copy the file again.") from error
     parsed = read_json(value) if isinstance(value, str) else value
     if not isinstance(parsed, list) or not all(isinstance(test, Mapping) for test in parsed):

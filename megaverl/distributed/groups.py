@@ -71,19 +71,23 @@ class Grid:
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        return self.pg_collection.tp
+        group: dist.ProcessGroup = self.pg_collection.tp
+        return group
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        return self.pg_collection.cp
+        group: dist.ProcessGroup = self.pg_collection.cp
+        return group
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        return self.pg_collection.pp
+        group: dist.ProcessGroup = self.pg_collection.pp
+        return group
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        return self.pg_collection.dp
+        group: dist.ProcessGroup = self.pg_collection.dp
+        return group
 
     @property
     def dimensions(self) -> dict[str, str]:

@@ -108,6 +108,21 @@ def own_address() -> str:
     return [*found, LOOPBACK][0]
 
 
+def address_towards(host: str) -> str:
+    """Return this machine's address on the route to `host`; `own_address()` if the host is unknown or on the loopback.
+
+    Processes on `host` and on this job's nodes reach this machine there.
+    """
+    with suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            if ip_address(address[0]).is_loopback:
+                continue
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # selects a route without sending anything
+                return str(probe.getsockname()[0])
+    return own_address()
+
+
 def family_of(address: str) -> Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]:
     """Return the address family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

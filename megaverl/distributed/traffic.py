@@ -108,10 +108,12 @@ def _all_to_all(group: dist.ProcessGroup, output: Sequence[Tensor], *rest: Any) 
 def _all_to_all_single(
     group: dist.ProcessGroup, output: Tensor, whole: Tensor, output_sizes: Sequence[int] = (), *rest: Any
 ) -> float:
-    if not output_sizes:
+    # megatron-core's dispatcher of experts hands over an array of NumPy.
+    sizes = [int(size) for size in output_sizes]
+    if not sizes:
         return _others_share(group) * _bytes_of(output)
-    rows = sum(output_sizes)
-    own = output_sizes[group.rank()]
+    rows = sum(sizes)
+    own = sizes[group.rank()]
     return _bytes_of(output) * (rows - own) / rows if rows else 0.0
 
 

@@ -18,7 +18,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -182,7 +182,8 @@ def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
     The first message blocks the sender until the receiver calls too, which both do in a collective along a tree.
     """
     with connects_lazily():
-        return dist.new_group(backend="gloo", timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
@@ -199,6 +200,32 @@ def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.Process
     return _joined(platform.backend, name, fabric.store, ranks, fabric.timeout)
 
 
+def join_processes(
+    backend: str, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, *, key: str
+) -> dist.ProcessGroup:
+    """Return a group of processes of several jobs, such as an actor's ranks and the workers of inference servers.
+
+    Collective over these processes, each of which has a default group of its own. End the group with `leave`.
+
+    Args:
+        store: reached by all of them.
+        rank: this process's number in the group.
+        key: setting that `timeout` comes from, for errors.
+
+    Raises:
+        TrainingStopped: a process did not arrive in time.
+    """
+    return _joined(backend, name, store, (rank, size, dist.get_rank()), timeout, key)
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """End a group of `join_processes` at once, so that the others' operations in it fail instead of waiting."""
+    with suppress(RuntimeError, dist.DistError):
+        group.abort()
+    with suppress(RuntimeError, ValueError, dist.DistError):
+        dist.destroy_process_group(group)
+
+
 def default_group() -> dist.ProcessGroup:
     """Return the default process group, which is this rank's world."""
     group = dist.group.WORLD
@@ -207,19 +234,23 @@ def default_group() -> dist.ProcessGroup:
 
 
 @contextmanager
-def _deadline(what: str, timeout: timedelta) -> Iterator[None]:
+def _deadline(what: str, timeout: timedelta, key: str = "run.timeout_minutes") -> Iterator[None]:
     """Return a context that turns torch's errors about missing ranks into `TrainingStopped`."""
     try:
         yield
     except (dist.DistError, RuntimeError, TrainingStopped) as error:
         raise TrainingStopped(
-            f"{what} did not come together within {timeout.total_seconds():g} s (run.timeout_minutes): "
-            f"{cause_of(error)}"
+            f"{what} did not come together within {timeout.total_seconds():g} s ({key}): {cause_of(error)}"
         ) from error
 
 
 def _joined(
-    backend: str, name: str, store: dist.Store, ranks: tuple[int, int, int], timeout: timedelta
+    backend: str,
+    name: str,
+    store: dist.Store,
+    ranks: tuple[int, int, int],
+    timeout: timedelta,
+    key: str = "run.timeout_minutes",
 ) -> dist.ProcessGroup:
     """Create a group of ranks of the job, besides the default group of this rank's world. Collective over these ranks.
 
@@ -232,7 +263,8 @@ def _joined(
     """
     rank, size, own = ranks
     name_of_group: Any = f"megaverl_{name}"  # newer versions of torch have a type for it
-    with _deadline(f"the group '{name}'", timeout):
+    with _deadline(f"the group '{name}'", timeout, key):
+        group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
             size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
         )

@@ -15,8 +15,8 @@ from typing import Any
 
 from megaverl.algorithms.evaluation import (
     CONFIDENCE,
-    Difference,
     Estimate,
+    PairedDifference,
     PromptScores,
     mean_with_interval,
     paired_difference,
@@ -157,7 +157,7 @@ def read_suites(folder: Path) -> dict[str, SuiteResult]:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of the table: a metric of a suite, and its difference from an earlier evaluation.
 
     Attributes:
@@ -168,30 +168,30 @@ class Row:
     metric: str
     estimate: Estimate
     before: float | None = None
-    difference: Difference | None = None
+    difference: PairedDifference | None = None
 
 
 def table_rows(
     results: Sequence[SuiteResult], earlier: Mapping[str, SuiteResult] | None = None, confidence: float = CONFIDENCE
-) -> Iterator[Row]:
+) -> Iterator[TableRow]:
     """Yield the rows of a table. Metrics that the earlier evaluation also has are compared, paired over prompts."""
     for result in results:
         before = (earlier or {}).get(result.suite)
         for metric in result.metrics:
             estimate = result.estimate(metric, confidence)
             if before is None or metric not in before.metrics:
-                yield Row(result.suite, metric, estimate)
+                yield TableRow(result.suite, metric, estimate)
                 continue
             old, new = before.values(metric), result.values(metric)
             common = [old[prompt] for prompt in new if prompt in old]
             if not common:
-                yield Row(result.suite, metric, estimate)
+                yield TableRow(result.suite, metric, estimate)
                 continue
             difference = paired_difference(old, new, confidence)
-            yield Row(result.suite, metric, estimate, math.fsum(common) / len(common), difference)
+            yield TableRow(result.suite, metric, estimate, math.fsum(common) / len(common), difference)
 
 
-def cells_of(rows: Sequence[Row], confidence: float = CONFIDENCE) -> list[list[str]]:
+def cells_of(rows: Sequence[TableRow], confidence: float = CONFIDENCE) -> list[list[str]]:
     """Return the cells of a table: a heading, then a line for each row."""
     interval = f"{confidence:.0%} interval"
     is_compared = any(row.difference is not None for row in rows)
@@ -211,7 +211,7 @@ def cells_of(rows: Sequence[Row], confidence: float = CONFIDENCE) -> list[list[s
     return lines
 
 
-def table_text(rows: Sequence[Row], confidence: float = CONFIDENCE) -> str:
+def table_text(rows: Sequence[TableRow], confidence: float = CONFIDENCE) -> str:
     """Return the table as text."""
     lines = cells_of(rows, confidence)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

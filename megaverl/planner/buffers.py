@@ -179,6 +179,8 @@ class TrainedBytes:
         saved_weights, saved_optimizer: bytes that the rank writes to a checkpoint (`megaverl.checkpoint.rank_shards`):
             one replica's share of the weights, and its optimizer state in float32. Norms count for every
             tensor-parallel rank, though only one of them writes them.
+        loaded: bytes that the rank reads when a run resumes: every replica reads its weights, and each rank its share
+            of the optimizer state.
     """
 
     weights: int
@@ -187,6 +189,7 @@ class TrainedBytes:
     step: int
     saved_weights: int
     saved_optimizer: int
+    loaded: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -300,7 +303,7 @@ def trained_bytes(
         first_stage: whether this is the first pipeline stage. Only its first chunk is cut into buckets.
     """
     grad_itemsize = 4 if options.grads_in_fp32 else itemsize
-    weights = gradients = optimizer = step = saved_weights = saved_optimizer = 0
+    weights = gradients = optimizer = step = saved_weights = saved_optimizer = loaded = 0
     # Without a distributed optimizer, megatron-core saves float32 weights once, with the model.
     saved_states = options.num_moments + (options.distributed or itemsize < 4)
     for index, chunk in enumerate(chunks):
@@ -323,8 +326,9 @@ def trained_bytes(
             saved_weights += itemsize * sum(saved) // count
             saved_owned = buffer.owned(replica, count, ranges) if options.distributed else sum(saved) // count
             saved_optimizer += 4 * saved_states * saved_owned
+            loaded += itemsize * plain + 4 * saved_states * owned
     held = round(optimizer * (1 - options.offload))
-    return TrainedBytes(weights, gradients, held, step, saved_weights, saved_optimizer)
+    return TrainedBytes(weights, gradients, held, step, saved_weights, saved_optimizer, loaded)
 
 
 def state_bytes(options: BufferOptions, itemsize: int) -> int:

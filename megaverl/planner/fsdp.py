@@ -135,6 +135,7 @@ def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes
         step=MASTER * here,
         saved_weights=MASTER * numel // replicas,
         saved_optimizer=2 * MASTER * numel // replicas,
+        loaded=3 * MASTER * numel,
     )
 
 

@@ -446,6 +446,7 @@ class Machine:
         memory: memory of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
         reserve: memory that roles and engines cannot use: CUDA's context, NCCL's buffers and the like; None: counted
             part by part for each rank (`megaverl.planner.reserve`).
+        disk: bytes per second between a node and the file system of checkpoints.
         on_gpus: False where ranks are processes on CPU cores, which have other defaults.
         nvlink, network, hbm: bandwidths; NVLink 4 gives 450 GB/s each way, a 400 Gbit/s adapter 50 GB/s.
     """
@@ -456,6 +457,7 @@ class Machine:
     nvlink: float = 450 * GB
     network: float = 50 * GB
     hbm: float = 3350 * GB
+    disk: float = 2 * GB
     on_gpus: bool = True
 
     def node_of(self, rank: int) -> int:

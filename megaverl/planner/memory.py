@@ -50,6 +50,7 @@ class RankMemory:
         engine: how the rollout engine divides its share of the memory.
         saved: bytes that the rank writes to a checkpoint. With `checkpoint.async_save`, host memory may hold as much
             again if an update begins before it is written.
+        loaded: bytes that the rank reads from a checkpoint when a run resumes.
         host: component -> bytes of host memory: offloaded state, and a checkpoint's copy.
     """
 
@@ -59,6 +60,7 @@ class RankMemory:
     engine: EngineBytes = field(repr=False)
     saved: float = 0.0
     host: dict[str, float] = field(default_factory=dict)
+    loaded: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -156,7 +158,8 @@ class MemoryModel:
         moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
         written = [self.trained(role, rank) for role in job.roles if role.trained and role.place(rank) is not None]
         saved = float(sum(role_bytes.saved_weights + role_bytes.saved_optimizer for role_bytes in written))
-        return RankMemory(rank, parts, moments, engine, saved, self._host(rank, parts, saved))
+        loaded = float(sum(role_bytes.loaded for role_bytes in written))
+        return RankMemory(rank, parts, moments, engine, saved, self._host(rank, parts, saved), loaded)
 
     def _host(self, rank: int, parts: dict[str, dict[str, float]], saved: float) -> dict[str, float]:
         """Return component -> bytes of host memory. Offloaded gradients are discarded, so they take none.
@@ -185,11 +188,14 @@ class MemoryModel:
         job = self.job
         if job.machine.reserve is not None:
             return {"as given": job.machine.reserve}
-        volume, node_of = self._plans().volume(rank), job.machine.node_of
+        plans, node_of = self._plans(), job.machine.node_of
+        volume = plans.volume(rank)
         peers = {*volume.sent, *volume.received}
-        # Within a node, weights are read in place over CUDA IPC (`weights.transports.cuda_ipc`), without NCCL buffers.
+        # Within a node, weights are read in place over CUDA IPC (`weights.transports.ipc`), without NCCL buffers.
         if job.config.reshard.ipc == "auto":
             peers = {peer for peer in peers if node_of(peer) != node_of(rank)}
+            # Ranks forward weights over NCCL, within nodes too.
+            peers |= plans.fan_out.peers(rank) if plans.fan_out is not None else set()
         return reserve_parts(job, rank, peers)
 
     def _train(

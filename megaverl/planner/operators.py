@@ -22,10 +22,11 @@ from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
 from megaverl.planner.traffic import ReshardTraffic
+from megaverl.sharding.fan_out import MOST_SENT
 from megaverl.sharding.model_spec import ModelSpec
 
 Lane = tuple[str, int, float, float]
-# Messages of one exchange of samples between two ranks: sizes, header, rows (`data.held_rows.move_ragged`).
+# Messages of one exchange of samples between two ranks: sizes, header, rows (`data.row_transfer.move_ragged`).
 EXCHANGED = 3
 
 
@@ -471,6 +472,11 @@ def reshard_seconds(load: StepLoad) -> float:
     if not job.placement.colocated("actor", "rollout"):
         # Each actor rank sends its weights to several engine ranks if there are more of these.
         copies = max(1, -(-len(job.rollout.ranks) // max(1, len(job.actor.ranks))))
+        if copies > 1 and job.world > hardware.ranks_per_node and job.config.reshard.may_fan_out:
+            # The ranks of a node share what enters it, and no sender carries much more than they receive.
+            shared_by = max(1, hardware.ranks_per_node // tp)
+            between_nodes = MOST_SENT * needed / shared_by / hardware.network_gb_s
+            return max(between_nodes, needed / hardware.node_gb_s) / 1e9 / hardware.link_efficiency
         gb_s = hardware.network_gb_s if job.world > hardware.ranks_per_node else hardware.node_gb_s
         return needed * copies / gb_s / 1e9 / hardware.link_efficiency
     # An engine's rank already has the weights of its own actor rank that fall into its tensor-parallel part.

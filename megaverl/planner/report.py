@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
@@ -36,7 +36,8 @@ BASIS = {
     "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",
     "fields": "fields: log-probs, values, advantages and returns of a rank's samples: 4 bytes for each token of the "
     "longest response, until the updates are over",
-    "checkpoint": "checkpoint: weights and optimizer; no rank gathers, and each may hold what it writes in host memory",
+    "checkpoint": "checkpoint: weights and optimizer; no rank gathers, and each may hold what it writes in host memory"
+    "; every node writes and reads at the rate of --disk",
     "cache": "KV cache: gpu_memory_utilization of the GPU less weights and an estimate of vLLM's workspace",
     "reserve": "reserve: CUDA's context, NCCL's buffers by groups and channels, workspaces and CUDA graphs of Hopper; "
     "every source is in megaverl/planner/reserve.py; fragments between blocks are not known beforehand",
@@ -121,7 +122,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
     return {
         "model": {"architecture": job.spec.architecture, "layers": job.spec.num_layers, "parameters": parameters(job)},
         "world": {"ranks": job.world, "nodes": num_nodes(job), "gpus_per_node": machine.gpus_per_node},
-        "machine": {n: getattr(machine, n) for n in ("memory", "reserve", "nvlink", "network", "hbm")},
+        "machine": {n: getattr(machine, n) for n in ("memory", "reserve", "nvlink", "network", "hbm", "disk")},
         "roles": {
             role.name: {"ranks": ranks_text(role.ranks), "grid": str(role.grid), "islands": role.islands}
             for role in job.roles
@@ -148,6 +149,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             "sent": {kind: list(traffic.spread("sent", kind)) for kind in LINKS},
             "seconds": slowest,
             "seconds_mean": mean,
+            "fan_out": _fan_out_as_dict(capacity),
             "share_of_wire_limit": mean / slowest if slowest else 1.0,
             "busiest_over_mean": {
                 f"{direction}_{kind}": traffic.busiest(kind, direction)
@@ -156,13 +158,27 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             },
         },
         "fsdp_micro_batch": {name: passes._asdict() for name, passes in fsdp_passes(job).items()},
-        "checkpoint": {"bytes": sum(m.saved for m in memory), "written": spread([m.saved for m in memory])},
+        "checkpoint": {
+            "bytes": sum(m.saved for m in memory),
+            "written": spread([m.saved for m in memory]),
+            "read": spread([m.loaded for m in memory]),
+            "save_seconds": save_seconds(capacity),
+            "resume_seconds": resume_seconds(capacity),
+        },
         "step": _step_as_dict(capacity),
         "fits": not capacity.shortages,
         "does_not_fit": [str(shortage) for shortage in capacity.shortages],
         "nearest_settings_that_fit": [list(setting) for setting in capacity.advice.settings] if capacity.advice else [],
         "basis": list(BASIS.values()),
     }
+
+
+def _fan_out_as_dict(capacity: Capacity) -> dict[str, Any] | None:
+    fan_out, network = capacity.traffic.fan_out, capacity.job.machine.network
+    if fan_out is None:
+        return None
+    seconds = {"seconds": fan_out.busiest / network, "seconds_without": fan_out.busiest_without / network}
+    return asdict(fan_out) | seconds
 
 
 def as_text(capacity: Capacity) -> str:
@@ -309,9 +325,40 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     yield _row("a checkpoint: written by each rank", [m.saved for m in memory]) + (
         f"   {sum(m.saved for m in memory) / GB:,.0f} GB together"
     )
+    if any(m.saved for m in memory):
+        yield _row("  read by each rank in a resume", [m.loaded for m in memory])
+        place = "in the background" if capacity.job.config.checkpoint.async_save else "while the run waits"
+        yield (
+            f"  at {machine.disk / GB:g} GB/s a node: save {save_seconds(capacity):,.1f} s {place}, "
+            f"resume {resume_seconds(capacity):,.1f} s with the first reshard"
+        )
     if host := host_memory(capacity):
         by_part = ", ".join(f"{part} {nbytes / GB:,.0f} GB" for part, nbytes in host.items())
         yield f"host memory of the fullest node: {sum(host.values()) / GB:,.0f} GB ({by_part})"
+
+
+def save_seconds(capacity: Capacity) -> float:
+    """Return the seconds in which the fullest node writes its part of a checkpoint."""
+    return _largest_of_nodes(capacity, [m.saved for m in capacity.memory]) / capacity.job.machine.disk
+
+
+def resume_seconds(capacity: Capacity) -> float:
+    """Return the seconds in which the fullest node reads a checkpoint, and the engines then get its weights.
+
+    The starts of processes and engines come before that and are not counted.
+    """
+    read = _largest_of_nodes(capacity, [m.loaded for m in capacity.memory])
+    slowest, _ = capacity.traffic.seconds(capacity.job.machine)
+    return read / capacity.job.machine.disk + slowest
+
+
+def _largest_of_nodes(capacity: Capacity, values: Sequence[float]) -> float:
+    """Return the largest sum of the ranks' values on a node."""
+    totals: dict[int, float] = {}
+    for rank, value in zip(capacity.memory, values, strict=True):
+        node = capacity.job.machine.node_of(rank.rank)
+        totals[node] = totals.get(node, 0.0) + value
+    return max(totals.values(), default=0.0)
 
 
 def host_memory(capacity: Capacity) -> dict[str, float]:
@@ -344,6 +391,15 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
     share = mean / slowest if slowest else 1.0
     yield from _fsdp(capacity.job)
     yield f"time {slowest:.3f} s ({parts or 'nothing moves'}); {share:.0%} of the wire limit (mean rank over busiest)"
+    if (fan_out := _fan_out_as_dict(capacity)) is not None:
+        yield (
+            f"fan-out: copies sent from the actor's ranks to other nodes: {fan_out['copies']:.1f} "
+            f"({fan_out['copies_without']:.1f} without fan-out)"
+        )
+        yield (
+            f"  busiest link between nodes: {fan_out['busiest'] / GB:.1f} GB in {fan_out['seconds']:.3f} s "
+            f"({fan_out['busiest_without'] / GB:.1f} GB in {fan_out['seconds_without']:.3f} s without fan-out)"
+        )
 
 
 def _fsdp(job: PlannedJob) -> Iterator[str]:

@@ -50,10 +50,32 @@ class RankTraffic:
 
 
 @dataclass(frozen=True)
+class FanOutTraffic:
+    """Savings of a fan-out on the links between nodes.
+
+    Attributes:
+        copies: copies of a weight that the ranks that hold it send to other nodes, as a mean over the weights.
+        copies_without: copies that they would send without fan-out.
+        busiest: bytes of the busiest link between nodes.
+        busiest_without: bytes of the busiest link without fan-out.
+    """
+
+    copies: float
+    copies_without: float
+    busiest: int
+    busiest_without: int
+
+
+@dataclass(frozen=True)
 class ReshardTraffic:
-    """Traffic of one reshard on all ranks."""
+    """Traffic of one reshard on all ranks.
+
+    Attributes:
+        fan_out: None if every rank fetches its weights from ranks that hold them.
+    """
 
     ranks: tuple[RankTraffic, ...]
+    fan_out: FanOutTraffic | None = None
 
     def spread(self, direction: str, kind: str) -> tuple[int, float, int]:
         """Return (least, median, most) bytes over the ranks.
@@ -84,20 +106,28 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
     for rank in range(job.world):
         aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
         ranks.append(rank_traffic(rank, plans.volume(rank), aliased, job.itemsize, job.machine))
-    return ReshardTraffic(tuple(ranks))
+    return ReshardTraffic(tuple(ranks), _fan_out_traffic(plans, ranks, job.itemsize))
+
+
+def _fan_out_traffic(plans: Plans, ranks: Sequence[RankTraffic], itemsize: int) -> FanOutTraffic | None:
+    fan_out, direct = plans.fan_out, plans.direct
+    if fan_out is None or direct is None:
+        return None
+    busiest = max(max(rank.sent["network"], rank.received["network"]) for rank in ranks)
+    return FanOutTraffic(fan_out.copies, fan_out.copies_without, busiest, round(direct.busiest * itemsize))
 
 
 def reshard_plans(job: PlannedJob) -> Plans:
     """Return a sequence of all ranks' plans of a reshard. Each plan is made when it is first read."""
-    return _plans_between(*_sides(job), job.world, job.machine)
+    return _plans_between(*_sides(job), job.world, job.machine, job.config.reshard.may_fan_out)
 
 
 # A search for settings that fit leaves most grids unchanged, so it asks for the same plans again.
 @lru_cache(maxsize=16)
 def _plans_between(
-    source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine
+    source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine, may_fan_out: bool
 ) -> Plans:
-    return make_plans(source, dest, world, node_of=machine.node_of)
+    return make_plans(source, dest, world, node_of=machine.node_of, fan_out=may_fan_out)
 
 
 def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], Layout]]:

@@ -68,7 +68,7 @@ def _announced_text(response: str, options: Sequence[str]) -> tuple[int, str] | 
 
 def _choice_of_line(line: str, letters: str, options: Sequence[str]) -> str | None:
     """Return the choice of a line without an announcement, if it is unambiguous."""
-    named = {letter for letter in IN_BRACKETS.findall(line) if letter in letters}
+    named: set[str] = {letter for letter in IN_BRACKETS.findall(line) if letter in letters}
     start = LINE_START.match(line)
     if start is not None and start[1] in letters:
         named.add(start[1])

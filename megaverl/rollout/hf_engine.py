@@ -121,10 +121,10 @@ class HFEngine(Engine):
             if self.in_flight.budget is None:
                 self.in_flight.fit(platform.free_memory())
             step = self.in_flight.choose((self.in_flight.budget or 0) // self._bytes_per_token, longest)
-        starts = range(0, len(prompts), step)
         generations: list[Generation] = []
-        for i in starts:
-            generations += self._wave(prompts[i : i + step], per_prompt[i : i + step], seeds[i : i + step], i)
+        for start in range(0, len(prompts), step):
+            wave = slice(start, start + step)
+            generations += self._wave(prompts[wave], per_prompt[wave], seeds[wave], start)
         return generations
 
     @property
@@ -150,8 +150,15 @@ class HFEngine(Engine):
         # device.
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
-        tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padded_prompts = []
+        padded_masks = []
+        # Padding on the left, so that all rows continue at the same column.
+        for prompt in prompts:
+            padding = [0] * (longest - len(prompt))
+            padded_prompts.append(padding + list(prompt))
+            padded_masks.append(padding + [1] * len(prompt))
+        tokens = torch.tensor(padded_prompts)
+        mask = torch.tensor(padded_masks)
         generations = [Generation([], [], "length") for _ in prompts]
         running = set(range(len(prompts)))
         shares = torch.tensor([[options.reference_share] for options in per_prompt])
@@ -194,10 +201,13 @@ def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: An
         tokens: [batch, new tokens].
         mask: [batch, all tokens so far].
     """
+    # Positions count the tokens before, without the padding on the left.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    new_positions = positions[:, -tokens.shape[1] :]
     output = model(
         input_ids=tokens.to(platform.device),
         attention_mask=mask.to(platform.device),
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :].to(platform.device),
+        position_ids=new_positions.to(platform.device),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,

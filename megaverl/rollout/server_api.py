@@ -22,6 +22,11 @@ from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.sharding.model_spec import ModelSpec
 
 SHOWN = 400  # characters of a server's message that an error quotes
+INFO_SECONDS = 120.0
+LINK_GRACE_SECONDS = 30.0  # beyond the limit of a transfer, for a worker that reports a failure
+# Method of vLLM's workers that receives weights shard to shard, and the extension class that has it, which is the value
+# of --worker-extension-cls.
+RECEIVE, RECEIVER = "megaverl_receive", "megaverl.workers.vllm_receiver.ShardReceiver"
 
 
 class ServerLost(RolloutError):
@@ -156,7 +161,7 @@ class VLLMServer(InferenceServer):
         self.weight_version()
         # A trial request shows that the token is right and that the server takes token ids.
         self.log_probs([0, 0])
-        answer = self.ask("GET", "/server_info?config_format=json")
+        answer = self.server_info()
         config = self._taken("GET /server_info", lambda: answer["vllm_config"]["model_config"])
         problems = _length_problems(config.get("max_model_len"), expected)
         if (mode := config.get("logprobs_mode")) != "processed_logprobs":
@@ -165,6 +170,13 @@ class VLLMServer(InferenceServer):
                 "--logprobs-mode processed_logprobs"
             )
         return problems + _folder_problems(config.get("model"), expected)
+
+    def server_info(self) -> Any:
+        """Return the server's configuration.
+
+        vLLM describes the whole machine in the first answer, which takes more than 10 s on a busy one.
+        """
+        return self.ask("GET", "/server_info?config_format=json", timeout=INFO_SECONDS)
 
     def weight_version(self) -> str:
         answer = self.ask("GET", "/weight_info")
@@ -223,6 +235,48 @@ class VLLMServer(InferenceServer):
     def _generate(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Any:
         body = {"token_ids": list(tokens), "sampling_params": sampling}
         return self.ask("POST", "/inference/v1/generate", body, timeout=self._generating)
+
+
+class VLLMShardServer(VLLMServer):
+    """A vLLM server whose workers receive weights shard to shard (`megaverl.workers.vllm_receiver`)."""
+
+    num_workers: int = 1
+
+    def problems(self, expected: ExpectedModel) -> list[str]:
+        problems = super().problems(expected)
+        answer = self.server_info()
+        parallel = self._taken("GET /server_info", lambda: answer["vllm_config"]["parallel_config"])
+        self.num_workers = int(self._taken("GET /server_info", lambda: parallel["tensor_parallel_size"]))
+        if parallel.get("worker_extension_cls") != RECEIVER:
+            problems.append(
+                "its workers take no weights from the actor's ranks. Start it with megaverl serve rollout, or with "
+                f"--worker-extension-cls {RECEIVER}, or use rollout.servers.transfer=folder"
+            )
+        others = {name: parallel.get(f"{name}_parallel_size", 1) for name in ("pipeline", "data")}
+        if split := [f"{name}-parallel size {size}" for name, size in others.items() if size != 1]:
+            problems.append(
+                f"it has {' and '.join(split)}, and weights go to tensor-parallel servers only. Start one server for "
+                "each replica, or use rollout.servers.transfer=folder"
+            )
+        return problems
+
+    def receive(self, link: Mapping[str, Any], first_rank: int) -> list[dict[str, Any]]:
+        """Let the workers receive one version of the weights; return the answer of each.
+
+        Args:
+            link: where they meet the senders (`LinkAddress.to_json`).
+            first_rank: number of the first worker in the link.
+        """
+        task = json.dumps({"link": link, "first_rank": first_rank})
+        body = {"method": RECEIVE, "kwargs": {"task": task}}
+        answer = self.ask("POST", "/collective_rpc", body, timeout=self._loading + LINK_GRACE_SECONDS)
+        answers: list[dict[str, Any]] = self._taken("POST /collective_rpc", lambda: list(answer["results"]))
+        self._taken("POST /collective_rpc", lambda: [worker.keys() for worker in answers])
+        return answers
+
+    def forget_cached(self) -> None:
+        """Discard what was computed from old weights."""
+        self._forget_cached()
 
 
 # vLLM's SamplingParams -> SGLang's name of the same parameter.

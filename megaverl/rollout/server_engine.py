@@ -38,6 +38,7 @@ from megaverl.rollout.server_api import (
     ServerLost,
     ServerRefused,
     VLLMServer,
+    VLLMShardServer,
 )
 from megaverl.rollout.server_pool import PublishedWeights, ServerPool, addresses_of, connect, token_of, watched_file
 from megaverl.sharding.model_spec import ModelSpec
@@ -95,7 +96,7 @@ class ServerEngine(Engine):
         watched = watched_file(servers, run_dir)
         self.pool = ServerPool(
             lambda: addresses_of(servers, watched),
-            lambda url: connect(servers, url, token, VLLMOverNCCL if servers.transfer == "nccl" else None),
+            lambda url: connect(servers, url, token, CLIENTS.get(servers.transfer)),
             ExpectedModel(spec, max_model_len),
             admits=self.replica == 0,
             most_running=-(-servers.max_requests // self.num_replicas),
@@ -106,11 +107,14 @@ class ServerEngine(Engine):
         if self.replica == 0:
             self.pool.check()
 
-    def use(self, weights: PublishedWeights) -> None:
+    def use(self, weights: PublishedWeights, *, live: bool = False) -> None:
         """Generate with these weights from now on. The first rank calls this before the others, and brings them to the
         servers.
+
+        Args:
+            live: see `ServerPool.use`.
         """
-        self.pool.use(weights)
+        self.pool.use(weights, live=live)
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
@@ -260,7 +264,7 @@ class VLLMOverNCCL(VLLMServer):
             problems.append(
                 "rollout.servers.transfer=nccl needs a GPU on the rollout's first rank. Use transfer: folder"
             )
-        config = self.ask("GET", "/server_info?config_format=json")["vllm_config"].get("weight_transfer_config")
+        config = self.server_info()["vllm_config"].get("weight_transfer_config")
         if (config or {}).get("backend") != "nccl":
             problems.append(f"it takes no weights over NCCL. Start it with: {self.start_with.rstrip('.')}")
         return problems
@@ -367,3 +371,7 @@ class _TransferCalls:
 
     def finish_weight_update(self) -> None:
         self._post("/finish_weight_update")
+
+
+# rollout.servers.transfer -> client of a server; folder: that of its kind.
+CLIENTS: dict[str, type[InferenceServer]] = {"direct": VLLMShardServer, "nccl": VLLMOverNCCL}

@@ -18,12 +18,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 from urllib.parse import urlsplit
 
 from megaverl.announcements import announcements
@@ -51,20 +52,37 @@ MOST_LOADS = 3  # consecutive failures to load weights before a server is refuse
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """A version of the weights, in a folder that servers can read.
+    """A version of the weights that servers can get.
 
     Attributes:
+        folder: where servers read them. None: the actor's ranks send them.
         name: unique name of this version, over all runs.
         tokens: tokens for a comparison with the trainer.
         log_probs: the trainer's log-probs of these tokens after the first.
         tolerance: largest mean difference of log-probs, in nats.
     """
 
-    folder: str
+    folder: str | None
     name: str
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     tolerance: float = 0.0
+
+    @property
+    def source(self) -> str:
+        """Return where servers get the weights, for messages."""
+        return self.folder if self.folder is not None else f"version {self.name} of the actor"
+
+
+class DeliversWeights(Protocol):
+    """Object that brings weights to several servers at once, instead of a folder that each server reads."""
+
+    def deliver(self, servers: Sequence[InferenceServer], *, live: bool) -> Mapping[str, RolloutError]:
+        """Bring the current weights to all servers; return the errors of those that did not take them, by URL.
+
+        Args:
+            live: the actor's ranks wait for this delivery, and send their own tensors.
+        """
 
 
 @dataclass
@@ -80,6 +98,7 @@ class Member:
         failed_loads: consecutive failures to load weights.
         is_announced: whether the console has shown that it joined, and not yet that it left.
         reads: the folder that it is loading.
+        lacks: the weights that it is to get by `DeliversWeights`.
         compared: the trainer's and the server's log-probs when it last loaded weights.
     """
 
@@ -92,6 +111,7 @@ class Member:
     failed_loads: int = 0
     is_announced: bool = False
     reads: str | None = None
+    lacks: PublishedWeights | None = None
     compared: tuple[Sequence[float], Sequence[float]] | None = None
 
 
@@ -106,6 +126,11 @@ class ServerPool:
         most_running: limit of this rank's concurrent requests on each server.
         turn: this rank's index, so that ranks start with different servers.
         wait_seconds: time for which the pool may have no usable server.
+
+    Attributes:
+        members: the servers by URL.
+        weights: the version that servers must have to be used.
+        transfer: brings weights to servers. None: servers read them from a folder.
 
     Example:
         pool.check()                      # on the rank that admits
@@ -131,6 +156,9 @@ class ServerPool:
         self._wait_seconds, self._poll_seconds = wait_seconds, poll_seconds
         self.members: dict[str, Member] = {}
         self.weights: PublishedWeights | None = None
+        self.transfer: DeliversWeights | None = None
+        # Held while weights are delivered: by a thread for late servers, or by a reshard.
+        self._delivering = threading.Lock()
         self._strangers: set[str] = set()  # lines of the watched file that are not a usable URL
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -148,14 +176,18 @@ class ServerPool:
         self._each(self._examine)
         self._raise_refused()
 
-    def use(self, weights: PublishedWeights) -> None:
+    def use(self, weights: PublishedWeights, *, live: bool = False) -> None:
         """Use only servers with these weights from now on.
 
         On the rank that admits, all servers that answer have the weights when this returns, and later ones get them as
         they come.
 
+        Args:
+            live: the actor's ranks wait to send the weights, and the caller is inside `only_reshard_delivers`.
+
         Raises:
             RolloutError: no server loaded them in time, or a server is refused at the first version.
+            ReshardError: the actor's ranks could not send them.
         """
         with self._changed:
             is_first, self.weights = self.weights is None, weights
@@ -164,10 +196,10 @@ class ServerPool:
                     member.state, member.why = "waiting", "its weights are old"
         if not self._admits:
             return
-        self.look()
+        self.look(live=live)
         if is_first:
             self._raise_refused()
-        self._wait_for_one(watched=False)
+        self._wait_for_one(watched=False, live=live)
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, args=(self._closed,), name="servers", daemon=True)
             self._watcher.start()
@@ -181,13 +213,13 @@ class ServerPool:
         with self._changed:
             return {member.reads for member in self.members.values() if member.reads is not None}
 
-    def look(self) -> None:
+    def look(self, *, live: bool = False) -> None:
         """Add new servers, remove those that have left, and query those that are not in use.
 
         Servers that another thread is querying are skipped, since loading weights may take minutes.
         """
         self._take_up()
-        self._each(self._ask)
+        self._each(self._ask, then=partial(self._deliver, live=live))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -237,7 +269,17 @@ class ServerPool:
             self._strangers.add(url)
             logger.warning("rollout server skipped: %s", error)
 
-    def _each(self, ask: Callable[[Member], None]) -> None:
+    @contextmanager
+    def only_reshard_delivers(self) -> Iterator[None]:
+        """Return a context in which weights are delivered by `use` alone, with `live`.
+
+        It is entered as soon as no late server is being served.
+        """
+        with self._delivering:
+            yield
+
+    def _each(self, ask: Callable[[Member], None], then: Callable[[list[Member]], None] = lambda members: None) -> None:
+        """Query all servers that no other thread queries, in threads, and pass them to `then`."""
         with self._changed:
             free = [
                 candidate
@@ -247,16 +289,12 @@ class ServerPool:
             for member in free:
                 member.asked = True
 
-        def ask_and_free(member: Member) -> None:
-            try:
-                ask(member)
-            finally:
+        try:
+            _in_threads(ask, free)
+            then(free)
+        finally:
+            for member in free:
                 member.asked = False
-
-        if free:
-            # One thread each, as a server that does not answer would delay the others by its time limit.
-            with ThreadPoolExecutor(len(free)) as threads:
-                list(threads.map(ask_and_free, free))
 
     def _raise_refused(self) -> None:
         refused = [member.why for member in self.members.values() if member.state == "refused"]
@@ -283,17 +321,65 @@ class ServerPool:
         member.checked = True
 
     def _ask(self, member: Member) -> None:
-        """Make a server ready if it has the current weights; on the rank that admits, bring them to it first."""
+        """Make a server ready if it has the current weights; on the rank that admits, bring them to it first.
+
+        With `transfer`, `_deliver` brings them to all servers that lack them.
+        """
         weights = self.weights
         if weights is None:
             return
-        try:
+        with self._judging(member, weights):
             member.server.healthy()
             if member.server.weight_version() != weights.name:
                 if not self._admits:
+                    member.lacks = weights
                     return
                 self._check(member)
-                self._bring(member, weights)
+                if self.transfer is not None and weights.folder is None:
+                    member.lacks = weights
+                else:
+                    self._bring(member, weights, member.server.load)
+
+    def _deliver(self, members: Sequence[Member], *, live: bool) -> None:
+        """Bring the current weights to those of the members that lack them, all at once.
+
+        Args:
+            live: see `use`.
+        """
+        lacking = [member for member in members if member.lacks is not None]
+        # Those that were asked before newer weights were published, or by a rank that brings none, are asked again.
+        current = [member for member in lacking if self._admits and member.lacks is self.weights]
+        weights = self.weights
+        for member in lacking:
+            member.lacks = None
+        # During a reshard, a late server is left for a later look: the reshard may be waiting for just that one.
+        if not current or weights is None or not (live or self._delivering.acquire(blocking=False)):
+            return
+        errors: Mapping[str, RolloutError] = {}
+        try:
+            assert self.transfer is not None
+            if self.weights is not weights:
+                return
+            errors = self.transfer.deliver([member.server for member in current], live=live)
+        finally:
+            if not live:
+                self._delivering.release()
+
+        def conclude(member: Member) -> None:
+            def raise_failure(folder: str) -> None:
+                if (error := errors.get(member.server.url)) is not None:
+                    raise error
+
+            with self._judging(member, weights):
+                self._bring(member, weights, raise_failure)
+
+        _in_threads(conclude, current)
+
+    @contextmanager
+    def _judging(self, member: Member, weights: PublishedWeights) -> Iterator[None]:
+        """Return a context whose body gives a server its weights or raises: the server's state follows from that."""
+        try:
+            yield
         except ServerLost as error:
             self._set(member, "lost", str(error))
         except ServerRefused as error:
@@ -301,10 +387,11 @@ class ServerPool:
         else:
             with self._changed:
                 # Another version may have been published while this thread was waiting.
-                if self.weights is weights:
+                if self.weights is weights and member.lacks is None:
                     self._set(member, "ready", "")
 
-    def _bring(self, member: Member, weights: PublishedWeights) -> None:
+    def _bring(self, member: Member, weights: PublishedWeights, load: Callable[[str], None]) -> None:
+        """Let a server load the weights, prove that it has, and name them."""
         server = member.server
         with self._changed:
             # Newer weights have been published, and this folder may be gone.
@@ -312,7 +399,7 @@ class ServerPool:
                 return
             member.reads = weights.folder
         try:
-            server.load(weights.folder)
+            load(weights.folder or "")
             self._compare(member, weights)
             server.name_weights(weights.name)
             if (name := server.weight_version()) != weights.name:
@@ -338,22 +425,25 @@ class ServerPool:
         # Written with `not` so that NaN counts as a difference.
         if not (mean := _mean_difference(weights.log_probs, log_probs)) <= weights.tolerance:
             raise ServerRefused(
-                f"{url}: has other weights than {weights.folder} after reading it: its log-probs of {len(log_probs)} "
+                f"{url}: has other weights than {weights.source} after reading it: its log-probs of {len(log_probs)} "
                 f"tokens are {mean:.3g} from the trainer's in the mean, and {weights.tolerance:g} is allowed. It must "
-                "see that very folder, and compute as the trainer does (dtype, quantisation)."
+                f"{'see that very folder, and ' if weights.folder else ''}compute as the trainer does (dtype, "
+                "quantisation)."
             )
         before, member.compared = member.compared, (weights.log_probs, log_probs)
         if before is not None and log_probs == before[1]:
             changed = _mean_difference(weights.log_probs, before[0])
             if changed > weights.tolerance / 5:
                 raise ServerRefused(
-                    f"{url}: says that it has read {weights.folder}, and its log-probs of {len(log_probs)} tokens are "
+                    f"{url}: says that it has read {weights.source}, and its log-probs of {len(log_probs)} tokens are "
                     f"what they were before, to the bit; the trainer's have changed by {changed:.3g} in the mean."
                 )
 
     def _set(self, member: Member, state: Literal["ready", "lost", "refused"], why: str) -> None:
         with self._changed:
             before, member.state, member.why = member.state, state, why
+            # Another server may be started at the address, with another number of workers.
+            member.checked &= self.transfer is None or state != "lost"
             self._announce(member, why)
             self._changed.notify_all()
         if state != before:
@@ -402,11 +492,14 @@ class ServerPool:
                 member.running -= 1
                 self._changed.notify_all()
 
-    def _wait_for_one(self, stopped: Callable[[], bool] | None = None, *, watched: bool = True) -> Member:
+    def _wait_for_one(
+        self, stopped: Callable[[], bool] | None = None, *, watched: bool = True, live: bool = False
+    ) -> Member:
         """Wait for a ready server and return it; count a request on it if `stopped` is given.
 
         Args:
             watched: whether another thread looks for servers; otherwise this one does.
+            live: see `use`.
         """
         empty_since: float | None = None
         while True:
@@ -430,7 +523,7 @@ class ServerPool:
                     self._changed.wait(self._poll_seconds)
             if not watched:
                 self._closed.wait(self._poll_seconds)
-                self.look()
+                self.look(live=live)
 
     def _why_empty(self) -> str:
         reasons = "\n".join(f"{url}: {member.why}" for url, member in self.members.items()) or "It is empty."
@@ -438,6 +531,13 @@ class ServerPool:
             f"no rollout server could be used for {self._wait_seconds:g} s (rollout.servers.wait_seconds). {reasons}\n"
             "Start one, add it with `megaverl rollout-pool add`, and start the run again."
         )
+
+
+def _in_threads(ask: Callable[[Member], None], members: Sequence[Member]) -> None:
+    """Call `ask` with each member, in a thread each: one that does not answer must not delay the others."""
+    if members:
+        with ThreadPoolExecutor(len(members)) as threads:
+            list(threads.map(ask, members))
 
 
 def _mean_difference(one: Sequence[float], other: Sequence[float]) -> float:

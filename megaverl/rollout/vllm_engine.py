@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megaverl.announcements import announcements
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.processes import freeze_objects, thaw_objects
@@ -39,6 +40,7 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
+from megaverl.rollout.vllm_cache import cache_limited
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_requests import (
     answers,
@@ -107,7 +109,7 @@ class VLLMEngine:
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
         load_weights: False: a reshard must write all of them before the first `generate`.
-        num_sequences: responses that are requested at once, to size a CPU's cache.
+        num_sequences: responses that are requested at once, to size the cache.
         on_load: see `megaverl.rollout.make_engine`.
         images: EngineArgs of a model that takes images (`image_arguments`).
         routed_experts: record which experts each token took.
@@ -178,7 +180,12 @@ class VLLMEngine:
                 # Derived weights may be views of storage that on_load has replaced.
                 remake_derived(model, dtype, may_move=True)
 
-        with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
+        def announce(text: str) -> None:
+            if self.replica == self.tp_rank == 0:
+                announcements.info("%s", text)
+
+        limit = cache_limited(num_sequences, arguments, announce)
+        with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded), limit:
             self._llm: LLM | None = _start(str(model_folder), arguments)
         self._experts_of = experts_of_requests(self._llm) if routed_experts else None
         if drafts:

@@ -24,9 +24,9 @@ Nodes with a holder are served by it, and need no fan-out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from megaverl.sharding.boxes import Box, intersect
@@ -41,7 +41,7 @@ from megaverl.sharding.load_balance import (
 
 HOPS = 3
 # The hops of a chunk overlap with those of other chunks, so that links carry data all the time.
-CHUNKS = 16
+CHUNKS = 64
 # (chunk, hop) in the order in which all ranks go through them: the hops of one chunk after each other.
 ORDER = [(step - hop, hop) for step in range(CHUNKS + HOPS - 1) for hop in range(HOPS) if 0 <= step - hop < CHUNKS]
 # Links inside a node are about this many times as fast as those between nodes (NVLink 4: 450 GB/s, adapters: 50 GB/s).
@@ -301,7 +301,8 @@ class FanOut:
         for (classes, _), line in self._lines.items():
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
-        self._sizes = [[sum(cell.numel for cell in part.cells) for part in sets] for sets in parts]
+        # Elements of the shard sets of a group before each of them, and of all at the end.
+        self._before = [[0, *accumulate(sum(cell.numel for cell in part.cells) for part in sets)] for sets in parts]
         self._runs: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[FanOutRun]]] = {}
 
     def _atoms(self, groups: Sequence[TensorGroup]) -> list[Atom]:
@@ -424,10 +425,28 @@ class FanOut:
         """Return what a rank receives and what it sends, by hop and peer."""
         incoming: ByHop = tuple({} for _ in ORDER)
         outgoing: ByHop = tuple({} for _ in ORDER)
+        for sends, hop, peer, item, low, high in self._moves(rank):
+            by_peer = (outgoing if sends else incoming)[NUMBER[item.chunk, hop]]
+            by_peer.setdefault(peer, []).extend(item.ranges(low, high))
+        return incoming, outgoing
 
-        def add(by_hop: ByHop, hop: int, peer: int, item: FanOutItem, low: int, high: int) -> None:
-            by_hop[NUMBER[item.chunk, hop]].setdefault(peer, []).extend(item.ranges(low, high))
+    def volume(self, rank: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the elements that a rank receives and sends, by peer. Counts units without listing their parts."""
+        received: dict[int, int] = {}
+        sent: dict[int, int] = {}
+        for sends, _, peer, item, low, high in self._moves(rank):
+            totals = sent if sends else received
+            totals[peer] = totals.get(peer, 0) + self._before_unit(item, high) - self._before_unit(item, low)
+        return received, sent
 
+    def _before_unit(self, item: FanOutItem, unit: int) -> int:
+        """Return the elements of an item's units before one of them."""
+        tensors, part = divmod(unit, item.num_parts)
+        before = self._before[item.group]
+        return tensors * item.size + before[item.first_part + part] - before[item.first_part]
+
+    def _moves(self, rank: int) -> Iterator[tuple[bool, int, int, FanOutItem, int, int]]:
+        """Yield (whether the rank sends it, hop, peer, item, first unit, end) for all that a rank exchanges."""
         source_class = self._source.class_of[rank]
         for line in self._lines.values():
             for number, region in enumerate(line.regions):
@@ -439,7 +458,7 @@ class FanOut:
                         root = line.wanters[region[run.node]][run.wanter]
                         for holder, low, high in held.serving(run, number, len(line.regions)):
                             if holder == rank:
-                                add(outgoing, 0, root, run.item, low, high)
+                                yield True, 0, root, run.item, low, high
         node = self._node_of[rank]
         for line in self._lines_of_class.get(self._dest.class_of[rank], ()):
             if node not in line.wanters:
@@ -453,31 +472,36 @@ class FanOut:
                 if rank == root:
                     held = self._holders[item.holders]
                     for holder, a, b in held.serving(run, number, len(line.regions)):
-                        add(incoming, 0, holder, item, a, b)
+                        yield False, 0, holder, item, a, b
                     for other in region:
                         if other != root_node:
-                            add(outgoing, 1, line.entry(other, run), item, low, high)
+                            yield True, 1, line.entry(other, run), item, low, high
                 elif rank == entry:
-                    add(incoming, 1, root, item, low, high)
+                    yield False, 1, root, item, low, high
                 if rank == entry:
                     for other in beside:
-                        add(outgoing, 2, other, item, low, high)
+                        yield True, 2, other, item, low, high
                 else:
-                    add(incoming, 2, entry, item, low, high)
-        return incoming, outgoing
+                    yield False, 2, entry, item, low, high
 
     @property
-    def feeds(self) -> int:
-        """Most copies of an element that holders send to other nodes."""
-        return max((len(line.regions) for line in self._lines.values()), default=0)
+    def copies(self) -> float:
+        """Copies of an element that holders send to other nodes, as a mean over the elements."""
+        return self._mean(lambda line: len(line.regions))
+
+    @property
+    def copies_without(self) -> float:
+        """Copies that holders would send if every rank fetched its own."""
+        return self._mean(lambda line: sum(map(len, line.wanters.values())))
+
+    def _mean(self, number_of: Callable[[Line], int]) -> float:
+        lines = self._lines.values()
+        total = sum(sum(line.totals) for line in lines)
+        return sum(sum(line.totals) * number_of(line) for line in lines) / total if total else 0.0
 
     def peers(self, rank: int) -> set[int]:
         """Return the ranks that a rank exchanges something with."""
-        return {peer for by_hop in self.parts(rank) for by_peer in by_hop for peer in by_peer}
-
-    def numel(self, part: ShardRange) -> int:
-        """Return the elements of a part."""
-        return (part.high - part.low) * self._sizes[part.group][part.shards]
+        return {peer for _, _, peer, *_ in self._moves(rank)}
 
 
 def _by_node(ranks: Sequence[int], node_of: Sequence[int]) -> dict[int, list[int]]:

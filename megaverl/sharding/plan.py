@@ -20,7 +20,7 @@ from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
-from megaverl.sharding.fan_out import NODE_SPEED, NUMBER, ORDER, PAYS, FanOut, direct_loads
+from megaverl.sharding.fan_out import NODE_SPEED, NUMBER, ORDER, PAYS, FanOut, Loads, direct_loads
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, group_tensors
 from megaverl.sharding.weight import listed
@@ -99,6 +99,11 @@ class Plan:
     def hops(self) -> tuple[Hop, ...]:
         """Everything between ranks, in order."""
         return Hop(self.sends, self.receives), *self.relays
+
+    @property
+    def travels(self) -> bool:
+        """Return whether this rank sends or receives anything."""
+        return any(hop.sends or hop.receives for hop in self.hops)
 
     @property
     def num_received(self) -> int:
@@ -216,6 +221,7 @@ class Plans(Sequence[Plan]):
 
     Attributes:
         fan_out: how elements are forwarded; None if every rank fetches all that it needs from ranks that hold it.
+        direct: loads of the links between nodes without fan-out; None if no fan-out was asked for.
     """
 
     def __init__(
@@ -244,6 +250,7 @@ class Plans(Sequence[Plan]):
                     part = ShardRange(number, 0, len(group.tensors), shards)
                     asked = self._asked.setdefault(group.shards[shards].classes, {})
                     asked.setdefault(dest_class, []).append((size, part))
+        self.direct: Loads | None = None
         self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
         # Indexes by class, so that the plan of one rank touches only the sets of holders that concern it.
         self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
@@ -274,7 +281,7 @@ class Plans(Sequence[Plan]):
     def _make_fan_out(self) -> FanOut | None:
         """Return the fan-out, or None if the busiest link has about as much to carry without it."""
         sides = self._source, self._dest, self._node_of
-        direct = direct_loads(self._asked, *sides)
+        self.direct = direct = direct_loads(self._asked, *sides)
         # What a rank needs comes over links between nodes or over those inside its node, which are faster.
         least = max(direct.received) / NODE_SPEED
         if direct.busiest <= PAYS * least:
@@ -296,9 +303,9 @@ class Plans(Sequence[Plan]):
         received = {peer: count(parts, own_class) for peer, parts in incoming.items()}
         sent = {peer: count(parts, dest_class_of[peer]) for peer, parts in outgoing.items()}
         if self.fan_out is not None:
-            for totals, hops in zip((received, sent), self.fan_out.parts(rank), strict=True):
-                for peer, parts in (item for by_peer in hops for item in by_peer.items()):
-                    totals[peer] = totals.get(peer, 0) + sum(map(self.fan_out.numel, parts))
+            for totals, more in zip((received, sent), self.fan_out.volume(rank), strict=True):
+                for peer, numel in more.items():
+                    totals[peer] = totals.get(peer, 0) + numel
         return Volume(
             count(copies, own_class),
             {peer: received[peer] for peer in sorted(received)},

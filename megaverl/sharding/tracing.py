@@ -78,7 +78,7 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # Storages are identified by address, which stays unique only while they exist.
         self._kept: list[torch.Tensor] = []
         self._names: dict[int, str] = {}

@@ -143,6 +143,7 @@ def server_rollout(
         dtype=builder.dtype,
         tolerance=servers.fingerprint_tolerance,
         max_tokens=config.max_tokens,
+        direct=servers if servers.transfer == "direct" else None,
     )
     if group is None and actor is None:
         sync.use_folder(builder.files().wait())

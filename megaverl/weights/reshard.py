@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import reduce_json, together
+from megaverl.distributed.collectives import device_of, reduce_json, together
 from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
@@ -69,6 +69,7 @@ class ReshardStats:
         num_messages: sends and receives.
         bytes_aliased: bytes of tensors that share their storage with the source, which do not move.
         version: version of the weights that the destination now holds.
+        busiest_sent: bytes that the busiest rank of the group sent.
     """
 
     bytes_local: int
@@ -79,6 +80,7 @@ class ReshardStats:
     bytes_aliased: int = 0
     version: int = 0
     hidden_seconds: float | None = None
+    busiest_sent: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Return the statistics under their metric names."""
@@ -86,6 +88,7 @@ class ReshardStats:
             "reshard/seconds": self.seconds,
             "reshard/bytes_received": float(self.bytes_received),
             "reshard/bytes_local": float(self.bytes_local),
+            "reshard/bytes_sent": float(self.busiest_sent),
         }
         return metrics if self.hidden_seconds is None else metrics | {HIDDEN: self.hidden_seconds / self.seconds}
 
@@ -174,8 +177,7 @@ class Resharder:
             self._later_transports = self._take_parts(replace(later), background, in_order)
         self.brings_all = True  # the next run moves all weights, not only those that change
         # If all weights stay on their ranks, no rank can be behind another, and `_agree` needs no collective.
-        travels = bool(plan.sends or plan.receives)
-        self._anything_travels = plan.world > 1 and reduce_json(travels, any, group)
+        self._anything_travels = plan.world > 1 and reduce_json(plan.travels, any, group)
         self._background: Future[tuple[Moved, float]] | None = None
         self._started = self._hides = False
 
@@ -224,7 +226,7 @@ class Resharder:
                 moved, moving = self._result_of(self._background)
             arrived = time.perf_counter()
             moved = moved.plus(finished(self._transports))
-            self._agree()
+            busiest_sent = self._agree(moved.sent)
         self.version += 1
         self.inconsistent = None
         self.brings_all, self._started, self._background = False, False, None
@@ -240,6 +242,7 @@ class Resharder:
             bytes_aliased=moved.aliased,
             version=self.version,
             hidden_seconds=seconds - own_seconds if self._hides else None,
+            busiest_sent=busiest_sent,
         )
 
     def _result_of(self, background: Future[tuple[Moved, float]]) -> tuple[Moved, float]:
@@ -333,24 +336,31 @@ class Resharder:
             seconds += time.perf_counter() - start
         return moved, seconds
 
-    def _agree(self) -> None:
-        """Check that every rank has reached the same version, by an all-gather of one number. Skipped if nothing
-        travels.
+    def _agree(self, sent: int) -> int:
+        """Check that every rank has reached the same version, by an all-gather of two numbers; return the most bytes
+        that a rank sent. Skipped if nothing travels.
+
+        Args:
+            sent: bytes that this rank sent.
         """
         if not self._anything_travels:
-            return
-        own_version = torch.tensor([self.version + 1], device=platform.device)
-        versions = torch.empty(self._plan.world, dtype=torch.int64, device=platform.device)
+            return 0
+        device = device_of(self._group)
+        own_report = torch.tensor([self.version + 1, sent], device=device)
+        reports = torch.empty(self._plan.world * 2, dtype=torch.int64, device=device)
         patience = None if self._timeout is None else self._timeout + timedelta(seconds=GRACE_SECONDS)
         try:
-            work = dist.all_gather_into_tensor(versions, own_version, group=self._group, async_op=True)
+            work = dist.all_gather_into_tensor(reports, own_report, group=self._group, async_op=True)
             wait(work, patience)
             wait_for_event(record_event(), patience)
         except (RuntimeError, TimeoutError) as error:
             state = "with its own part whole and waiting for the others"
             raise self._failures.blame(self.version + 1, -1, state, error) from error
-        if other := {rank: version for rank, version in enumerate(versions.tolist()) if version != self.version + 1}:
+        numbers = reports.tolist()
+        versions, sent_by_rank = numbers[::2], numbers[1::2]
+        if other := {rank: version for rank, version in enumerate(versions) if version != self.version + 1}:
             raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
+        return max(sent_by_rank)
 
 
 def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> list[Transport]:
@@ -362,7 +372,7 @@ def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> l
     last: list[Transport] = [] if quantised is None else [QuantisedLanding.take(job, quantised, assign)]
     transports = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
     transports += last
-    if job.copies or job.sends or job.receives:
+    if job.copies or any(hop.sends or hop.receives for hop in job.hops):
         raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
     return transports
 

@@ -1,4 +1,4 @@
-"""Weight synchronisation with inference servers, which read a Hugging Face folder for each version."""
+"""Weight synchronisation with inference servers: they read a folder for each version, or receive it shard to shard."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaverl.config.roles import ServersConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.distributed.collectives import broadcast_json, on_first_rank, raise_together, together
+from megaverl.distributed.collectives import broadcast_json, on_first_rank, raise_together, reduce_json, together
 from megaverl.errors import ReshardError
 from megaverl.outside import read_json_file
+from megaverl.platform import platform
 from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import Generation
 from megaverl.rollout.server_engine import ServerEngine
@@ -23,6 +28,8 @@ from megaverl.rollout.server_pool import PublishedWeights
 from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
+from megaverl.workers.server_transfer import GRACE_SECONDS, DeliveryBoard, ShardTransfer
+from megaverl.workers.weight_sender import WeightSender
 
 FINGERPRINT = "fingerprint.json"
 NUM_TOKENS = 16  # number of tokens whose log-probs are compared
@@ -38,6 +45,9 @@ class ServerSync:
     rank of the rollout makes the servers read the folder (`ServerEngine.use`), compares their log-probs with the
     actor's, and broadcasts the result to the other ranks.
 
+    With `direct`, there is no folder: while the first rank of the rollout calls the servers, the actor's ranks send
+    their shards (`WeightSender`).
+
     Args:
         model: the actor on this rank. None: it lives on other ranks, or the run has no actor and a constant folder.
         engine: this rank's connection to the servers, or None.
@@ -48,6 +58,7 @@ class ServerSync:
         dtype: of the actor's weights.
         tolerance: largest allowed log-prob difference in nats. None: a default for `dtype`.
         max_tokens: smallest number of tokens that every server accepts.
+        direct: send weights shard to shard. None: through the folder.
 
     Attributes:
         weight_version: number of times that the servers' weights have changed.
@@ -65,6 +76,7 @@ class ServerSync:
         dtype: torch.dtype,
         tolerance: float | None,
         max_tokens: int,
+        direct: ServersConfig | None = None,
     ) -> None:
         self.weight_version = 0
         self._model, self._engine, self._world, self._group = model, engine, world, group
@@ -74,6 +86,29 @@ class ServerSync:
         # Prefix of folder names that is unique among runs and restarts.
         self._run = broadcast_json(os.urandom(6).hex(), 0, group)
         self._number, self._whole = 0, False
+        self._board: DeliveryBoard | None = None
+        self._sender: WeightSender | None = None
+        self._transfer: ShardTransfer | None = None
+        self._counted = 0  # of the bytes that servers have received
+        if direct is not None:
+            self._prepare_direct(direct)
+
+    def _prepare_direct(self, config: ServersConfig) -> None:
+        """Create this rank's part in direct transfers. Collective over actor and rollout."""
+        num_senders = reduce_json(int(self._model is not None), sum, self._group)
+        # Without an actor, servers keep the weights of a folder.
+        if not num_senders:
+            return
+        store = dist.distributed_c10d._get_process_group_store(self._group)
+        self._board = DeliveryBoard(store, self._run)
+        limits = config.load_timeout_seconds, config.wait_seconds
+        if self._model is not None:
+            self._sender = WeightSender(self._model, self._board, sum(limits) + GRACE_SECONDS)
+        if self._speaks:
+            assert self._engine is not None
+            # A worker without a GPU could not join NCCL; servers and actor are of one kind.
+            self._transfer = ShardTransfer(self._board, num_senders, platform.backend, limits[0])
+            self._engine.pool.transfer = self._transfer
 
     def source_changes(self) -> None:
         """Do nothing: servers share no memory with the actor. Called before the actor's weights change."""
@@ -84,10 +119,13 @@ class ServerSync:
         Raises:
             CheckpointError: the folder cannot be written.
             RolloutError: no server could read the weights.
+            ReshardError: the actor's ranks could not send their weights.
         """
         start = perf_counter()
         self._number += 1
         self._whole = False
+        if self._board is not None:
+            return self._send(self._board, start)
         folder = self._folder / f"{self._run}-{self._number}"
         error: Exception | None = None
         if self._model is not None:
@@ -101,7 +139,77 @@ class ServerSync:
         self._whole = True
         self.weight_version += 1
         sent = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if self._speaks else 0
-        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version)
+        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version, busiest_sent=sent)
+
+    def _send(self, board: DeliveryBoard, start: float) -> ReshardStats:
+        """Send the actor's weights to all servers, shard to shard. Collective over actor and rollout."""
+        name = f"{self._run}-{self._number}"
+        sender, engine = self._sender, self._engine
+        before = (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
+        with ExitStack() as stack:
+            # No server may still be receiving the version whose copies are overwritten below.
+            if self._speaks and engine is not None:
+                stack.enter_context(engine.pool.only_reshard_delivers())
+            own: dict[str, Any] | None = None
+            error: Exception | None = None
+            try:
+                own = self._fingerprint()
+            except Exception as caught:  # raised on every rank below
+                error = caught
+            raise_together(error, self._group)
+            known = reduce_json(own, _first_given, self._group)
+            weights = PublishedWeights(None, name, tuple(known["tokens"]), tuple(known["log_probs"]), self._tolerance)
+            try:
+                if self._model is not None:
+                    stack.enter_context(self._model.on_device)
+                if sender is not None:
+                    stack.enter_context(sender.exclusive())
+                self._serve(board, sender, weights)
+            except Exception as caught:  # raised on every rank below
+                error = caught
+            raise_together(error, self._group)
+        if engine is not None and not self._speaks:
+            engine.use(PublishedWeights(None, name))
+        self._whole = True
+        self.weight_version += 1
+        sent, messages = (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
+        # Those of servers that came late since the last reshard are among them.
+        counted, self._counted = self._counted, 0 if self._transfer is None else self._transfer.bytes_received
+        return ReshardStats(
+            bytes_local=0,
+            bytes_sent=sent - before[0],
+            bytes_received=self._counted - counted,
+            seconds=perf_counter() - start,
+            num_messages=messages - before[1],
+            version=self.weight_version,
+        )
+
+    def _serve(self, board: DeliveryBoard, sender: WeightSender | None, weights: PublishedWeights) -> None:
+        """Do this rank's part while servers get the weights: call them, send to them, or both at the same time."""
+        engine = self._engine
+
+        def call_servers() -> None:
+            assert engine is not None
+            try:
+                engine.use(weights, live=True)
+            finally:
+                board.finish(weights.name)
+
+        # Sending stays on the main thread, which has the device's collectives.
+        with ThreadPoolExecutor(1, "servers") as threads:
+            called = threads.submit(call_servers) if self._speaks else None
+            if sender is not None:
+                sender.serve(lambda: board.is_finished(weights.name))
+                sender.keep_copy()
+            if called is not None:
+                called.result()
+
+    def _fingerprint(self) -> dict[str, Any] | None:
+        """Return tokens and the actor's log-probs of them, or None on a rank without an actor."""
+        if self._model is None:
+            return None
+        tokens = fingerprint_tokens(self._model.vocab_size, self._num_tokens)
+        return {"tokens": tokens, "log_probs": self._log_probs(self._model, tokens)}
 
     @property
     def _speaks(self) -> bool:
@@ -111,12 +219,10 @@ class ServerSync:
     def _write(self, model: TrainingModel, folder: Path) -> None:
         """Export the weights and the actor's log-probs. Collective over the actor's ranks."""
         model.export(folder, source_folder=self._source_folder, overwrite=True)
-        tokens = fingerprint_tokens(model.vocab_size, self._num_tokens)
-        log_probs = self._log_probs(model, tokens)
+        fingerprint = self._fingerprint()
 
         def describe() -> None:
-            text = json.dumps({"tokens": tokens, "log_probs": log_probs})
-            (folder / FINGERPRINT).write_text(text, encoding="utf-8")
+            (folder / FINGERPRINT).write_text(json.dumps(fingerprint), encoding="utf-8")
 
         on_first_rank(describe, model.grid.world)
 
@@ -194,6 +300,11 @@ class ServerSync:
                 "the servers' weights are not those of the actor: the last reshard failed. Nothing can be generated "
                 "until a whole one has passed."
             )
+
+
+def _first_given(fingerprints: list[Any]) -> Any:
+    """Return the fingerprint of the first rank that has an actor."""
+    return next(fingerprint for fingerprint in fingerprints if fingerprint is not None)
 
 
 def fingerprint_tokens(vocab_size: int, count: int = NUM_TOKENS) -> list[int]:

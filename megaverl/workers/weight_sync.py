@@ -135,18 +135,21 @@ class ActorWeights:
             return self.layout_of, layout_of
         return self.layout_of, with_factors(layout_of, self.low_ranks)
 
-    def plan(self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None) -> Plan:
+    def plan(
+        self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None, *, fan_out: bool = False
+    ) -> Plan:
         """Return the copy plan of this rank of `group`, from the actor's layout to the engines' `layout_of`.
 
         Args:
             node_of: node of a rank. None: all on one node.
+            fan_out: as in `make_plan`.
 
         Raises:
             ReshardError: see `make_plan`.
         """
         place = dist.get_world_size(group), dist.get_rank(group)
         # Engines ignore some weights of a folder, so the actor may have weights that no engine takes.
-        return make_plan(*self.sides(layout_of), *place, node_of, allow_unused=True)
+        return make_plan(*self.sides(layout_of), *place, node_of, allow_unused=True, fan_out=fan_out)
 
 
 def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf) -> LayoutOf:
@@ -274,7 +277,7 @@ class WeightSync:
         )
         self._quantised = self._landing(layout_of, group)
         self._resharder = Resharder(
-            plan or source.plan(layout_of, group, node_of),
+            plan or source.plan(layout_of, group, node_of, fan_out=self.config.may_fan_out),
             tensors,
             self._dest,
             group,
@@ -466,14 +469,16 @@ class Adopting:
         plan: this rank's plan, set when the engine has been loaded.
     """
 
-    def __init__(self, model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None) -> None:
-        self._model, self._world, self._node_of = model, world, node_of
+    def __init__(
+        self, model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, *, fan_out: bool
+    ) -> None:
+        self._model, self._world, self._node_of, self._fan_out = model, world, node_of, fan_out
         self.plan: Plan | None = None
 
     def __call__(self, parameters: Mapping[str, torch.Tensor], layouts: Callable[[Shapes], LayoutOf]) -> None:
         source = ActorWeights.of(self._model)
         layout_of = layouts(shapes_of(self._model.weights))
-        self.plan = source.plan(layout_of, self._world, self._node_of)
+        self.plan = source.plan(layout_of, self._world, self._node_of, fan_out=self._fan_out)
         never_alias = written_to(layout_of(dist.get_rank(self._world)), source.low_ranks or {})
         adopt(self.plan, source.tensors, parameters, never_alias)
 
@@ -482,4 +487,6 @@ def adopting(
     model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
 ) -> Adopting | None:
     """Return an `Adopting`, or None if `reshard.alias` or offloading rules out shared storage."""
-    return None if config.alias != "auto" or model.offloads else Adopting(model, world, node_of)
+    if config.alias != "auto" or model.offloads:
+        return None
+    return Adopting(model, world, node_of, fan_out=config.may_fan_out)

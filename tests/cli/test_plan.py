@@ -58,6 +58,36 @@ def test_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None
     assert 0.9 < found["reshard"]["share_of_wire_limit"] <= 1
 
 
+def test_seconds_of_a_save_and_of_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RECIPE, "--disk", "4", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    found = planned["checkpoint"]
+    # Eight ranks of a node write what only they have to write, and each of them reads its own weights.
+    assert found["save_seconds"] == pytest.approx(8 * found["written"][-1] / 4e9, rel=0.05)
+    read = found["resume_seconds"] - planned["reshard"]["seconds"]
+    assert read == pytest.approx(8 * found["read"][-1] / 4e9, rel=0.05)
+    assert found["read"][-1] > found["written"][-1]
+    assert main([*RECIPE, "--disk", "4", "checkpoint.async_save=false"]) == 0
+    out = capsys.readouterr().out
+    assert f"at 4 GB/s a node: save {found['save_seconds']:.1f} s while the run waits, resume" in out
+
+
+def test_a_fan_out_is_reported_beside_the_plan_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """70B on 4 nodes of trainers and 12 of engines: what the busiest rank sends falls to what a rank receives."""
+    apart = [*RECIPE, "--nodes", "16", "placement={actor: 0-31, rollout: rest}", "actor.pp=4"]
+    assert main(apart) == 0
+    out = capsys.readouterr().out
+    assert "fan-out: copies sent from the actor's ranks to other nodes: 4.0 (12." in out
+    assert "busiest link between nodes: 18.2 GB in 0.363 s (54.5 GB in 1.090 s without fan-out)" in out
+    assert main([*apart, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["reshard"]
+    assert found["fan_out"]["busiest"] == found["sent"]["network"][-1] <= 1.1 * found["received"]["network"][-1]
+    assert main([*apart, "--json", "reshard.fan_out=never"]) == 0
+    direct = json.loads(capsys.readouterr().out)["reshard"]
+    assert direct["fan_out"] is None
+    assert direct["sent"]["network"][-1] == pytest.approx(found["fan_out"]["busiest_without"], rel=0.01)
+
+
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RECIPE, "--memory", "70"]) == 0
     out = capsys.readouterr().out

@@ -15,6 +15,7 @@ import pytest
 from megaverl.cli import serve
 from megaverl.cli.options import UsageError
 from megaverl.cli.serve import COMMANDS, PER_JOB, TOKEN, JobQueues, server_command
+from megaverl.rollout.server_api import RECEIVER
 
 
 def told(*given: str, what: str = "reward", **environment: str) -> tuple[list[str], dict[str, str]]:
@@ -42,6 +43,9 @@ def test_a_server_that_generates_for_runs() -> None:
         assert option in command
     values = dict(zip(command, command[1:], strict=False))
     assert values["--logprobs-mode"] == "processed_logprobs" and values["--generation-config"] == "vllm"
+    assert values["--worker-extension-cls"] == RECEIVER
+    own, _ = told("m", "--vllm=--worker-extension-cls=my.Own", "--token-env", "KEY", what="rollout", KEY="secret")
+    assert RECEIVER not in own and "--worker-extension-cls=my.Own" in own
     assert values["--port"] == "8000" and values["--middleware"] == "megaverl.cli.serve.TokenGuard"
     assert more == {"VLLM_SERVER_DEV_MODE": "1", TOKEN: "secret"}
     with pytest.raises(UsageError, match="serve reward"):

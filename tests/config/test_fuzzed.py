@@ -74,7 +74,8 @@ def spoil(draw: random.Random, values: dict[str, Any]) -> Change:
         put(values, key, draw.choice([-1, -7]))
         return key, kind
     if kind == "section":
-        key = draw.choice(sorted(Config.model_fields.keys() - {"reward", "model"}))  # model: NAME is allowed
+        # model: NAME is allowed, and one reward module without its list
+        key = draw.choice(sorted(Config.model_fields.keys() - {"reward", "model", "reward_modules"}))
         values[key] = draw.choice([3, "text", [1]])
         return key, kind
     if kind == "list":

@@ -43,6 +43,9 @@ def test_servers_on_the_loopback_need_no_token() -> None:
             "not among what SGLang's server is asked for",
         ),
         (["rollout.servers={kind: sglang, transfer: nccl}"], "rollout.servers.transfer", "Use transfer: folder"),
+        (["rollout.servers={kind: sglang, transfer: direct}"], "rollout.servers.transfer", "Use transfer: folder"),
+        (["rollout.servers={transfer: direct, folder: /tmp/w}"], "rollout.servers.folder", "writes no folder"),
+        (["rollout.servers.transfer=direct", "actor.lora={}"], "rollout.servers.transfer", "sends no adapters"),
     ],
 )
 def test_what_does_not_go_together(overrides: list[str], key: str, said: str) -> None:

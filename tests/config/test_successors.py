@@ -18,7 +18,7 @@ from tests.docs.pages import ROOT, table_names
 
 PATHS = {
     "examples/grpo_trainer/run_qwen2_5_vl-7b.sh": "qwen2_5_vl/grpo_geometry",
-    "/home/me/verl/examples/ppo_trainer/run_deepseek7b_llm.sh": "gsm8k_smollm2/ppo",
+    "clones/verl/examples/ppo_trainer/run_deepseek7b_llm.sh": "gsm8k_smollm2/ppo",
     "examples/grpo_trainer/run_qwen2-7b_math_megatron.sh": "gsm8k_smollm2/grpo_pp2",
     "./examples/sft/gsm8k/run_qwen_05_sp2_liger.sh": "gsm8k_smollm2/sft",
     "recipe/dapo/": "gsm8k_smollm2/dapo",

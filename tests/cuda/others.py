@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megaverl.data import held_rows
+from megaverl.data import row_transfer
 from megaverl.data.row_transfer import Heard, Moving
 from megaverl.distributed.ragged import RaggedBatch, num_bytes_on_device
 from megaverl.distributed.worlds import Fabric
@@ -48,15 +48,15 @@ class Others:
 
     def install(self) -> None:
         """Before anything of megaverl takes the names that are replaced here, but `row_transfer`."""
-        send: Any = held_rows._send_from_host
+        send: Any = row_transfer._send_from_host
 
         def remember(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Any:
             assert ragged is not None, "every rank of one world has the tensors, be it of no rows"
             self._sent[moving.name] = ragged
             return send(fabric, moving, ragged)
 
-        held_rows._send_from_host = remember
-        held_rows._hear = self._hear
+        row_transfer._send_from_host = remember
+        row_transfer._hear = self._hear
 
     def gather_host_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, ...]: what the engines' ranks say of the responses' lengths; or else numbers, of all samples."""

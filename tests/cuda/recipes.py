@@ -25,7 +25,7 @@ from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.serving import run_blocking
-from megaverl.data import held_rows
+from megaverl.data import row_transfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import value_mover
 from megaverl.distributed.worlds import Channel, Fabric, PendingSends
@@ -255,7 +255,7 @@ class RecipeRank:
         mover, mail, found = RowMover(fabric), Mail(), dict[str, Any]()
         with (
             patch.object(value_mover, "send_json", mail.send_json),
-            patch.object(held_rows, "send_json", mail.send_json),
+            patch.object(row_transfer, "send_json", mail.send_json),
             patch.object(value_mover, "receive_json", mail.receive_json),
             patch.object(Channel, "send_to", mail.send_to),
             patch.object(Channel, "receive_from", mail.receive_from),

@@ -2,8 +2,9 @@
 
     MEGAVERL_FAULT='{"kind": "kill", "rank": 1, "step": 2, "stage": "actor_update", "mark": "/path"}'
 
-It patches the two seams that a run has anyway: the note of the stage that begins, and the file that a checkpoint is
-written through. `tests.faults.rank` installs it in a rank and then does what the command does.
+It patches three seams that a run has anyway: the note of the stage that begins, the file that a checkpoint is written
+through, and the message that a reshard sends. `tests.faults.rank` installs it in a rank and then does what the command
+does.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Fault:
             no more).
         stage: as `Stages.status` gets it, without its step.
         step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
+        message: before this rank sends the message of this number to another rank in the stage's reshard, from 0.
         byte: of what this rank writes from then on for that step's checkpoint, or a later one: an earlier one may still
             be on its way to the disk; None: as the stage begins.
         delay: seconds after that, while the stage runs (signals only).
@@ -53,6 +55,7 @@ class Fault:
     delay: float = 0.0
     folder: str = ""
     mark: str = ""
+    message: int | None = None
 
     def environment(self) -> dict[str, str]:
         """What makes the ranks have it."""
@@ -105,21 +108,30 @@ class _Patches:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.armed = False
-        self.written = 0
+        self.written = self.sent = 0
 
     def apply(self) -> None:
         from megaverl.checkpoint import ChecksummedFile
         from megaverl.trainer.job import Stages
+        from megaverl.weights.transports.point_to_point import PointToPoint
 
-        note, write = Stages.status, ChecksummedFile.write
+        note, write, begin = Stages.status, ChecksummedFile.write, PointToPoint._begin
 
         def note_with_fault(stages: Stages, name: str) -> None:
             note(stages, name)
             if not self.armed and self.fault.happens_to(stages.step, name):
-                if self.fault.byte is None:
+                if self.fault.byte is None and self.fault.message is None:
                     self.fault.strike()
                 else:
-                    self.armed, self.written = True, 0
+                    self.armed, self.written, self.sent = True, 0, 0
+
+        def begin_with_fault(transport: PointToPoint) -> None:
+            if self.armed and transport._rounds[transport._begun].outgoing is not None:
+                if self.sent == self.fault.message:
+                    self.armed = False
+                    self.fault.strike()
+                self.sent += 1
+            begin(transport)
 
         def write_with_fault(file: ChecksummedFile, data: Any, known_crc32: int | None = None) -> int:
             if not self._is_meant(str(file.name)):
@@ -137,6 +149,7 @@ class _Patches:
 
         Stages.status = note_with_fault  # type: ignore[assignment, method-assign]
         ChecksummedFile.write = write_with_fault  # type: ignore[assignment, method-assign]
+        PointToPoint._begin = begin_with_fault  # type: ignore[assignment, method-assign]
 
     def _is_meant(self, path: str) -> bool:
         found = re.search(r"/step_(\d+)", path)

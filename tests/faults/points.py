@@ -8,18 +8,27 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megaverl.errors import SAVED_AND_LEFT
 from tests.faults.injector import Fault, Kind
 from tests.faults.runs import Remains, arguments, differences, remains
-from tests.launcher import Ended, Launcher
+from tests.launcher import JOB_DEADLINE, Ended, Launcher
 
 ALL_END_WITHIN = 60.0  # seconds after one rank is lost
 SHORT_WAIT = "run.timeout_minutes=0.1"  # a wait that lasts longer is a stall
 
 
-def _kill(rank: int, stage: str, step: int | None, *, byte: int | None = None, delay: float = 0.0) -> Fault:
-    return Fault("kill", rank, stage, step, byte, delay)
+def _kill(
+    rank: int,
+    stage: str,
+    step: int | None,
+    *,
+    byte: int | None = None,
+    delay: float = 0.0,
+    message: int | None = None,
+) -> Fault:
+    return Fault("kill", rank, stage, step, byte, delay, message=message)
 
 
 POINTS: dict[str, Fault] = {
@@ -84,6 +93,19 @@ OVERLAP_POINTS: dict[str, Fault] = {
     "weights about to leave": _kill(1, "actor_update", 3, delay=0.05),
     "weights arrive": _kill(0, "reshard", 2),
 }
+# A run on four nodes, three of which have engines and pass weights on to each other; and where it is hit meanwhile.
+RELAYED = [
+    "placement={actor: 0, rollout: 1-3}",
+    "actor.tp=1",
+    "critic.pp=1",
+    "rollout.use_dynamic_batching=false",
+    "reshard={bucket_mb: 1, check_every: 1}",
+]
+RELAYED_RANKS = 4
+RELAYED_POINTS: dict[str, Fault] = {
+    "inside a relayed reshard, actor": _kill(0, "reshard", 2, message=2),
+    "inside a relayed reshard, engine": _kill(2, "reshard", 3, message=1),
+}
 
 
 @dataclass(frozen=True)
@@ -102,13 +124,26 @@ class Hit:
     resumed_from: str
 
 
-def hit(launch: Launcher, inputs: Path, runs: Path, fault: Fault, *more: str, mark: Path | None = None) -> Hit:
-    """Start (or go on with) the run in `runs`, and let the fault happen to it."""
+def hit(
+    launch: Launcher,
+    inputs: Path,
+    runs: Path,
+    fault: Fault,
+    *more: str,
+    mark: Path | None = None,
+    nodes: int | None = None,
+) -> Hit:
+    """Start (or go on with) the run in `runs`, and let the fault happen to it.
+
+    Args:
+        nodes: as many ranks, each on a node of its own; None: two ranks on one node.
+    """
     mark = mark or runs / "struck"
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
     environment = replace(fault, mark=str(mark)).environment()
-    ended = launch.command(arguments(inputs, runs, *more), logs=runs / "output", environment=environment)
+    started = arguments(inputs, runs, *more)
+    ended = launch.command(started, logs=runs / "output", environment=environment, **_on_nodes(nodes))
     happened = mark.exists()
     wrong = _wrong_end(fault, ended) if happened else ["it did not happen"]
     return Hit(ended, happened, wrong, resumed_from(ended))
@@ -120,9 +155,29 @@ def resumed_from(ended: Ended) -> str:
     return Path(found[1]).name if found else ""
 
 
-def finish(launch: Launcher, inputs: Path, runs: Path, expected: Remains, *more: str) -> tuple[Ended, list[str]]:
+def run_on(
+    launch: Launcher, inputs: Path, runs: Path, *more: str, nodes: int | None = None, deadline: float = JOB_DEADLINE
+) -> Ended:
+    """Start the run, or go on with it, without a fault.
+
+    Args:
+        deadline: seconds until it counts as hung.
+    """
+    started = arguments(inputs, runs, *more)
+    return launch.command(started, logs=runs / "output", deadline=deadline, **_on_nodes(nodes))
+
+
+def _on_nodes(nodes: int | None) -> dict[str, Any]:
+    if nodes is None:
+        return {}
+    return {"ranks": nodes, "on_rank": {rank: {"GROUP_RANK": str(rank)} for rank in range(nodes)}}
+
+
+def finish(
+    launch: Launcher, inputs: Path, runs: Path, expected: Remains, *more: str, nodes: int | None = None
+) -> tuple[Ended, list[str]]:
     """Start the run again, without a fault; what differs at its end from what is expected."""
-    ended = launch.command(arguments(inputs, runs, *more), logs=runs / "output")
+    ended = run_on(launch, inputs, runs, *more, nodes=nodes)
     if any(ended.codes):
         return ended, [f"exit codes {ended.codes}: {ended.text[-500:]}"]
     return ended, differences(remains(runs / "run"), expected)

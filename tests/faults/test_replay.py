@@ -17,6 +17,9 @@ GENERATION = ("rollout/", "validation/", "reshard/")
 NAMES = [f"step_{step:08d}.safetensors" for step in range(1, STEPS + 1)]
 
 
+FAMILIES = ("time/", "memory/", "busy/", "comm/")  # of metrics that two runs do not share
+
+
 def updates(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured of rewards and updates."""
     kept = [{k: v for k, v in record.items() if not k.startswith(GENERATION)} for record in found]
@@ -26,11 +29,11 @@ def updates(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_what_two_runs_do_not_share(undisturbed: Path) -> None:
     """Of a real run's metrics the rule leaves out those of these families and names, and no other."""
     names = set().union(*read_records(undisturbed / "run" / "metrics.jsonl"))
-    others = {name for name in names if is_cost(name) and not name.startswith(("time/", "memory/", "busy/"))}
+    others = {name for name in names if is_cost(name) and not name.startswith(FAMILIES)}
     steps = {"time", "train/step_time_ms", "train/tokens_per_sec", "reward/latency_ms", "reshard/seconds"}
     steps |= {"train/tokens_per_gpu_per_sec", "train/tflop_per_gpu_per_sec"}
     assert others == steps | {"rollout/seconds", "rollout/throughput_tokens_per_sec"}
-    assert not [name for name in names if name.startswith(("time/", "memory/", "busy/")) and not is_cost(name)]
+    assert not [name for name in names if name.startswith(FAMILIES) and not is_cost(name)]
 
 
 def bytes_of(run: Path) -> dict[str, bytes]:

@@ -213,6 +213,7 @@ ANY_ORDER = "def check(input, output, expected):\n    return sorted(output.split
         ("def check(input, output, expected):\n    return int(output) > 0\n", "print('1; print(1)')", 0.0),
         ("import sys\nprint(float(open(sys.argv[3]).read() == '2 1\\n'))", "print(2, 1)", 1.0),
         ("print('accepted')", "print(1, 2)", 0.0),
+        ("print(1)\nraise ValueError('after the verdict')", "print(1, 2)", 0.0),
         ("open('/etc/hostname').read()\nprint(1)", "print(1, 2)", 0.0),
     ],
 )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging.handlers
 import os
 import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megaverl.announcements import announcements
 from megaverl.config.roles import RolloutConfig
 from megaverl.distributed.worlds import default_group
 from megaverl.errors import RolloutError
@@ -47,6 +50,31 @@ def engine(folder: str, tp: int, *, load_weights: bool = True, **vllm: Any) -> V
         _kept["key"] = key
     found: VLLMEngine = _kept["engine"]
     return found
+
+
+def cache_tokens(folder: str, **vllm: Any) -> dict[str, Any]:
+    """The tokens that an engine's cache holds where vLLM may take 1 GiB, and what is announced."""
+    from megaverl.platform import vllm_cpu
+
+    close()
+    told = logging.handlers.BufferingHandler(100)
+    defaults = vllm_cpu.engine_defaults
+
+    def without_size(**sizes: Any) -> dict[str, Any]:
+        return {name: value for name, value in defaults(**sizes).items() if name != "kv_cache_memory_bytes"}
+
+    announcements.addHandler(told)
+    announcements.setLevel(logging.INFO)
+    with patch.object(vllm_cpu, "engine_defaults", without_size), patch.dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1"):
+        scheduler = engine(folder, 1, **vllm)._scheduler
+    announcements.removeHandler(told)
+    blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    close()
+    return {
+        "tokens": blocks * scheduler.block_size,
+        "block": scheduler.block_size,
+        "told": [record.getMessage() for record in told.buffer],
+    }
 
 
 def close() -> None:

@@ -276,3 +276,17 @@ def test_models_that_cannot_run(
     model = make_tiny_folder(tmp_path, **(SIZES | changes))
     for found in launch.world(2, f"{RANKS}:refusal", folder=model, tp=tp):
         assert message in found
+
+
+def test_the_cache_holds_what_a_step_can_use(launch: Launcher, folder: str) -> None:
+    """Sixteen responses of 128 tokens and a quarter more, in the 1 GiB that vLLM may take. A size that is set stays."""
+    first, second = launch.world(2, f"{RANKS}:cache_tokens", folder=folder)
+    block = first["block"]
+    assert first["tokens"] == second["tokens"] == 16 * 128 * 5 // 4 + block
+    [told] = first["told"]
+    assert "enough for 16 responses of full length" in told and "1.07 GB would be free" in told
+    assert second["told"] == []
+    given = launch.world(2, f"{RANKS}:cache_tokens", folder=folder, kv_cache_memory_bytes=50_000_000)
+    assert [found["told"] for found in given] == [[], []]
+    # On a CPU vLLM prefers the variable's GiB to the argument.
+    assert given[0]["tokens"] == 2**30 // (2 * 2 * 64 * 4)

@@ -1,4 +1,4 @@
-"""A run whose responses come from two real `vllm serve` processes: one joins while it generates, one is killed."""
+"""Runs whose responses come from real `vllm serve` processes: one joins while it generates, one is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import RewardError
@@ -71,21 +72,21 @@ def classifier(inputs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reward_port(inputs: Path, ports: tuple[str, str]) -> str:
+def reward_port(inputs: Path, ports: tuple[str, str, str]) -> str:
     return (inputs / "reward_port").read_text()
 
 
 @pytest.fixture(scope="module")
-def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str]]:
-    """Of two servers, that answer."""
-    first, second, reward = str(free_port()), str(free_port()), str(free_port())
+def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str, str]]:
+    """Of three servers that answer; the last one has two workers."""
+    first, second, third, reward = (str(free_port()) for _ in range(4))
     (inputs / "reward_port").write_text(reward)
     command = [
         sys.executable,
         "-m",
         "tests.rollout.vllm_serve",
         str(inputs),
-        f"{first},{second}",
+        f"{first},{second},{third}:2",
         str(inputs / "model"),
     ]
     vllm = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64"
@@ -101,12 +102,12 @@ def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str]]:
             env=environment,
         )
     try:
-        for port in (first, second, reward):
+        for port in (first, second, third, reward):
             while not _answers(port):
                 with suppress(subprocess.TimeoutExpired):
                     servers.wait(0.2)
                 assert servers.poll() is None, (inputs / "servers.log").read_text()
-        yield first, second
+        yield first, second, third
     finally:
         for file in inputs.glob("*.pid"):
             with suppress(ProcessLookupError):
@@ -126,7 +127,7 @@ def _answers(port: str) -> bool:
         connection.close()
 
 
-def test_who_is_refused(inputs: Path, ports: tuple[str, str], tmp_path: Path) -> None:
+def test_who_is_refused(inputs: Path, ports: tuple[str, str, str], tmp_path: Path) -> None:
     """Another model, another longest length, no token."""
     url, spec = f"http://127.0.0.1:{ports[0]}", ModelSpec.from_folder(inputs / "model")
     server = VLLMServer(url, TOKEN, generating=60.0, loading=60.0)
@@ -159,9 +160,56 @@ def test_a_served_reward_model(classifier: Path, reward_port: str, monkeypatch: 
         build_reward({"name": "served", "options": {**options, "token_env": None}}).score(samples)
 
 
-def test_one_joins_and_one_is_killed(launch: Launcher, inputs: Path, ports: tuple[str, str], tmp_path: Path) -> None:
+TOKENS = [3, 11, 7, 2, 19, 5, 13, 23, 4, 17]
+
+
+def test_weights_go_shard_to_shard(launch: Launcher, inputs: Path, ports: tuple[str, str, str], tmp_path: Path) -> None:
+    """... from two tensor-parallel ranks: to a server of two workers that is killed in a step, and to one of one that
+    joins in a step.
+    """
+    _, second, third = ports
+    names = (str(inputs), str(tmp_path / "run"), third, second)
+    (tmp_path / "reward.py").write_text(REWARD.format(names=names, joins=10, dies=26))
+    servers = {"urls": [f"http://127.0.0.1:{third}"], "token_env": "POOL_TOKEN", "poll_seconds": 0.05}
+    rollout = {"engine": "server", "use_dynamic_batching": False, "servers": {**servers, "transfer": "direct"}}
+    reward = {"function": f"{tmp_path / 'reward.py'}:letters"}
+    ended = launch.command(
+        arguments(inputs, tmp_path, f"rollout={json.dumps(rollout)}", f"reward={json.dumps(reward)}"),
+        logs=tmp_path / "output",
+        environment={"POOL_TOKEN": TOKEN},
+        deadline=300.0,
+    )
+    assert ended.codes == [0, 0], ended.text
+    for news in (f"{third} joined (1 in", f"{third} left (", f"{second} joined ("):
+        assert f"rollout server http://127.0.0.1:{news}" in ended.text
+    assert not (tmp_path / "run" / "rollout_weights").exists()
+    left = VLLMServer(f"http://127.0.0.1:{second}", TOKEN, generating=60.0, loading=60.0)
+    assert left.weight_version().endswith("-5")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        rows = model(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    expected = [float(row[token]) for row, token in zip(rows, TOKENS[1:], strict=True)]
+    assert left.log_probs(TOKENS) == pytest.approx(expected, abs=1e-5)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(each.get(f"rollout/server_samples/127.0.0.1:{second}") for each in records)
+    differences = [each["rollout/logprob_diff_max"] for each in records if "rollout/logprob_diff_max" in each]
+    assert len(differences) == 4 and max(differences) < 1e-3
+    # A delivery brings each element once to each worker that needs it, in float32: norms to both workers of a server.
+    files = [load_file(path) for path in (tmp_path / "run" / "hf").glob("*.safetensors")]
+    tensors = [tensor for file in files for tensor in file.values()]
+    of_one = 4 * sum(tensor.numel() for tensor in tensors)
+    of_two = of_one + 4 * sum(tensor.numel() for tensor in tensors if tensor.dim() == 1)
+    received = [each["reshard/bytes_received"] for each in records if "reshard/bytes_received" in each]
+    possible = {times * of_one + killed * of_two for times in range(3) for killed in range(2)}
+    assert len(received) == 4 and possible.issuperset(received), (received, of_one, of_two)
+    assert received[-1] == of_one
+
+
+def test_one_joins_and_one_is_killed(
+    launch: Launcher, inputs: Path, ports: tuple[str, str, str], tmp_path: Path
+) -> None:
     """... inside steps; every response's log-probs are those of the actor at that step."""
-    first, second = ports
+    first, second, _ = ports
     names = (str(inputs), str(tmp_path / "run"), first, second)
     (tmp_path / "reward.py").write_text(REWARD.format(names=names, joins=10, dies=26))
     servers = {"urls": [f"http://127.0.0.1:{first}"], "token_env": "POOL_TOKEN", "poll_seconds": 0.05}
@@ -183,7 +231,9 @@ def test_one_joins_and_one_is_killed(launch: Launcher, inputs: Path, ports: tupl
     assert left.weight_version() == newest.name and newest.name.endswith("-5")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     name = "rollout/server_samples/127.0.0.1:"
-    samples = [[each.get(f"{name}{port}", 0.0) for port in ports] for each in records if f"{name}{first}" in each]
+    samples = [
+        [each.get(f"{name}{port}", 0.0) for port in (first, second)] for each in records if f"{name}{first}" in each
+    ]
     assert samples[0] == [8.0, 0.0]
     assert any(each.get(f"{name}{second}") for each in records)
     differences = [each["rollout/logprob_diff_max"] for each in records if "rollout/logprob_diff_max" in each]

@@ -1,6 +1,6 @@
 """`megaverl serve rollout MODEL` at several ports, and `megaverl serve reward`, without the process that watches:
 
-    python -m tests.rollout.vllm_serve FOLDER PORT,PORT MODEL ARGUMENTS
+    python -m tests.rollout.vllm_serve FOLDER PORT,PORT:TP MODEL ARGUMENTS
 
 An interpreter imports vLLM once, and each server is a copy of it that leads a process group of its own, named in
 FOLDER/PORT.pid.
@@ -35,7 +35,11 @@ def main(folder: str, ports: str, model: str, *arguments: str) -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     parent, children = os.getpid(), []
-    servers = {port: ["rollout", model, "--port", port, *arguments] for port in ports.split(",")}
+    servers = {}
+    for described in ports.split(","):
+        port, _, tp = described.partition(":")
+        tensor_parallel = [f"{arguments[-1]} --tensor-parallel-size {tp}"] if tp else arguments[-1:]
+        servers[port] = ["rollout", model, "--port", port, *arguments[:-1], *tensor_parallel]
     if reward := os.environ.get("TEST_REWARD_SERVER"):
         servers["reward"] = ["reward", *json.loads(reward)]
     for name, given in servers.items():

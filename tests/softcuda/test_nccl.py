@@ -36,6 +36,16 @@ def test_tensors_of_the_host_and_with_gaps_are_refused(device: SoftwareDevice) -
         assert "must be contiguous" in found["apart"]
 
 
+def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(device: SoftwareDevice) -> None:
+    """From one trainer to three engines on two nodes: under NCCL's order of messages, and without races of streams."""
+    case = {"grid": {"tp": 1}, "engine_tp": 1, "nodes": [0, 1, 2, 2], "spec": {"architecture": "Qwen2ForCausalLM"}}
+    options = Options(devices=4, tracks_order=True, poisons=True)
+    ended = device.ranks(4, f"{CASES}:relayed_reshard", options=options, **case)
+    found = ended.check()
+    assert [(result["wrong"], result["differs"]) for result in found] == [([], [])] * 4
+    assert sum(result["forwards"] for result in found) > 0
+
+
 @pytest.mark.parametrize("kind", ["crossed", "facing", "alone"])
 def test_what_never_ends_on_gpus_does_not_end(device: SoftwareDevice, kind: str) -> None:
     """Communicators in different orders, two senders that face each other, a first batch without all ranks."""

@@ -228,7 +228,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     assert trained == [1, 2, 3, 4], "no step stands there twice"
     assert after[2] == before[2]
     for name in PROMISED | PROMISED_OF_A_CRITIC:
-        if not name.endswith(("_ms", "_sec", "seconds", "_mb")) and not name.startswith("busy/"):
+        if not name.endswith(("_ms", "_sec", "seconds", "_mb")) and not name.startswith(("busy/", "comm/")):
             assert after[3][name] == pytest.approx(before[3][name], rel=1e-4, abs=1e-6), name
     assert after[4]["rollout/logprob_diff_max"] < LOGPROB_LIMIT
     assert (killed / "hf" / "config.json").exists()
@@ -241,7 +241,7 @@ def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, launch: Launch
     before, after = metrics_of(ppo.folder), metrics_of(tmp_path / "run")
     assert sorted(after) == sorted(before)
     # what depends on the clock, the memory or the way
-    others = ("time/", "_ms", "_sec", "seconds", "_mb", "reshard/bytes", "queue/", "busy/")
+    others = ("time/", "_ms", "_sec", "seconds", "_mb", "reshard/bytes", "queue/", "busy/", "comm/")
     for step, found in before.items():
         for name, value in found.items():
             if not any(part in name for part in others):

@@ -12,7 +12,7 @@ from tests.trainer.conftest import command_arguments
 
 PPO = ["algorithm={name: ppo, num_mini_batches: 2, num_epochs: 2}", "critic={tp: 1, optimizer: {lr: 1.0e-3}}"]
 GRPO = ["algorithm={name: grpo, group_size: 4, num_mini_batches: 2, kl: {in: loss, kind: k3, coef: 0.01}}"]
-COSTS = ("time/", "_ms", "_sec", "seconds", "_mb", "busy/")
+COSTS = ("time/", "_ms", "_sec", "seconds", "_mb", "busy/", "comm/")
 NUMBERS = 48  # bytes that a rank hears of each sample in a step, whoever has it
 
 

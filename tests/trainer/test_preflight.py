@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaverl.cli.main import main
-from megaverl.config import checks, load_config
+from megaverl.config import files_and_packages, load_config
 from megaverl.errors import MISTAKE, ConfigError
 from megaverl.rollout.cpu_kernels import cpu_head_sizes, why_no_kernel
 from megaverl.trainer import RLTrainer, init_distributed, preflight
@@ -20,8 +20,10 @@ MISSING = "is trained by megatron-core, which is not installed here: pip install
 
 @pytest.fixture
 def without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checks.find_spec
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if name.startswith("megatron") else real(name))
+    real = files_and_packages.find_spec
+    monkeypatch.setattr(
+        files_and_packages, "find_spec", lambda name: None if name.startswith("megatron") else real(name)
+    )
 
 
 @pytest.mark.usefixtures("without_megatron")

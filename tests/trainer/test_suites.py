@@ -11,6 +11,7 @@ import pytest
 from megaverl.monitoring.evaluations import read_suites
 from tests.data import published
 from tests.launcher import Launcher
+from tests.rollout.sglang_server import SGLangLike
 
 DATA = Path(__file__).parents[1] / "data"
 SUITES = ("gsm8k", "math")
@@ -128,3 +129,16 @@ def test_every_suite_on_a_real_engine(launch: Launcher, model: Path, tmp_path: P
     assert results["aime"].metrics == ["avg@3", "maj@3", "pass@3"] and results["code"].metrics == ["avg@1"]
     assert all(result.num_unscored == 0 for result in results.values())
     assert len(set(results["aime"].prompts[0].responses)) == 3, "each sample has a seed of its own"
+
+
+def test_a_served_model_gives_the_same_responses_as_an_engine(launch: Launcher, model: Path, tmp_path: Path) -> None:
+    file = published.write_jsonl(tmp_path / "aime.jsonl", published.AIME)
+    common = ["eval", "--suite", "aime", f"evaluation.data.aime={file}", "evaluation.samples.aime=3"]
+    common += arguments(model, tmp_path / "runs", "model.dtype=float32")
+    launch.command([*common, "run.name=engine", "rollout.engine=hf"], ranks=2, logs=tmp_path / "engine").check()
+    with SGLangLike(model, context_length=1024) as server:
+        served = ["--url", server.url, "rollout.servers.kind=sglang", "run.name=served"]
+        launch.command([*common, *served], ranks=2, logs=tmp_path / "served").check()
+        assert server.calls["/generate"] >= 6
+    first, second = (read_suites(tmp_path / "runs" / name)["aime"] for name in ("engine", "served"))
+    assert first == second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import TransportOptions
 from megaverl.weights.transports.quantised import Landed, QuantisedDestination, dequantise
 from tests.sharding.specs import fill, make_experts, make_spec
+from tests.weights.fan_out_ranks import num_forwarded, placed
 
 # no rank's part of anything is whole blocks of 128, and borders of fused matrices lie inside of blocks
 SIZES: dict[str, Any] = {
@@ -77,12 +79,19 @@ class Case:
         *,
         expert_parallel: bool = False,
         ipc: bool = False,
+        nodes: Sequence[int] | None = None,
         landed: Landed = lambda tensors, view_of: None,
     ) -> None:
         self.rank, world, spec = dist.get_rank(), dist.get_world_size(), spec_of(architecture)
         weights, shape = weights_of(spec), GridShape(**grid)
         self.source_layouts = megatron_layouts(weights, spec, shape, padded_vocab_size=64)
         self.dest_layouts = vllm_layouts(weights, spec, tp, expert_parallel=expert_parallel, quantization=quantization)
+        if nodes is not None:  # engines on the ranks behind the grid's, over links that a fan-out relieves
+            self.source_layouts = placed(self.source_layouts, 0, shape.world_size)
+            self.dest_layouts = placed(self.dest_layouts, shape.world_size, world)
+        node_of = None if nodes is None else nodes.__getitem__
+        plan = make_plan(self.source_layouts, self.dest_layouts, world, self.rank, node_of, fan_out=nodes is not None)
+        self.num_forwarded = num_forwarded(plan)
         generator = np.random.default_rng(0)
         self.arrays = {w.name: generator.normal(size=w.shape) + 3 for w in weights}
         self.layout = self.dest_layouts(self.rank)
@@ -96,10 +105,10 @@ class Case:
         standing = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in self.quantised_shapes()}
         self.dest = self.rest | standing
         self.resharder = Resharder(
-            make_plan(self.source_layouts, self.dest_layouts, world, self.rank),
+            plan,
             self.source,
             self.dest,
-            options=TransportOptions(bucket_bytes=2**14, alias=True, ipc=ipc),
+            options=TransportOptions(bucket_bytes=2**14, alias=True, node_of=node_of, ipc=ipc),
             quantised=QuantisedDestination(self.parts, self.weights, landed),
         )
 
@@ -173,6 +182,7 @@ def land(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "received": stats.bytes_received,
                 "elements": case.resharder._plan.num_received,
                 "parts": len(case.parts),
+                "forwarded": case.num_forwarded,
                 "error": case.product_error(),
             }
         )

@@ -90,6 +90,20 @@ def test_what_lands_is_the_quantisation_of_the_whole_weights(launch: Launcher, w
             assert 0 < result["error"] < 0.05, arguments
 
 
+def test_what_is_relayed_lands_as_what_comes_directly(launch: Launcher) -> None:
+    """From one trainer to three engines on two nodes. Boxes are forwarded from the buffer, still in floating point."""
+    cases = [
+        case(QWEN2, {"tp": 1}, 1, nodes=[0, 1, 2, 2]),
+        case(MOE, {"tp": 1}, 1, nodes=[0, 1, 2, 2], quantization="fp8_per_tensor", dtype="float32"),
+    ]
+    results = launch.world(4, "tests.weights.quantised_ranks:land", cases=cases)
+    for number, arguments in enumerate(cases):
+        of_ranks = [found[number] for found in results]
+        assert [result["wrong"] for result in of_ranks] == [[]] * 4, arguments
+        assert sum(result["forwarded"] for result in of_ranks) > 0
+        assert all(result["received"] == 2 * result["elements"] for result in of_ranks)
+
+
 def test_what_landed_otherwise_is_named_before_it_is_quantised(launch: Launcher) -> None:
     local = "model.layers.1.mlp.down_proj.weight"
     for message in launch.world(

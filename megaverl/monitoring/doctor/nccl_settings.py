@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
-from typing import NamedTuple
 
 from megaverl.monitoring.doctor.findings import Finding
 
@@ -29,7 +29,8 @@ INDEX = "NCCL_IB_GID_INDEX"
 CHOOSES_ITSELF = (2, 21)
 
 
-class Gid(NamedTuple):
+@dataclass(frozen=True)
+class Gid:
     """Entry of a port's GID table.
 
     Attributes:
@@ -37,7 +38,7 @@ class Gid(NamedTuple):
         interface: name of the network interface that has the address, or "".
     """
 
-    index: int
+    number: int
     address: IPv6Address
     version: int
     interface: str
@@ -49,7 +50,7 @@ class Gid(NamedTuple):
 
     def __str__(self) -> str:
         address = self.address.ipv4_mapped or self.address
-        return f"{self.index} ({address}, v{self.version}{', ' + self.interface if self.interface else ''})"
+        return f"{self.number} ({address}, v{self.version}{', ' + self.interface if self.interface else ''})"
 
 
 def read_gids(port: Path) -> list[Gid]:
@@ -162,12 +163,12 @@ def _index_finding(
             return Finding(SECTION, "RoCE addresses", "ok", f"{port}: entry {best}, which NCCL chooses itself")
         number = 0
         origin = f"NCCL {'.'.join(map(str, nccl_version or ()))} takes entry 0"
-        fix = f"set {INDEX}={best.index}"
+        fix = f"set {INDEX}={best.number}"
     else:
         number = int(written) if written.isdecimal() else -1
         origin = f"{INDEX}={written}"
-        fix = f"unset {INDEX}" if chooses else f"set {INDEX}={best.index}"
-    used = next((gid for gid in gids if gid.index == number), None)
+        fix = f"unset {INDEX}" if chooses else f"set {INDEX}={best.number}"
+    used = next((gid for gid in gids if gid.number == number), None)
     if used is None:
         shown = ", ".join(map(str, gids))
         return Finding(SECTION, INDEX, "fail", f"{origin}, which {port} does not have; it has {shown}", fix)

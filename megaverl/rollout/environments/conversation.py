@@ -231,7 +231,8 @@ class Conversation:
         else:
             self.said += text
             choice["text"] = text
-        self.turns.append((len(self.said), len(self.token_ids), len(self.token_ids) + len(turn)))
+        begin = len(self.token_ids)
+        self.turns.append((len(self.said), begin, begin + len(turn)))
         self.token_ids += turn
         self.waits = False
         return {
@@ -267,9 +268,13 @@ class Conversations:
         Raises:
             CallRefused: the call cannot be answered.
         """
-        if call.repeats and (repeated := next((first for one in self.held if (first := one.first(call))), None)):
-            repeated.answer.add_done_callback(lambda done: _pass_on(done, call.answer))
-            return None
+        if call.repeats:
+            for conversation in self.held:
+                first = conversation.first(call)
+                if first:
+                    # The first call may still be waiting for its turn, so its answer is passed on once it is there.
+                    first.answer.add_done_callback(lambda done: _pass_on(done, call.answer))
+                    return None
         longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))
         for number in longest:
             one = self.held[number]

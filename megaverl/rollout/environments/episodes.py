@@ -191,17 +191,19 @@ class View:
         The conversation with the last turn always comes, at the end. The others are ordered by name, so that the order
         does not depend on which began first.
         """
-        wrote = {
-            conversation: turn
-            for conversation, turn, is_own in zip(self.places, self.turns, self.own, strict=True)
-            if is_own
-        }
-        last = max(wrote, key=lambda number: wrote[number], default=0)
-        columns = zip(self.places, self.turns, self.trained, strict=True)
-        kept = {
-            conversation for conversation, turn, trains in columns if trains or (self.rewards and self.rewards[turn])
-        }
-        return [self.conversation(number) for number in (*sorted(kept & wrote.keys() - {last}, key=self.name), last)]
+        # conversation -> its last turn that the model wrote
+        last_turn: dict[int, int] = {}
+        # Conversations with something to learn from: a token that trains, or a reward.
+        kept: set[int] = set()
+        tokens = zip(self.places, self.turns, self.own, self.trained, strict=True)
+        for conversation, turn, is_own, trains in tokens:
+            if is_own:
+                last_turn[conversation] = turn
+            if trains or (self.rewards and self.rewards[turn]):
+                kept.add(conversation)
+        last = max(last_turn, key=lambda number: last_turn[number], default=0)
+        others = sorted(kept & last_turn.keys() - {last}, key=self.name)
+        return [self.conversation(number) for number in (*others, last)]
 
     @property
     def trained(self) -> list[bool]:

@@ -7,6 +7,10 @@ answers all programs that are waiting.
     POST .../chat/completions -> Session.calls.put(call)      -> step_each: take the call's tokens
                                  call.answer.result() waits      engines generate the turn
     response                  <- answer is set                <- step_each: answer the call, wait for the next
+
+Why the standard library's server: a handler does nothing but wait for its answer, which a thread does well. 16 clients
+on two cores got 8,100 answers a second from it, and as many from starlette on uvicorn, which `rollout.engine: hf` would
+not bring along.
 """
 
 from __future__ import annotations
@@ -152,6 +156,9 @@ class GatewayHandler(BaseHTTPRequestHandler):
     """Handler of one connection to the gateway."""
 
     protocol_version = "HTTP/1.1"
+    # Headers and body are two packets. With Nagle's algorithm the second one waits for an acknowledgement, which the
+    # client's system delays by 40 ms: 16 clients then got 350 answers a second instead of 8,100.
+    disable_nagle_algorithm = True
     server: GatewayServer
 
     def log_message(self, format: str, *args: Any) -> None:

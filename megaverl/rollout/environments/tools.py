@@ -373,7 +373,10 @@ def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, 
     for name, value in tools.items():
         spec = dict(value) if isinstance(value, Mapping) else {"function": BUILT_IN.get(value, value)}
         kinds = [key for key in spec if key in SPECS]
-        unknown = [key for key in spec if key not in (*SPECS, *OWN_LIMITS, *(("results",) if "search" in spec else ()))]
+        allowed = {*SPECS, *OWN_LIMITS}
+        if "search" in spec:
+            allowed.add("results")
+        unknown = [key for key in spec if key not in allowed]
         if len(kinds) != 1 or unknown:
             raise ConfigError(
                 f"environment 'tools': {name} has {', '.join(spec) or 'nothing'}; expected one of {', '.join(SPECS)}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box
-from megaverl.sharding.plan import Plan, Transfer
+from megaverl.sharding.plan import Hop, Plan, Transfer
 from megaverl.weights.transports import Moved, Tensors, TransferJob, copy_boxes, view
 
 
@@ -71,7 +71,7 @@ class Alias:
     def take(cls, job: TransferJob) -> Alias | None:
         if not job.options.alias:
             return None
-        pairs = list(_pairs(job.plan, job.copies, job.receives, job.source, job.dest, job.options.never_alias))
+        pairs = list(_pairs(job.plan, job.copies, job.hops, job.source, job.dest, job.options.never_alias))
         taken = {pair.dest for pair in pairs}
         job.copies = [transfer for transfer in job.copies if transfer.dest_local not in taken]
         return cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
@@ -123,7 +123,7 @@ def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[st
     Tensors of the plan that the destination does not have yet are left out.
     """
     adopted = 0
-    for pair in _pairs(plan, plan.copies, plan.receives, source, dest, never_alias):
+    for pair in _pairs(plan, plan.copies, plan.hops, source, dest, never_alias):
         dest[pair.dest].data = view(source[pair.source], pair.box)
         adopted += 1
     return adopted
@@ -132,7 +132,7 @@ def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[st
 def _pairs(
     plan: Plan,
     copies: Iterable[Transfer],
-    receives: Mapping[int, Sequence[Transfer]],
+    hops: Iterable[Hop],
     source: Tensors,
     dest: Tensors,
     never_alias: Collection[str],
@@ -143,7 +143,8 @@ def _pairs(
     """
     seen = {name for layout in (plan.source_layout, plan.dest_layout) for name in layout.views}
     not_shared = {*never_alias, *(name for name, _ in plan.dest_layout.views.values())}
-    arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers}
+    received = (transfers for hop in hops for transfers in hop.receives.values())
+    arriving = {transfer.dest_local for transfers in received for transfer in transfers}
     by_dest: dict[str, list[Transfer]] = {}
     for transfer in copies:
         if transfer.source_local in seen or transfer.dest_local in seen:

@@ -10,11 +10,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megaverl.distributed.collectives import device_of
 from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
-from megaverl.platform import platform
-from megaverl.sharding.plan import Transfer
+from megaverl.sharding.plan import Hop, Transfer
 from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
+
+TransfersByPeer = Mapping[int, Sequence[Transfer]]
+BoxesOf = Callable[[Sequence[Transfer]], list[torch.Tensor]]
 
 # Slots of a bucket in each direction: messages that are packed, in flight or being unpacked at the same time.
 SLOTS = 4
@@ -23,12 +26,20 @@ DEPTH = 16
 
 
 class Round(NamedTuple):
-    """One outgoing and one incoming message; either may be missing."""
+    """One outgoing and one incoming message; either may be missing.
+
+    Attributes:
+        hop: number of the hop among `Plan.hops`.
+        after: number of the hop whose messages must have arrived before `outgoing` can be forwarded. None: `outgoing`
+            has weights of the source.
+    """
 
     to: int
     outgoing: Message | None
     from_: int
     incoming: Message | None
+    hop: int = 0
+    after: int | None = None
 
     def describe(self, message: Message | None) -> tuple[int, str]:
         """Return the rank at the other end, and a description of the message for errors."""
@@ -60,13 +71,22 @@ class PointToPoint:
     to DEPTH rounds at a time.
 
         world of 4, rank 0:   shift 1: to 1, from 3    shift 2: to 2, from 2    shift 3: to 3, from 1
+
+    The hops of a fan-out follow one after another, each in shifts like these. A rank forwards a box from the
+    destination's tensors, so relaying takes no memory but the bucket. It waits until the hop that brings the box has
+    arrived. That is an earlier hop, so the earliest unfinished round still never waits.
     """
 
     def __init__(
-        self, job: TransferJob, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
+        self,
+        job: TransferJob,
+        sends: TransfersByPeer,
+        receives: TransfersByPeer,
+        relays: Sequence[Hop] = (),
     ) -> None:
         self._job = job
-        self._rounds = make_rounds(job, sends, receives)
+        self._device = device_of(job.group)
+        self._rounds = make_rounds(job, sends, receives, relays)
         self._num_messages = sum((r.outgoing is not None) + (r.incoming is not None) for r in self._rounds)
         self._sent = sum(r.outgoing.nbytes for r in self._rounds if r.outgoing is not None)
         self._received = sum(r.incoming.nbytes for r in self._rounds if r.incoming is not None)
@@ -77,10 +97,11 @@ class PointToPoint:
     @classmethod
     def take(cls, job: TransferJob) -> PointToPoint | None:
         # NCCL requires a collective of all ranks before the first batch of point-to-point operations.
-        if platform.is_cuda and job.plan.world > 1:
-            dist.all_reduce(torch.zeros(1, device=platform.device), group=job.group)
+        if job.plan.world > 1 and (device := device_of(job.group)).type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device), group=job.group)
         sends, receives = job.take_peers(lambda peer: True)
-        return cls(job, sends, receives) if sends or receives else None
+        made = cls(job, sends, receives, job.take_relays())
+        return made if made._rounds else None
 
     def start(self, version: int) -> None:
         """Start the first rounds."""
@@ -105,13 +126,23 @@ class PointToPoint:
         return Moved(sent=self._sent, received=self._received, messages=self._num_messages)
 
     def _may_begin(self) -> bool:
-        """Return whether there is a next round, and a slot for it if it needs one. Rounds and slots are released in
-        order.
+        """Return whether there is a next round that has what it forwards, and a slot if it needs one. Rounds and slots
+        are released in order.
         """
         if self._begun == len(self._rounds) or len(self._pending) == DEPTH:
             return False
+        if self._waits_for_arrivals(self._rounds[self._begun]):
+            return False
         needs_slot = any(self._needed[self._begun].values())
         return not needs_slot or sum(pending.has_slot for pending in self._pending) < SLOTS
+
+    def _waits_for_arrivals(self, round_: Round) -> bool:
+        """Return whether a round forwards weights that may still be on their way to this rank."""
+        if round_.outgoing is None or round_.after is None:
+            return False
+        return any(
+            pending.round.incoming is not None and pending.round.hop <= round_.after for pending in self._pending
+        )
 
     def _begin(self) -> None:
         round_, slot = self._rounds[self._begun], self._slots_given % SLOTS
@@ -127,10 +158,11 @@ class PointToPoint:
             ops.append(dist.P2POp(dist.irecv, data, group=job.group, group_peer=round_.from_))
             carried.append(message)
         if message := round_.outgoing:
-            data = self._in_place(message, job.origins)
+            boxes_of = self._origins_of(round_)
+            data = self._in_place(message, boxes_of)
             if data is None:
                 data = self._buckets["out"][slot][: message.nbytes]
-                boxes = job.origins(message.transfers)
+                boxes = boxes_of(message.transfers)
                 parts = self._parts(message, data)
                 copy_boxes([part.view(box.shape) for part, box in zip(parts, boxes, strict=True)], boxes)
             ops.append(dist.P2POp(dist.isend, data, group=job.group, group_peer=round_.to))
@@ -175,7 +207,7 @@ class PointToPoint:
                 needed[side][number % SLOTS] = max(needed[side][number % SLOTS], nbytes)
             number += any(needs.values())
         return {
-            side: [torch.empty(size, dtype=torch.uint8, device=platform.device) for size in sizes]
+            side: [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
             for side, sizes in needed.items()
         }
 
@@ -183,15 +215,18 @@ class PointToPoint:
         """Return the bytes of a slot that a round needs on each side; none for a message that is sent or received in
         place.
         """
-        sides = (("in", round_.incoming, self._job.targets), ("out", round_.outgoing, self._job.origins))
+        origins_of = self._origins_of(round_)
+        sides = (("in", round_.incoming, self._job.targets), ("out", round_.outgoing, origins_of))
         return {
             side: message.nbytes if message and self._in_place(message, boxes_of) is None else 0
             for side, message, boxes_of in sides
         }
 
-    def _in_place(
-        self, message: Message, boxes_of: Callable[[Sequence[Transfer]], list[torch.Tensor]]
-    ) -> torch.Tensor | None:
+    def _origins_of(self, round_: Round) -> BoxesOf:
+        """Return the function from transfers to the boxes that a round's outgoing message has."""
+        return self._job.origins if round_.after is None else self._job.forwarded
+
+    def _in_place(self, message: Message, boxes_of: BoxesOf) -> torch.Tensor | None:
         """Return the bytes of a message's single box if it can be sent or received in place, else None."""
         if len(message.transfers) > 1:
             return None
@@ -199,7 +234,7 @@ class PointToPoint:
         if data.dtype != self._job.wire_of(message.transfers[0]) or not data.is_contiguous():
             return None
         # An offloaded FSDP2 shard is in host memory, which the group's backend may not support.
-        if data.device.type != platform.device.type:
+        if data.device.type != self._device.type:
             return None
         return data.view(-1).view(torch.uint8)
 
@@ -211,14 +246,27 @@ class PointToPoint:
 
 
 def make_rounds(
-    job: TransferJob, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
+    job: TransferJob,
+    sends: TransfersByPeer,
+    receives: TransfersByPeer,
+    relays: Sequence[Hop] = (),
 ) -> list[Round]:
-    """Return the messages of these boxes in the order in which they are sent."""
+    """Return the messages of these boxes in the order in which they are sent: hop by hop, and by shifts in each.
+
+    Args:
+        sends, receives: hop 0, what goes directly from the source to the destination.
+        relays: the hops of a fan-out, numbered from 1.
+    """
     rank, world, size = job.plan.rank, job.plan.world, max(1, job.options.bucket_bytes // SLOTS)
     rounds: list[Round] = []
-    for shift in range(1, world):
-        to, from_ = (rank + shift) % world, (rank - shift) % world
-        outgoing = messages(sends.get(to, ()), job.wire_of, size)
-        incoming = messages(receives.get(from_, ()), job.wire_of, size)
-        rounds += [Round(to, out, from_, in_) for out, in_ in zip_longest(outgoing, incoming)]
+    hops: list[tuple[TransfersByPeer, TransfersByPeer, int | None]] = [(sends, receives, None), *relays]
+    for number, (sent, received, after_relay) in enumerate(hops):
+        after = None if after_relay is None else after_relay + 1
+        # A fan-out has dozens of hops, in each of which a rank meets a few of a thousand peers.
+        shifts = {(to - rank) % world for to in sent} | {(rank - from_) % world for from_ in received}
+        for shift in sorted(shifts):
+            to, from_ = (rank + shift) % world, (rank - shift) % world
+            outgoing = messages(sent.get(to, ()), job.wire_of, size)
+            incoming = messages(received.get(from_, ()), job.wire_of, size)
+            rounds += [Round(to, out, from_, in_, number, after) for out, in_ in zip_longest(outgoing, incoming)]
     return rounds

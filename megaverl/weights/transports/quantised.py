@@ -23,7 +23,7 @@ import torch
 
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
-from megaverl.sharding.plan import Transfer
+from megaverl.sharding.plan import Hop, Transfer
 from megaverl.sharding.vllm import QuantisedWeight, slot_of
 from megaverl.weights.transports import Moved, TransferJob, Transport, view
 
@@ -179,9 +179,11 @@ class _Part:
         plan = replace(
             plan,
             copies=tuple(map(_staged_transfer, plan.copies)),
-            receives={peer: tuple(map(_staged_transfer, transfers)) for peer, transfers in plan.receives.items()},
+            receives=_staged_lists(plan.receives),
+            relays=tuple(map(_staged_hop, plan.relays)),
         )
-        sent = (transfer for transfers in plan.sends.values() for transfer in transfers)
+        from_source = (hop.sends for hop in plan.hops if hop.after is None)
+        sent = (transfer for sends in from_source for transfers in sends.values() for transfer in transfers)
         source = {transfer.source_local for transfer in (*plan.copies, *sent)}
         self._transports = assign(
             replace(
@@ -219,6 +221,24 @@ class _Part:
     def close(self) -> None:
         """Drop the views of the buffer."""
         self._staged.clear()
+
+
+def _staged_lists(receives: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
+    return {peer: tuple(map(_staged_transfer, transfers)) for peer, transfers in receives.items()}
+
+
+def _staged_hop(hop: Hop) -> Hop:
+    """Return the hop with everything that this rank receives, and then forwards, in the buffer."""
+    receives = _staged_lists(hop.receives)
+    if hop.after is None:
+        return hop._replace(receives=receives)
+    sends = {peer: tuple(map(_forwarded_transfer, transfers)) for peer, transfers in hop.sends.items()}
+    return Hop(sends, receives, hop.after)
+
+
+def _forwarded_transfer(transfer: Transfer) -> Transfer:
+    matrix, box = _in_matrix(transfer.source_local, transfer.source_box)
+    return transfer._replace(source_local=_name(matrix), source_box=box)
 
 
 def _staged_transfer(transfer: Transfer) -> Transfer:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megaverl.distributed.failures import Failures
 from megaverl.sharding.boxes import carry, split
-from megaverl.sharding.plan import Plan, Transfer
+from megaverl.sharding.plan import Hop, Plan, Transfer
 from megaverl.weights.transports.tensor_views import Tensors, view
 
 BUCKET_BYTES = 64 * 2**20
@@ -57,7 +57,7 @@ class TransportOptions:
 
 @dataclass
 class TransferJob:
-    """One rank's plan and tensors. `copies`, `sends` and `receives` hold the transfers that no transport has taken yet.
+    """One rank's plan and tensors. `copies`, `sends`, `receives` and `relays` hold what no transport has taken yet.
 
     Attributes:
         wire: global tensor -> the dtype in which it is sent.
@@ -76,16 +76,26 @@ class TransferJob:
     copies: list[Transfer] = field(init=False)
     sends: dict[int, tuple[Transfer, ...]] = field(init=False)
     receives: dict[int, tuple[Transfer, ...]] = field(init=False)
+    relays: tuple[Hop, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.copies = list(self.plan.copies)
-        self.sends, self.receives = dict(self.plan.sends), dict(self.plan.receives)
+        self._keep(self.plan)
+
+    def _keep(self, plan: Plan) -> None:
+        self.copies, self.relays = list(plan.copies), plan.relays
+        self.sends, self.receives = dict(plan.sends), dict(plan.receives)
 
     def leave_out(self, tensors: Collection[str]) -> None:
         """Remove all transfers of these weights, which another job carries."""
-        left = replace(self.plan, copies=tuple(self.copies), sends=self.sends, receives=self.receives)
-        left = left.only(lambda tensor: tensor not in tensors)
-        self.copies, self.sends, self.receives = list(left.copies), left.sends, left.receives
+        left = replace(
+            self.plan, copies=tuple(self.copies), sends=self.sends, receives=self.receives, relays=self.relays
+        )
+        self._keep(left.only(lambda tensor: tensor not in tensors))
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Everything between ranks that no transport has taken yet, in order."""
+        return Hop(self.sends, self.receives), *self.relays
 
     def wire_of(self, transfer: Transfer) -> torch.dtype:
         """Return the dtype in which a transfer is sent."""
@@ -99,6 +109,10 @@ class TransferJob:
         """Return the boxes to read on this rank, in place."""
         return [view(self.source[transfer.source_local], transfer.source_box) for transfer in transfers]
 
+    def forwarded(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
+        """Return the boxes that this rank has received and forwards (`Hop.after`), in place."""
+        return [view(self.dest[transfer.source_local], transfer.source_box) for transfer in transfers]
+
     def targets(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
         """Return the boxes to write on this rank, in place."""
         return [view(self.dest[transfer.dest_local], transfer.dest_box) for transfer in transfers]
@@ -110,6 +124,11 @@ class TransferJob:
             peers = [peer for peer in lists if wanted(peer)]
             taken.append({peer: lists.pop(peer) for peer in peers})
         return tuple(taken)
+
+    def take_relays(self) -> tuple[Hop, ...]:
+        """Remove and return the hops of a fan-out, which are empty on ranks that take no part in it."""
+        taken, self.relays = self.relays, ()
+        return taken
 
 
 class Moved(NamedTuple):

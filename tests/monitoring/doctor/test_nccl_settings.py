@@ -50,7 +50,7 @@ def found(
 
 def test_a_table_is_read_and_the_entry_of_version_2_over_ipv4_is_best(tmp_path: Path) -> None:
     gids = read_gids(write_port(tmp_path, "mlx5_0", TABLE))
-    assert [(gid.index, gid.version, gid.is_routable) for gid in gids] == [
+    assert [(gid.number, gid.version, gid.is_routable) for gid in gids] == [
         (0, 1, False),
         (1, 2, False),
         (2, 1, False),
@@ -60,13 +60,13 @@ def test_a_table_is_read_and_the_entry_of_version_2_over_ipv4_is_best(tmp_path: 
     ]
     best = best_gid(gids)
     assert best is not None and str(best) == "3 (10.200.1.10, v2, ens1f0np0)"
-    assert best_gid([gid for gid in gids if gid.index not in (2, 3)]) == gids[5], "IPv6 if there is no IPv4"
+    assert best_gid([gid for gid in gids if gid.number not in (2, 3)]) == gids[5], "IPv6 if there is no IPv4"
     assert best_gid(gids[:3]) is None
 
 
 def test_the_order_of_a_long_table_is_by_number(tmp_path: Path) -> None:
     table = [(LINK_LOCAL, "IB/RoCE v1")] * 10 + [(MAPPED, "RoCE v2")]
-    assert [gid.index for gid in read_gids(write_port(tmp_path, "mlx5_0", table))] == list(range(11))
+    assert [gid.number for gid in read_gids(write_port(tmp_path, "mlx5_0", table))] == list(range(11))
 
 
 @pytest.mark.parametrize(
