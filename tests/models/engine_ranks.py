@@ -91,9 +91,10 @@ def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int],
     for name in ("engine packed", "engine padded", "local padded"):
         engine.is_used = name.startswith("engine")
         seen.clear()
-        # Latent attention has a kernel in Triton, and YaRN a factor that the fused kernel leaves out.
+        # Latent attention has a kernel in Triton. The fused kernel leaves out YaRN's factor, and rotates no pairs in
+        # packed rows.
         described = Path(folder, "config.json").read_text()
-        fuses = engine.is_used and "Deepseek" not in described and "yarn" not in described
+        fuses = engine.is_used and not any(word in described for word in ("Deepseek", "yarn", "Glm4ForCausalLM"))
         options = megatron | {"apply_rope_fusion": fuses}
         if not engine.is_used:  # how Transformer Engine sends keys and values
             options.pop("cp_comm_type", None)

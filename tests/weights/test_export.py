@@ -26,6 +26,11 @@ def logits(folder: Path) -> torch.Tensor:
         return model(tokens).logits
 
 
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's files."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_loads_it_with_equal_logits(
@@ -40,13 +45,16 @@ def test_transformers_loads_it_with_equal_logits(
     grid = GRID | expert_tp(architecture)
     results = launch.world(4, "tests.weights.ranks:load_and_export", source=source, folder=target, grid=grid, **options)
     assert results == [""] * 4
-    assert torch.equal(logits(target), logits(source))
+    exported, expected = tensors_of(target), tensors_of(source)
+    assert exported.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(exported[name], tensor)] == []
+    # Logits of equal weights were seen to differ in the last bits (Qwen2-MoE).
+    torch.testing.assert_close(logits(target), logits(source), atol=1e-6, rtol=0)
     names = {path.name for path in target.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert ("model.safetensors" in names) == (not tied)
     assert ("model.safetensors.index.json" in names) == tied
-    stored = {name for file in target.glob("*.safetensors") for name in load_file(file)}
-    assert ("lm_head.weight" in stored) == (not tied), "tied embeddings are stored once"
+    assert ("lm_head.weight" in exported) == (not tied), "tied embeddings are stored once"
     assert not (tmp_path / "export.tmp").exists()
 
 
