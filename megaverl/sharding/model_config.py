@@ -33,6 +33,7 @@ MODEL_TYPES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Phi3ForCausalLM": "phi3",
     "Glm4ForCausalLM": "glm4",
+    "CwmForCausalLM": "cwm",
 }
 
 WHOLE_NUMBERS = (
@@ -97,7 +98,7 @@ WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
 # names. gpt-oss has windows in every other layer from the first on: vLLM (0.32) computes it so whatever `layer_types`
 # is.
 WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM")
-WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MinistralForCausalLM")
+WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MinistralForCausalLM", "CwmForCausalLM")
 SLIDING = "sliding_attention"
 
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name the first one.
@@ -283,6 +284,9 @@ def _heads(described: Described) -> Iterator[str]:
         if values["head_dim"] != values["qk_rope_head_dim"]:
             yield f"{described.says('head_dim')}; only {described.named('qk_rope_head_dim')} is computed. {AGAIN}"
         return
+    if described.architecture == "MinistralForCausalLM" and values["head_dim"] is None:
+        size = values["hidden_size"] // values["num_attention_heads"]
+        yield f"{described.says('head_dim')}; transformers needs it for {described.architecture}. Set it to {size}."
     heads = values["num_attention_heads"]
     kv_heads = values["num_key_value_heads"]
     if heads % kv_heads:

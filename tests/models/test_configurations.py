@@ -16,6 +16,8 @@ from tests.sharding.specs import make_spec
 TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(5)).tolist()
 # Defaults too large for a test.
 KEPT = {"architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "pad_token_id"}
+# Keys without which transformers itself cannot build a model.
+NEEDED = {"MinistralForCausalLM": {"head_dim"}}
 # Keys whose defaults fit each other alone, and what a tiny model needs to be large enough for them.
 HEADS = {"num_attention_heads", "num_key_value_heads"}
 CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
@@ -89,6 +91,11 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "SeedOssForCausalLM": [{"attention_bias": False}, {"residual_dropout": 0.1}],
     "Phi3ForCausalLM": [{"partial_rotary_factor": 1.0}, {"sliding_window": 8}, {"num_key_value_heads": None}],
     "Glm4ForCausalLM": [{"partial_rotary_factor": 1.0}, {"attention_bias": False}],
+    "CwmForCausalLM": [
+        {"sliding_window": 8},  # in all layers but every fourth, from the first on
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        {"sliding_window": None},
+    ],
     "SmolLM3ForCausalLM": [
         {"no_rope_layers": [0, 1]},
         {"no_rope_layers": [1, 0, 1]},  # longer than the model
@@ -115,7 +122,7 @@ def tiny(architecture: str) -> dict[str, Any]:
 
 def without_a_key(architecture: str) -> list[dict[str, Any]]:
     base, configs = tiny(architecture), []
-    for key in base.keys() - KEPT:
+    for key in base.keys() - KEPT - NEEDED.get(architecture, set()):
         left_out = next((keys for keys in (HEADS, CHOICE) if key in keys), {key})
         larger = LARGE_ENOUGH.get(frozenset(left_out), {})
         configs.append({k: larger.get(k, value) for k, value in base.items() if k not in left_out})

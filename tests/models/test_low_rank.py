@@ -16,7 +16,7 @@ from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_spec import ARCHITECTURES
+from megaverl.sharding.model_spec import ARCHITECTURES, FUSED_IN_FILES, no_adapters
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
@@ -38,8 +38,13 @@ def cut(layout: Layout, full: Tensors) -> Tensors:
     return local
 
 
+@pytest.mark.parametrize("architecture", FUSED_IN_FILES)
+def test_projections_that_files_hold_fused_have_no_adapters(architecture: str) -> None:
+    assert "several projections in one array" in no_adapters(make_spec(architecture), 1)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in FUSED_IN_FILES])
 def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
     spec = make_spec(architecture)

@@ -70,6 +70,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
         ("Qwen3ForCausalLM", QWEN_WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 3]}),
         ("MixtralForCausalLM", {"sliding_window": 5}),
         ("Qwen3MoeForCausalLM", QWEN_WINDOW),
+        ("CwmForCausalLM", {"sliding_window": 5}),
         ("Phi3ForCausalLM", {"sliding_window": 5}),
         ("MinistralForCausalLM", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     ],

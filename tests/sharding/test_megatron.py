@@ -157,11 +157,15 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                     assert (tensors.pop(here + names[1]) == np.split(down, shape.expert_tp, axis=1)[at.etp]).all()
                 assert (tensors.pop(here + "router.weight") == ids[there + "gate.weight"]).all()
                 if spec.moe.shared_ffn_hidden_size:
-                    shared = [ids[f"{there}shared_experts.{part}.weight"] for part in parts]
+                    name = "shared_expert" if spec.moe.shared_gate else "shared_experts"
+                    shared = [ids[f"{there}{name}.{part}.weight"] for part in parts]
                     gate, up = (np.split(array, shape.tp)[at.tp] for array in shared[:2])
                     assert (tensors.pop(here + "shared_experts.linear_fc1.weight") == np.concatenate([gate, up])).all()
                     down = np.split(shared[2], shape.tp, axis=1)[at.tp]
                     assert (tensors.pop(here + "shared_experts.linear_fc2.weight") == down).all()
+                if spec.moe.shared_gate:
+                    gate = ids[there + "shared_expert_gate.weight"]
+                    assert (tensors.pop(here + "shared_experts.gate_weight") == gate).all()
                 if spec.moe.router_bias:
                     assert (
                         tensors.pop(here + "router.expert_bias") == ids[there + "gate.e_score_correction_bias"]

@@ -316,7 +316,7 @@ SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
         "MinistralForCausalLM",
     )
 )
-MINISTRAL |= {"sliding_window": 128}
+MINISTRAL |= {"sliding_window": 128, "head_dim": 8}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -408,6 +408,7 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
         (ERNIE | {"use_bias": True}, "use_bias is True; only False"),
         (ERNIE | {"rope_scaling": YARN}, "only default, linear, llama3 are computed for Ernie4_5ForCausalLM"),
+        (MINISTRAL | {"head_dim": None}, "head_dim is None; transformers needs it for Ministral"),
         (MINISTRAL | {"sliding_window": None}, "Set sliding_window to max_position_embeddings=512 for full attention"),
         (QWEN2_MOE | WINDOW, "Qwen2MoeForCausalLM is computed with full attention only"),
         (QWEN2_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),

@@ -142,6 +142,25 @@ def test_an_update_is_that_of_transformers_and_autograd(
         assert_right(updated(launch, folder, tmp_path / name, shape, **options), expected, before, name)
 
 
+# What some architectures have and others lack: norms after, rotated pairs and gates fused in files; all projections
+# fused; layers without rotary embeddings; a shared expert with a gate.
+SPECIAL: dict[str, list[dict[str, int]]] = {
+    "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
+    "Phi3ForCausalLM": [{"tp": 2}],
+    "SmolLM3ForCausalLM": [{"pp": 2}],
+    "Qwen2MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
+}
+
+
+@pytest.mark.parametrize("architecture", SPECIAL)
+def test_an_update_of_parts_that_few_architectures_have(launch: Launcher, tmp_path: Path, architecture: str) -> None:
+    folder = make_tiny_folder(tmp_path / "model", architecture, initializer_range=0.15)
+    expected = by_transformers(folder, ppo)
+    before = load_file(folder / "model.safetensors")
+    for shape in SPECIAL[architecture]:
+        assert_right(updated(launch, folder, tmp_path / str(shape), shape, **PPO), expected, before, str(shape))
+
+
 def assert_right(
     found: tuple[dict[str, float], dict[str, Tensor]],
     expected: tuple[dict[str, float], dict[str, Tensor]],

@@ -37,6 +37,7 @@ DENSE = (
     "Glm4ForCausalLM",
     "Ernie4_5ForCausalLM",
     "MinistralForCausalLM",
+    "CwmForCausalLM",
 )
 WITH_EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "Qwen2MoeForCausalLM")
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
@@ -144,6 +145,7 @@ WINDOW = 6  # tokens: shorter than every prompt with its response
         ("MistralForCausalLM", {"sliding_window": WINDOW}),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW}),
+        ("CwmForCausalLM", {"sliding_window": WINDOW}),
         (
             "MinistralForCausalLM",
             {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},

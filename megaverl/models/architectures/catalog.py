@@ -35,6 +35,7 @@ LAYERS = {
     "SmolLM3ForCausalLM": llama.LAYERS,
     "Ernie4_5ForCausalLM": llama.LAYERS,
     "MinistralForCausalLM": llama.LAYERS,
+    "CwmForCausalLM": llama.LAYERS,
     "Phi3ForCausalLM": Layers(dense=llama.FUSED_ATTENTION + llama.FUSED_MLP),
     "Glm4ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + llama.FUSED_MLP + llama.NORMS_AFTER),
     "Qwen2MoeForCausalLM": Layers(
