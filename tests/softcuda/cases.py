@@ -147,6 +147,14 @@ def join(timeout: timedelta = timedelta(seconds=60)) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def relayed_reshard(**case: Any) -> dict[str, Any]:
+    """A reshard with fan-out and without (`tests.weights.fan_out_ranks`), on the device."""
+    from tests.weights.fan_out_ranks import relayed
+
+    join()
+    return relayed(**case)
+
+
 def collectives() -> dict[str, Any]:
     """One of each kind, as lists."""
     rank, size = join()

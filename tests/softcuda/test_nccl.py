@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,17 @@ def test_tensors_of_the_host_and_with_gaps_are_refused(device: SoftwareDevice) -
     for found in device.ranks(2, f"{CASES}:refused_by_nccl").check():
         assert "No backend type associated with device type cpu" in found["host"]
         assert "must be contiguous" in found["apart"]
+
+
+def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(device: SoftwareDevice) -> None:
+    """From one trainer to three engines on two nodes: under NCCL's order of messages, and without races of streams."""
+    spec = {"architecture": "Qwen2ForCausalLM"}
+    case: dict[str, Any] = {"grid": {"tp": 1}, "engine_tp": 1, "nodes": [0, 1, 2, 2], "spec": spec}
+    options = Options(devices=4, tracks_order=True, poisons=True)
+    ended = device.ranks(4, f"{CASES}:relayed_reshard", options=options, **case)
+    found = ended.check()
+    assert [(result["wrong"], result["differs"]) for result in found] == [([], [])] * 4
+    assert sum(result["forwards"] for result in found) > 0
 
 
 @pytest.mark.parametrize("kind", ["crossed", "facing", "alone"])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
+from megaverl.platform import platform
 from megaverl.sharding import fan_out as fan_out_module
 from megaverl.sharding.layout import EMPTY, Layout
 from megaverl.sharding.megatron import megatron_layouts
@@ -71,15 +72,15 @@ def relayed(
         with mock.patch.object(fan_out_module, "LEAST_UNIT", 8):
             plans = make_plans(source_of, dest_of, world, nodes.__getitem__, fan_out=fans_out)
             plan = plans[rank]
-        source = as_parameters(fill(source_of(rank), ids), source_dtype)
-        dest = as_parameters(fill(dest_of(rank), {name: array * 0 for name, array in ids.items()}), dest_dtype)
+        source = on_device(source_of(rank), ids, source_dtype)
+        dest = on_device(dest_of(rank), {name: array * 0 for name, array in ids.items()}, dest_dtype)
         group = dist.new_group() if background else None
         in_order = [{name} for name in source] if background else ()
         with counted_buckets() as buckets:
             resharder = Resharder(plan, source, dest, None, options, background=group, in_order=in_order)
             for version in (1, 2):
                 stats = resharder.run()
-                expected = as_parameters(fill(dest_of(rank), ids), dest_dtype)
+                expected = on_device(dest_of(rank), ids, dest_dtype)
                 found["wrong"] += [name for name in dest if not torch.equal(dest[name], expected[name] * version)]
                 ReshardCheck(source_of, dest_of, source, dest).compare()
                 if version == 1:
@@ -104,6 +105,12 @@ def relayed(
         if not torch.equal(tensor.data.view(torch.uint8), engines[True][name].data.view(torch.uint8))
     ]
     return found
+
+
+def on_device(layout: Layout, ids: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    """The tensors of a layout, where a run would have them."""
+    made = as_parameters(fill(layout, ids), dtype)
+    return {name: torch.nn.Parameter(tensor.data.to(platform.device)) for name, tensor in made.items()}
 
 
 def num_forwarded(plan: Plan) -> int:
