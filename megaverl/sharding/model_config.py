@@ -99,6 +99,8 @@ WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
 # is.
 WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM")
 WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MinistralForCausalLM", "CwmForCausalLM")
+# transformers cannot compute these architectures without a window.
+NEEDS_WINDOW = ("MinistralForCausalLM", "CwmForCausalLM")
 SLIDING = "sliding_attention"
 
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name the first one.
@@ -306,7 +308,7 @@ def _windows(described: Described) -> Iterator[str]:
         if type(window) is not int or window < 1:
             yield f"{described.says('sliding_window')}; expected a whole number above 0. {AGAIN}"
         return
-    if architecture == "MinistralForCausalLM" and window is None:
+    if architecture in NEEDS_WINDOW and window is None:
         yield (
             f"{described.says('sliding_window')}; transformers computes {architecture} only with a window. Set "
             f"sliding_window to max_position_embeddings={values['max_position_embeddings']} for full attention."

@@ -16,10 +16,10 @@ from tests.sharding.specs import make_spec
 TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(5)).tolist()
 # Defaults too large for a test.
 KEPT = {"architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "pad_token_id"}
-# Keys without which transformers itself cannot build a model.
-NEEDED = {"MinistralForCausalLM": {"head_dim"}}
 # Keys whose defaults fit each other alone, and what a tiny model needs to be large enough for them.
 HEADS = {"num_attention_heads", "num_key_value_heads"}
+# Keys without which transformers itself cannot build a tiny model.
+NEEDED = {"MinistralForCausalLM": {"head_dim"}, "CwmForCausalLM": HEADS}
 CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
 LARGE_ENOUGH = {
     frozenset(CHOICE): dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 16),
@@ -94,7 +94,6 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "CwmForCausalLM": [
         {"sliding_window": 8},  # in all layers but every fourth, from the first on
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-        {"sliding_window": None},
     ],
     "SmolLM3ForCausalLM": [
         {"no_rope_layers": [0, 1]},

@@ -27,9 +27,6 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("MistralForCausalLM", {"shape": {"tp": 2}, "megatron": {"window_size": [3, 0]}}),
     "stages": ("LlamaForCausalLM", {"shape": {"pp": 2}, "megatron": {}}),
     "experts": ("Qwen3MoeForCausalLM", SEQUENCE_PARALLEL),
-    "shared expert with a gate": ("Qwen2MoeForCausalLM", SEQUENCE_PARALLEL),
-    "no rotary embedding in some layers": ("SmolLM3ForCausalLM", SEQUENCE_PARALLEL),
-    "norms after, fused files, rotated pairs": ("Glm4ForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
     # experts with biases, gates in turn; a window in every other layer
