@@ -104,12 +104,12 @@ def run_on_ranks(
         ConfigError: a role is placed on a rank that does not exist.
         TrainingStopped: ranks do not join in time, or a rank failed.
     """
-    fabric = fabric_for(places)
-    if fabric is None:
+    context = fabric_for(places)
+    if context is None:
         return False
-    mover = ValueMover(fabric)
+    mover = ValueMover(context)
     run_program(
-        fabric,
+        context,
         lambda controller: run_flow(plan, list(runner.given), controller),
         {"flow": FlowWorker(runner)},
         mover=mover,

@@ -194,18 +194,18 @@ def control_beside_a_device() -> dict[str, Any]:
     """Where the default group is not gloo: the sockets that agreements open; and each rank's message to the next, which
     none waits for before it sends its own."""
     with patch.object(worlds, "platform", SimpleNamespace(backend="nccl")):
-        fabric = worlds.of_default_group(("actor",), timedelta(seconds=60))
-    rank, size = fabric.rank, dist.get_world_size()
+        context = worlds.of_default_group(("actor",), timedelta(seconds=60))
+    rank, size = context.rank, dist.get_world_size()
     before = _num_sockets()
     barrier()  # until all have counted
-    barrier(fabric.control)
-    agreed = gather_json(rank, fabric.control)
+    barrier(context.control)
+    agreed = gather_json(rank, context.control)
     opened = _num_sockets() - before
     barrier()  # until all have counted
-    sent = Channel(fabric, "next").send_to([(rank + 1) % size], bytes([rank]))
-    (heard,) = Channel(fabric, "next").receive_from((rank - 1) % size)
+    sent = Channel(context, "next").send_to([(rank + 1) % size], bytes([rank]))
+    (heard,) = Channel(context, "next").receive_from((rank - 1) % size)
     sent.wait()
-    return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": fabric.control is not dist.group.WORLD}
+    return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": context.control is not dist.group.WORLD}
 
 
 def _num_sockets() -> int:
