@@ -27,12 +27,12 @@ class _Here:
     context: JobContext | None = None
 
 
-def use_fabric(context: JobContext) -> None:
+def use_context(context: JobContext) -> None:
     """Use the context of a job for all flows that run afterwards."""
     _Here.context = context
 
 
-def fabric_for(places: Places) -> JobContext | None:
+def context_for(places: Places) -> JobContext | None:
     """Return the context of the job's ranks, which join here if they have not yet. None if it is the only process.
 
     Raises:

@@ -105,7 +105,7 @@ def init_distributed(config: Description) -> Job:
     # For modules that are not imported yet. CUDA and NCCL must not have started.
     prepare_environment(resolved, "train")
     from megaverl.checkpoint.training_state import seed_generators
-    from megaverl.dataflow.job import use_fabric
+    from megaverl.dataflow.job import use_context
     from megaverl.monitoring.console import Console
     from megaverl.planner.placed_run import check_memory
     from megaverl.platform import platform
@@ -114,7 +114,7 @@ def init_distributed(config: Description) -> Job:
     platform.start()
     _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])), check_memory)
     _Joined.config = resolved
-    use_fabric(_Joined.job.context)
+    use_context(_Joined.job.context)
     seed_generators(resolved.run.seed)
     atexit.register(_leave)
     _check_code(resolved, _Joined.job)
