@@ -227,9 +227,9 @@ Groups = tuple[list[dist.ProcessGroup], HostMessages]
 
 def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
     """Make the job's group, this rank's role group's and, where roles are apart, the group that moves weights."""
-    fabric = worlds.join(placement, store, rank, PATIENCE)
-    weights = [] if placement.is_colocated else [worlds.join_some(fabric, "weights", range(placement.size))]
-    return [fabric.control, fabric.group, worlds.default_group(), *weights], fabric.messages
+    context = worlds.join(placement, store, rank, PATIENCE)
+    weights = [] if placement.is_colocated else [worlds.join_some(context, "weights", range(placement.size))]
+    return [context.control, context.group, worlds.default_group(), *weights], context.messages
 
 
 def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:

@@ -32,7 +32,7 @@ from megaverl.config import load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.distributed_batch import Readers, as_held
+from megaverl.data.distributed_batch import RowSelection, as_held
 from megaverl.data.held_rows import HeldRows
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import Moving
@@ -238,8 +238,8 @@ def own_rows(size: int, rank: int) -> Moved:
             return join_rows(rows_read[name](lengths) for name in names)
 
         with watch.part("plans: who works on what"):
-            held = Readers(routing.fabric, rows).held(lengths, step.group_ids)
-            moving = Moving.plan(routing.fabric, "responses", written_by(size, len(lengths)), held.by_rank)
+            held = RowSelection(routing.context, rows).held(lengths, step.group_ids)
+            moving = Moving.plan(routing.context, "responses", written_by(size, len(lengths)), held.by_rank)
         messages = [
             _as_rows(move.rows, [step.response(row) for row in move.rows]).pack(range(len(move.rows)))
             for move in moving.moves
@@ -255,7 +255,7 @@ def own_rows(size: int, rank: int) -> Moved:
         size_of_rows += results(watch, roles, model, batch, held)
         advantages(watch, batch, step)
         weights(watch, roles.actor, batch, held)
-        routing.fabric.messages.close()
+        routing.context.messages.close()
     # lengths and their ranks; two scores and a component; tokens that train, asked for twice, and whether they ended
     return Moved(len(held.rows), size_of_rows, len(lengths) * (12 + 12 + 2 * 8 + 1), watch.seconds)
 
@@ -313,16 +313,16 @@ def micro_batches(watch: Stopwatch, model: Any, batch: RolloutBatch) -> None:
 
 def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held: HeldRows) -> float:
     """Exchange log-probs of actor and reference, and advantages; return the bytes that this rank receives."""
-    fabric = held.fabric
+    context = held.context
     rows_by_rank = roles.actor.rows(held.lengths)
     of_scores = {rank: rows if rank % TP == 0 else () for rank, rows in enumerate(rows_by_rank)}
     received = 0.0
     for name, source in (("old", of_scores), ("reference", of_scores), ("advantages", held.groups_by_rank)):
         with watch.part("plans: who sends what"):
-            moving = Moving.plan(fabric, name, source, held.by_rank)
+            moving = Moving.plan(context, name, source, held.by_rank)
         messages = []
         for move in moving.moves:
-            if move.dest == fabric.rank:
+            if move.dest == context.rank:
                 sizes = torch.tensor([held.lengths.response_lengths[row] for row in move.rows])
                 rows = torch.zeros(len(move.rows), batch.generated_ids.shape[1])
                 messages.append(RaggedBatch({"x": rows}, {"x": "R"}, {"R": sizes}).pack(range(len(move.rows))))

@@ -58,7 +58,7 @@ from megaverl.distributed.placement import parse_wanted  # noqa: E402
 from megaverl.distributed.placement_resolver import resolve  # noqa: E402
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce  # noqa: E402
 from megaverl.distributed.store import keep_store  # noqa: E402
-from megaverl.distributed.worlds import Fabric  # noqa: E402
+from megaverl.distributed.worlds import JobContext  # noqa: E402
 from megaverl.processes import end_with_parent, raise_open_files  # noqa: E402
 from megaverl.sharding.boxes import Box, whole  # noqa: E402
 from megaverl.sharding.layout import Layout, Piece  # noqa: E402
@@ -159,7 +159,7 @@ class Rank:
         self.group = CountedGroup(dist.PrefixStore("control", self.store), rank, size, self.traffic)
         world = placement.world_of(rank)
         messages = CountedMessages(self.store, rank, size, self.traffic)
-        self.fabric = Fabric(placement, rank, world, self.group, self.group, self.store, PATIENCE, messages)
+        self.context = JobContext(placement, rank, world, self.group, self.group, self.store, PATIENCE, messages)
         barrier(self.group)
 
     def plan(self) -> None:
@@ -192,7 +192,7 @@ class Rank:
         committer.conclude(report, commit_all)
 
     def rest(self) -> None:
-        name, world = self.fabric.describe, self.fabric.world.name
+        name, world = self.context.describe, self.context.world.name
         self.liveness = Liveness(
             self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
             name=name, world=world, say=lambda text: None, end=self._end,

@@ -65,7 +65,7 @@ class HostBuffers:
         self._free[copy.shape, copy.dtype].append(copy)
 
 
-class HeldTensors(Generic[K]):
+class PendingTensors(Generic[K]):
     """Tensors that do not change between two updates: weights and optimizer state, for most of a step.
 
     The writing thread takes one tensor after the other, and may read each until it takes the next. Code that is about

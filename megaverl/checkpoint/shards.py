@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from megaverl.checkpoint import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER, ChecksummedFile, write_bytes
-from megaverl.checkpoint.background import HeldTensors, HostBuffers
+from megaverl.checkpoint.background import HostBuffers, PendingTensors
 from megaverl.checkpoint.commit import Committer
 from megaverl.checkpoint.tensor_records import frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import CheckpointError, DamagedCheckpoint
@@ -83,7 +83,7 @@ class StagedShards:
     rank: int
     plan: SavePlan
     data: Mapping[MetadataIndex, Any]
-    held: HeldTensors[MetadataIndex]
+    held: PendingTensors[MetadataIndex]
     num_bytes: int
     metadata: Metadata | None = None
     common: bytes | None = None
@@ -202,7 +202,7 @@ class Stager:
             committer.rank,
             plan,
             data,
-            HeldTensors(lasting, changing, self._buffers),
+            PendingTensors(lasting, changing, self._buffers),
             num_bytes,
             metadata[0] if metadata else None,
             _saved(commons) if metadata else None,

@@ -13,11 +13,11 @@ from megaverl.data.held_rows import HeldRows
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import Moving, as_ragged, move_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.sharding.rows import Rows, join_rows
 
 
-def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> RolloutBatch | None:
+def move_batch(context: JobContext, moving: Moving, batch: RolloutBatch | None) -> RolloutBatch | None:
     """Move rows of a batch to the ranks that want them. Results are padded to the widest sender.
 
     Every rank with a message must call it. Other ranks may skip the call.
@@ -33,7 +33,7 @@ def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> Ro
         TrainingStopped: a rank did not send or receive in time. Names its number and role.
     """
     ragged = None if batch is None else as_ragged(batch.tensors, batch, batch.columns)
-    moved = move_ragged(fabric, moving, ragged)
+    moved = move_ragged(context, moving, ragged)
     return None if moved is None else RolloutBatch(moved.tensors, moved.columns)
 
 
@@ -46,28 +46,28 @@ def whole_on(batch: RolloutBatch, rank: int) -> RolloutBatch:
     if held is None:
         return batch
     all_on_rank = {rank: range(len(held.lengths))}
-    moving = Moving.plan(held.fabric, "whole batch", held.groups_by_rank, all_on_rank)
-    whole = move_batch(held.fabric, moving, batch.select(held.own))
+    moving = Moving.plan(held.context, "whole batch", held.groups_by_rank, all_on_rank)
+    whole = move_batch(held.context, moving, batch.select(held.own))
     return batch if whole is None else whole
 
 
 @dataclass(frozen=True)
-class Readers:
+class RowSelection:
     """Assignment of a batch's samples to the ranks of a role group.
 
     Attributes:
-        fabric: communication of the job.
+        context: communication of the job.
         rows: lengths of all samples -> samples that each rank of the group works on.
     """
 
-    fabric: Fabric
+    context: JobContext
     rows: Callable[[SequenceLengths], Rows]
 
     def held(self, lengths: SequenceLengths, group_ids: Sequence[int]) -> HeldRows:
         """Return what each rank holds of a batch: the samples that it works on, and the groups that it reports for."""
-        ranks = self.fabric.world.ranks
+        ranks = self.context.world.ranks
         groups = dict(zip(ranks, groups_of_ranks(group_ids, len(ranks)), strict=True))
-        return HeldRows(self.fabric, lengths, group_ids, join_rows([groups, self.rows(lengths)]), groups)
+        return HeldRows(self.context, lengths, group_ids, join_rows([groups, self.rows(lengths)]), groups)
 
     def of_whole(self, batch: RolloutBatch) -> RolloutBatch:
         """Return this rank's samples of a batch that every rank has. With several agents, all samples."""

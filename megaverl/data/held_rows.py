@@ -19,7 +19,7 @@ from megaverl.data.row_transfer import Moving, move_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.collectives import device_of, gather_host_rows
 from megaverl.distributed.ragged import RaggedBatch, beside
-from megaverl.distributed.worlds import Fabric, default_group
+from megaverl.distributed.worlds import JobContext, default_group
 from megaverl.sharding.rows import Rows
 
 
@@ -28,14 +28,14 @@ class HeldRows:
     """Samples of a step's batch that this rank holds, and what every rank of its role group knows about all samples.
 
     Attributes:
-        fabric: communication of the job.
+        context: communication of the job.
         lengths: lengths of all samples.
         group_ids: group of every sample.
         by_rank: rank of the job -> numbers of its samples, ascending. Equal on every rank.
         groups_by_rank: rank -> samples that it reports for. Each sample and each group has exactly one such rank.
     """
 
-    fabric: Fabric
+    context: JobContext
     lengths: SequenceLengths
     group_ids: Sequence[int]
     by_rank: Rows
@@ -44,7 +44,7 @@ class HeldRows:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Numbers of this rank's samples, in the order of its batch."""
-        return tuple(self.by_rank[self.fabric.rank])
+        return tuple(self.by_rank[self.context.rank])
 
     @cached_property
     def place(self) -> dict[int, int]:
@@ -54,7 +54,7 @@ class HeldRows:
     @cached_property
     def own(self) -> Tensor:
         """Indices of the samples that this rank reports for, [k] int64."""
-        return torch.tensor([self.place[row] for row in self.groups_by_rank[self.fabric.rank]], dtype=torch.int64)
+        return torch.tensor([self.place[row] for row in self.groups_by_rank[self.context.rank]], dtype=torch.int64)
 
     def places_of(self, samples: Sequence[int]) -> list[int]:
         """Return the indices in this rank's batch of those `samples` that it holds."""
@@ -90,8 +90,8 @@ class HeldRows:
             Results of all of this rank's samples, by name, on the device of the inputs.
         """
         # Every rank of the group takes part, also one that computed nothing.
-        source = {rank: source.get(rank, ()) for rank in self.fabric.world.ranks}
-        computed_rows = source[self.fabric.rank]
+        source = {rank: source.get(rank, ()) for rank in self.context.world.ranks}
+        computed_rows = source[self.context.rank]
         places = torch.tensor([self.place[row] for row in computed_rows], dtype=torch.int64)
         rows = {key: tensor[beside(tensor, places)] for key, tensor in tensors.items()}
         response_lengths = self.lengths.response_lengths
@@ -108,7 +108,7 @@ class HeldRows:
                 axis = f"{surplus} more"
                 axes[key] = axis
                 lengths[axis] = computed_lengths + surplus
-        moving = Moving.plan(self.fabric, name, source, self.by_rank)
-        moved = move_ragged(self.fabric, moving, RaggedBatch(rows, axes, lengths))
+        moving = Moving.plan(self.context, name, source, self.by_rank)
+        moved = move_ragged(self.context, moving, RaggedBatch(rows, axes, lengths))
         assert moved is not None
         return dict(moved.tensors)

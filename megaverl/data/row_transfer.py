@@ -1,7 +1,7 @@
 """Transfer of rows and whole tensors between ranks, of one role or of two.
 
 Data on the host, such as tokens, go from host to host. Results that were computed on a device go from device to device
-(`Fabric.rows`).
+(`JobContext.rows`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaverl.distributed.ragged import (
     pack_tensors,
     unpack_tensors,
 )
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends, send_json
+from megaverl.distributed.worlds import Channel, JobContext, PendingSends, send_json
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move, Rows, plan_moves
 
@@ -55,7 +55,7 @@ class Moving:
     receives: bool
 
     @classmethod
-    def plan(cls, fabric: Fabric, name: str, source: Rows, dest: Rows) -> Moving:
+    def plan(cls, context: JobContext, name: str, source: Rows, dest: Rows) -> Moving:
         """Return this rank's part of a transfer. Arguments must be equal on every rank.
 
         A rank of `dest` that wants no rows and holds none still gets one header, from which it builds an empty batch.
@@ -67,8 +67,8 @@ class Moving:
         Raises:
             DataError: a wanted row is held by no rank.
         """
-        rank = fabric.rank
-        moves = plan_moves(rank, source, dest, fabric.placement.node_of)
+        rank = context.rank
+        moves = plan_moves(rank, source, dest, context.placement.node_of)
         if source:
             sender = min(source)
             for receiver, rows in dest.items():
@@ -106,31 +106,31 @@ class Heard(NamedTuple):
     payload: Tensor
 
 
-def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
+def move_ragged(context: JobContext, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
     """Move rows of any tensors, like `move_batch`."""
     _check_held(moving, ragged)
     # All host messages are sent before any is awaited, so two ranks that send to each other do not deadlock.
-    sent, device_data = _send_from_host(fabric, moving, ragged)
-    heard, device_buffers = _hear(fabric, moving)
-    if fabric.rows is not None:
-        Channel(fabric, moving.name).exchange(fabric.rows, device_data, device_buffers)
+    sent, device_data = _send_from_host(context, moving, ragged)
+    heard, device_buffers = _hear(context, moving)
+    if context.rows is not None:
+        Channel(context, moving.name).exchange(context.rows, device_data, device_buffers)
     sent.wait()
-    return _merged(fabric, moving, ragged, heard, device_buffers)
+    return _merged(context, moving, ragged, heard, device_buffers)
 
 
 def send_whole(
-    fabric: Fabric, name: str, dest: Sequence[int], head: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    context: JobContext, name: str, dest: Sequence[int], head: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> PendingSends:
     """Start sending whole tensors to several ranks, after a JSON header.
 
     Tensors on the host go from host to host, others from device to device, as rows do.
     """
     sent = PendingSends()
-    channel = Channel(fabric, name)
+    channel = Channel(context, name)
     # Receivers that are reached through the same device get the same bytes, which are packed once.
     ranks_by_device: dict[torch.device | None, list[int]] = {}
     for rank in dest:
-        device = fabric.device_between(fabric.rank, rank)
+        device = context.device_between(context.rank, rank)
         ranks_by_device.setdefault(device, []).append(rank)
     for device, ranks in ranks_by_device.items():
         device_tensors = {}
@@ -144,25 +144,25 @@ def send_whole(
         device_parts, device_payload = pack_tensors(device_tensors)
         header = {**head, "parts": parts, "on_device": device_parts}
         for rank in ranks:
-            sent.add(send_json(fabric, name, rank, header))
+            sent.add(send_json(context, name, rank, header))
         sent.add(channel.send_to(ranks, payload))
-        if fabric.rows is not None:
-            sent.add(channel.send(fabric.rows, dict.fromkeys(ranks, device_payload)))
+        if context.rows is not None:
+            sent.add(channel.send(context.rows, dict.fromkeys(ranks, device_payload)))
     return sent
 
 
-def receive_whole(fabric: Fabric, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
+def receive_whole(context: JobContext, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that `send_whole` sent with this header, on the host or device where they were."""
-    channel = Channel(fabric, name)
+    channel = Channel(context, name)
     (host_payload,) = channel.receive_from(source)
-    fabric.traffic.received += host_payload.numel()
+    context.traffic.received += host_payload.numel()
     tensors = unpack_tensors(head["parts"], host_payload)
     device_parts = head["on_device"]
-    if device_parts and fabric.rows is not None:
-        device = fabric.device_between(source, fabric.rank)
+    if device_parts and context.rows is not None:
+        device = context.device_between(source, context.rank)
         device_payload = torch.empty(num_bytes(device_parts), dtype=torch.uint8, device=device)
-        channel.receive(fabric.rows, {source: device_payload})
-        fabric.traffic.received += device_payload.numel()
+        channel.receive(context.rows, {source: device_payload})
+        context.traffic.received += device_payload.numel()
         tensors |= unpack_tensors(device_parts, device_payload)
     return tensors
 
@@ -182,7 +182,7 @@ def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:
 
 
 def _merged(
-    fabric: Fabric,
+    context: JobContext,
     moving: Moving,
     ragged: RaggedBatch | None,
     heard: Mapping[int, Heard],
@@ -199,7 +199,7 @@ def _merged(
         kept = [row for row in moving.wanted if row in place_held]
         parts.append(([place_wanted[row] for row in kept], ragged, [place_held[row] for row in kept]))
     for move in moving.moves:
-        if move.dest == fabric.rank:
+        if move.dest == context.rank:
             message = heard[move.source]
             received = RaggedBatch.unpack(message.header, message.payload, _fills(), on_device.get(move.source))
             parts.append(([place_wanted[row] for row in move.rows], received, range(len(move.rows))))
@@ -211,7 +211,7 @@ def _merged(
 
 
 def _send_from_host(
-    fabric: Fabric, moving: Moving, ragged: RaggedBatch | None
+    context: JobContext, moving: Moving, ragged: RaggedBatch | None
 ) -> tuple[PendingSends, dict[int, Tensor]]:
     """Send a header and host data to every receiver.
 
@@ -221,13 +221,13 @@ def _send_from_host(
     device_data: dict[int, Tensor] = {}
     if ragged is None:
         return sent, device_data
-    channel = Channel(fabric, moving.name)
+    channel = Channel(context, moving.name)
     place_held = {row: place for place, row in enumerate(moving.held)}
     on_host: RaggedBatch | None = None
     for move in moving.moves:
-        if move.source != fabric.rank:
+        if move.source != context.rank:
             continue
-        device = fabric.device_between(move.source, move.dest)
+        device = context.device_between(move.source, move.dest)
         rows = ragged
         if device is None:
             # Copy from the device once, not for every message.
@@ -239,25 +239,25 @@ def _send_from_host(
     return sent, device_data
 
 
-def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
+def _hear(context: JobContext, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
     """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
-    channel = Channel(fabric, moving.name)
+    channel = Channel(context, moving.name)
     heard: dict[int, Heard] = {}
     device_buffers: dict[int, Tensor] = {}
     for move in moving.moves:
-        if move.dest != fabric.rank:
+        if move.dest != context.rank:
             continue
         source = move.source
         parts = channel.receive_from(source)
         if len(parts) != 2:
-            raise DataError(f"{moving.name}: {fabric.describe(source)} sent data that are not rows")
+            raise DataError(f"{moving.name}: {context.describe(source)} sent data that are not rows")
         header, payload = parts
         message = Heard(header.numpy().tobytes(), payload)
         heard[source] = message
-        fabric.traffic.received += payload.numel()
+        context.traffic.received += payload.numel()
         num_device_bytes = num_bytes_on_device(message.header)
         if num_device_bytes is not None:
-            device = fabric.device_between(source, fabric.rank)
+            device = context.device_between(source, context.rank)
             device_buffers[source] = torch.empty(num_device_bytes, dtype=torch.uint8, device=device)
-            fabric.traffic.received += num_device_bytes
+            context.traffic.received += num_device_bytes
     return heard, device_buffers

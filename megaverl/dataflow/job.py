@@ -14,7 +14,7 @@ from megaverl.distributed.collectives import barrier
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Fabric, join
+from megaverl.distributed.worlds import JobContext, join
 from megaverl.errors import ConfigError
 from megaverl.platform import platform
 
@@ -22,26 +22,26 @@ TIMEOUT = timedelta(minutes=10)  # for ranks to join, and for every message betw
 
 
 class _Here:
-    """Fabric of this process, if it has joined a job."""
+    """Context of this process, if it has joined a job."""
 
-    fabric: Fabric | None = None
-
-
-def use_fabric(fabric: Fabric) -> None:
-    """Use the fabric of a job for all flows that run afterwards."""
-    _Here.fabric = fabric
+    context: JobContext | None = None
 
 
-def fabric_for(places: Places) -> Fabric | None:
-    """Return the fabric of the job's ranks, which join here if they have not yet. None if it is the only process.
+def use_context(context: JobContext) -> None:
+    """Use the context of a job for all flows that run afterwards."""
+    _Here.context = context
+
+
+def context_for(places: Places) -> JobContext | None:
+    """Return the context of the job's ranks, which join here if they have not yet. None if it is the only process.
 
     Raises:
         ConfigError: a role is placed on a rank that does not exist.
         TrainingStopped: ranks do not join in time.
     """
-    fabric, size = _Here.fabric, int(os.environ.get("WORLD_SIZE", "1"))
-    if fabric is not None:
-        size = fabric.placement.size
+    context, size = _Here.context, int(os.environ.get("WORLD_SIZE", "1"))
+    if context is not None:
+        size = context.placement.size
     elif size == 1:
         return None
     outside = [
@@ -51,12 +51,12 @@ def fabric_for(places: Places) -> Fabric | None:
     ]
     if outside:
         raise ConfigError("\n".join(outside))
-    if fabric is None:
-        fabric = _Here.fabric = _join(places)
-    return fabric
+    if context is None:
+        context = _Here.context = _join(places)
+    return context
 
 
-def _join(places: Places) -> Fabric:
+def _join(places: Places) -> JobContext:
     """Join all ranks as one role group, in which every role has the ranks that the flow gives it.
 
     Raises:
@@ -73,9 +73,9 @@ def _join(places: Places) -> Fabric:
     roles = {"coordinator": (0,)} | {role: tuple(ranks) for role, ranks in places.items()}
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))
     world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
-    fabric = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)
+    context = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)
     atexit.register(_leave)
-    return fabric
+    return context
 
 
 def _leave() -> None:

@@ -12,7 +12,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.controller.serving import StatusBoard
-from megaverl.dataflow.job import TIMEOUT, fabric_for
+from megaverl.dataflow.job import TIMEOUT, context_for
 from megaverl.dataflow.plan import CompiledFlow, Places
 from megaverl.dataflow.program_runner import run_program
 from megaverl.dataflow.runner import OperatorRunner
@@ -104,12 +104,12 @@ def run_on_ranks(
         ConfigError: a role is placed on a rank that does not exist.
         TrainingStopped: ranks do not join in time, or a rank failed.
     """
-    fabric = fabric_for(places)
-    if fabric is None:
+    context = context_for(places)
+    if context is None:
         return False
-    mover = ValueMover(fabric)
+    mover = ValueMover(context)
     run_program(
-        fabric,
+        context,
         lambda controller: run_flow(plan, list(runner.given), controller),
         {"flow": FlowWorker(runner)},
         mover=mover,

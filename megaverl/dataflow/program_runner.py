@@ -19,7 +19,7 @@ from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.store import own_address
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.errors import TrainingStopped
 
 # Number of ranks from which each node has a relay. The controller then has one connection per node instead of one per
@@ -28,7 +28,7 @@ RELAYED_FROM = 128
 
 
 def run_program(
-    fabric: Fabric,
+    context: JobContext,
     program: Callable[[Controller], Coroutine[Any, Any, None]],
     workers: Mapping[str, object],
     *,
@@ -59,24 +59,26 @@ def run_program(
         TrainingStopped: another rank failed or was lost. The message names it.
         BaseException: any exception that a call raised on this rank.
     """
-    coordinator = fabric.placement.coordinator
+    coordinator = context.placement.coordinator
     thread: ControllerThread[None] | None = None
-    if fabric.rank == coordinator:
+    if context.rank == coordinator:
         thread = ControllerThread(
             own_address(),
-            fabric.placement.size,
+            context.placement.size,
             program,
             timeouts=timeouts,
-            node_of=fabric.placement.node_of,
+            node_of=context.placement.node_of,
             log=log,
         )
     # The other ranks need the controller's address to connect to it.
-    encoded = broadcast_json(thread.address.encode().hex() if thread is not None else None, coordinator, fabric.control)
+    encoded = broadcast_json(
+        thread.address.encode().hex() if thread is not None else None, coordinator, context.control
+    )
     controller = Address.decode(bytes.fromhex(encoded))
-    nearest = node_address(controller, fabric.placement, fabric.rank, fabric.control)
-    with nearest as address, ZmqRank(address, fabric.rank, board) as transport:
+    nearest = node_address(controller, context.placement, context.rank, context.control)
+    with nearest as address, ZmqRank(address, context.rank, board) as transport:
         try:
-            served = run_blocking(serve(fabric.rank, transport, workers, mover, board, signal, waiting, dialogue))
+            served = run_blocking(serve(context.rank, transport, workers, mover, board, signal, waiting, dialogue))
         except ControllerLost as error:
             raise TrainingStopped(explain(str(error))) from None
     _finish(served, thread, explain)

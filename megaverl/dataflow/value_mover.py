@@ -13,7 +13,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.row_transfer import as_ragged, receive_whole, send_whole
 from megaverl.distributed.ragged import RaggedBatch, flattened, num_bytes_on_device, put_together
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
+from megaverl.distributed.worlds import Channel, JobContext, PendingSends, receive_json, send_json
 
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
 _IS_BATCH = {"is": "batch"}  # header of a batch
@@ -22,15 +22,15 @@ _IS_BATCH = {"is": "batch"}  # header of a batch
 class ValueMover:
     """Mover that transfers whole values.
 
-    Tensors on devices are transferred from device to device if the fabric connects both. Everything else goes through
+    Tensors on devices are transferred from device to device if the context connects both. Everything else goes through
     host memory. Sends do not block, and nothing is pickled.
 
     Args:
         known: dataclasses that may be transferred.
     """
 
-    def __init__(self, fabric: Fabric, known: Sequence[type] = ()) -> None:
-        self._fabric = fabric
+    def __init__(self, context: JobContext, known: Sequence[type] = ()) -> None:
+        self._context = context
         self._known = {kind.__name__: kind for kind in known}
         self._sent = PendingSends()
 
@@ -40,26 +40,26 @@ class ValueMover:
         Raises:
             DataError: the value has a type that cannot be transferred.
         """
-        fabric, name = self._fabric, name_of(move)
+        context, name = self._context, name_of(move)
         # Release the tensors of sends that have completed.
         self._sent.forget_done()
         if isinstance(value, RolloutBatch):
-            self._sent.add(send_json(fabric, name, move.dest, _IS_BATCH))
+            self._sent.add(send_json(context, name, move.dest, _IS_BATCH))
             self._send_rows(move, as_ragged(value.tensors, value, value.columns), range(len(value)))
             return
         tensors: dict[str, Tensor] = {}
         head: Mapping[str, Any] = {"value": flattened(value, tensors, self._known)}
-        self._sent.add(send_whole(fabric, name, [move.dest], head, tensors))
+        self._sent.add(send_whole(context, name, [move.dest], head, tensors))
 
     async def receive(self, move: RowTransfer, present: object | None) -> object:
         """Receive the value of a move and return it."""
-        fabric, name = self._fabric, name_of(move)
-        head = receive_json(fabric, name, move.source)
+        context, name = self._context, name_of(move)
+        head = receive_json(context, name, move.source)
         if head == _IS_BATCH:
             part, num_bytes = self._receive_rows(move)
-            fabric.traffic.received += num_bytes
+            context.traffic.received += num_bytes
             return RolloutBatch(part.tensors, part.columns)
-        tensors = receive_whole(fabric, name, move.source, head)
+        tensors = receive_whole(context, name, move.source, head)
         return put_together(head["value"], tensors, self._known)
 
     def settle(self) -> None:
@@ -71,28 +71,28 @@ class ValueMover:
         self._sent.wait()
 
     def _send_rows(self, move: RowTransfer, ragged: RaggedBatch, places: Sequence[int]) -> None:
-        fabric = self._fabric
-        device = fabric.device_between(move.source, move.dest)
+        context = self._context
+        device = context.device_between(move.source, move.dest)
         if device is None:
             ragged = ragged.on_host()
         header, payload, on_device = ragged.pack(places, device)
-        channel = Channel(fabric, name_of(move))
+        channel = Channel(context, name_of(move))
         self._sent.add(channel.send_to([move.dest], header, payload))
-        if fabric.rows is not None:
-            self._sent.add(channel.send(fabric.rows, {move.dest: on_device}))
+        if context.rows is not None:
+            self._sent.add(channel.send(context.rows, {move.dest: on_device}))
 
     def _receive_rows(self, move: RowTransfer) -> tuple[RaggedBatch, int]:
         """Receive rows. Return them and their number of bytes."""
-        fabric = self._fabric
-        channel = Channel(fabric, name_of(move))
+        context = self._context
+        channel = Channel(context, name_of(move))
         header_bytes, payload = channel.receive_from(move.source)
         header = header_bytes.numpy().tobytes()
         num_bytes = payload.numel()
         on_device: Tensor | None = None
         size = num_bytes_on_device(header)
-        if size is not None and fabric.rows is not None:
-            on_device = torch.empty(size, dtype=torch.uint8, device=fabric.device_between(move.source, fabric.rank))
-            channel.receive(fabric.rows, {move.source: on_device})
+        if size is not None and context.rows is not None:
+            on_device = torch.empty(size, dtype=torch.uint8, device=context.device_between(move.source, context.rank))
+            channel.receive(context.rows, {move.source: on_device})
             num_bytes += size
         return RaggedBatch.unpack(header, payload, _FILLS, on_device), num_bytes
 

@@ -1,6 +1,6 @@
 """Process groups of a job with several worlds, and point-to-point messages between its ranks.
 
-Each world has its own default group, and a fabric connects all worlds. Messages are sent without blocking, and every
+Each world has its own default group, and a context connects all worlds. Messages are sent without blocking, and every
 wait has a deadline.
 
 NCCL messages are sent in batches (`batch_isend_irecv`). For a single message torch creates a communicator for each pair
@@ -44,7 +44,7 @@ class ReceivedBytes:
 
 
 @dataclass(frozen=True)
-class Fabric:
+class JobContext:
     """This rank's place in the job, and the groups that connect all ranks.
 
     torch's default group is this rank's world, so Megatron and vLLM do not see other worlds. `group` and `control` work
@@ -106,7 +106,7 @@ class Fabric:
         return f"rank {rank} ({'+'.join(placement.roles_of(rank))}, {placement.nodes[placement.node_of(rank)].name})"
 
 
-def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> Fabric:
+def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> JobContext:
     """Make this rank's world torch's default group, and create the groups of all ranks. Collective over the job.
 
     Sets RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to the world's values, which libraries in it read. LOCAL_RANK, which
@@ -148,14 +148,14 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
             # Look up the coordinator now: lost ranks are reported to it even after the store is gone.
             messages.find(placement.coordinator)
         if rank < (count := placement.num_with_device):
-            group = joined(platform.backend, "fabric", count)
+            group = joined(platform.backend, "context", count)
     elif platform.backend != "gloo":  # a single world on gloo needs no second group
         control = _hosts_of_all(timeout)
-    return Fabric(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
+    return JobContext(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
 
 
-def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
-    """Return a fabric of one world with all of these roles, for a program that has created the default group itself."""
+def of_default_group(roles: Sequence[str], timeout: timedelta) -> JobContext:
+    """Return the context of one world with all of these roles, for a program that has created the default group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     every, group = tuple(range(size)), default_group()
     world = World("the default group", every, tuple(roles))
@@ -164,11 +164,11 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
     control = group if platform.backend == "gloo" else _hosts_of_all(timeout)
     store = distributed_c10d._get_default_store()
     messages = HostMessages(store, rank, size)
-    return Fabric(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
+    return JobContext(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
 
 
 def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return `Fabric.rows`: the group if it is on devices, else None. Collective over the group."""
+    """Return `JobContext.rows`: the group if it is on devices, else None. Collective over the group."""
     if device_of(group).type == "cpu":
         return None
     # NCCL creates the communicator in the first operation, which needs all ranks.
@@ -186,7 +186,7 @@ def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
         return group
 
 
-def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+def join_some(context: JobContext, name: str, members: Sequence[int]) -> dist.ProcessGroup:
     """Return a group of some ranks of the job, of any worlds. Collective over these ranks only.
 
     Ranks in the group are indices in `members`.
@@ -194,10 +194,10 @@ def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.Process
     Raises:
         TrainingStopped: a rank did not arrive in time.
     """
-    if tuple(members) == fabric.world.ranks:
+    if tuple(members) == context.world.ranks:
         return default_group()
-    ranks = (list(members).index(fabric.rank), len(members), fabric.world_rank)
-    return _joined(platform.backend, name, fabric.store, ranks, fabric.timeout)
+    ranks = (list(members).index(context.rank), len(members), context.world_rank)
+    return _joined(platform.backend, name, context.store, ranks, context.timeout)
 
 
 def join_processes(
@@ -353,7 +353,7 @@ class ToHost:
 
     def wait(self) -> None:
         with self.channel.waiting_for(self.dest):
-            self.taken.result(self.channel.fabric.timeout.total_seconds())
+            self.taken.result(self.channel.context.timeout.total_seconds())
 
 
 @dataclass(frozen=True)
@@ -364,12 +364,12 @@ class Channel:
         name: name of the channel, which error messages mention.
 
     Example:
-        channel = Channel(fabric, "samples")
+        channel = Channel(context, "samples")
         channel.send_to([1], tensor).wait()  # on rank 0
         (data,) = channel.receive_from(0)  # on rank 1: [n] uint8
     """
 
-    fabric: Fabric
+    context: JobContext
     name: str
 
     @property
@@ -381,13 +381,13 @@ class Channel:
         sent = PendingSends()
         for rank in dest:
             with self.waiting_for(rank):
-                sent.add(PendingSends([ToHost(self, rank, self.fabric.messages.send(rank, self.name, parts))]))
+                sent.add(PendingSends([ToHost(self, rank, self.context.messages.send(rank, self.name, parts))]))
         return sent
 
     def receive_from(self, source: int) -> list[Tensor]:
         """Wait for the message that `send_to` sent from `source`, and return the bytes of its parts, [n] uint8 each."""
         with self.waiting_for(source):
-            return self.fabric.messages.receive(source, self.name, self.fabric.timeout)
+            return self.context.messages.receive(source, self.name, self.context.timeout)
 
     def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
         """Start sending tensors through a group, by receiver. Empty tensors are not sent."""
@@ -423,7 +423,7 @@ class Channel:
                 if host:
                     torch.cuda.current_stream().synchronize()
             else:
-                work.wait(self.fabric.timeout)
+                work.wait(self.context.timeout)
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[None]:
@@ -432,18 +432,18 @@ class Channel:
             yield
         except (RuntimeError, OSError) as error:
             raise TrainingStopped(
-                f"{self.name}: {self.fabric.describe(peer)} died or stalled: nothing went between it and rank "
-                f"{self.fabric.rank} within {self.fabric.timeout.total_seconds():g} s "
+                f"{self.name}: {self.context.describe(peer)} died or stalled: nothing went between it and rank "
+                f"{self.context.rank} within {self.context.timeout.total_seconds():g} s "
                 f"({cause_of(error) if str(error) else 'timed out'})"
             ) from error
 
 
-def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> PendingSends:
+def send_json(context: JobContext, name: str, dest: int, value: Any) -> PendingSends:
     """Start sending a small JSON message to one rank."""
-    return Channel(fabric, name).send_to([dest], json.dumps(value).encode())
+    return Channel(context, name).send_to([dest], json.dumps(value).encode())
 
 
-def receive_json(fabric: Fabric, name: str, source: int) -> Any:
+def receive_json(context: JobContext, name: str, source: int) -> Any:
     """Wait for the message that `send_json` sent under this name from `source`, and return its value."""
-    (data,) = Channel(fabric, name).receive_from(source)
+    (data,) = Channel(context, name).receive_from(source)
     return json.loads(data.numpy().tobytes())

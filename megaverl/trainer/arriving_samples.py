@@ -21,7 +21,7 @@ from megaverl.data.batching import rows_of_rank
 from megaverl.data.row_transfer import as_ragged
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.ragged import RaggedBatch
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends
+from megaverl.distributed.worlds import Channel, JobContext, PendingSends
 
 _NAME = "arriving samples"
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
@@ -57,15 +57,15 @@ class SampleSender:
     """Sender of finished samples to the ranks that score them, on the first rank of an engine.
 
     Example:
-        sender = SampleSender(fabric, num_samples)
+        sender = SampleSender(context, num_samples)
         sender.give(row, sample)  # for each finished sample
         sender.end()
     """
 
-    def __init__(self, fabric: Fabric, num_samples: int) -> None:
-        self._fabric, self._num_samples = fabric, num_samples
-        self._rewards = fabric.placement.ranks["reward"]
-        self._channel = Channel(fabric, _NAME)
+    def __init__(self, context: JobContext, num_samples: int) -> None:
+        self._context, self._num_samples = context, num_samples
+        self._rewards = context.placement.ranks["reward"]
+        self._channel = Channel(context, _NAME)
         self._sent = PendingSends()
 
     def give(self, row: int, sample: RolloutBatch) -> None:
@@ -85,7 +85,7 @@ class SampleSender:
 
 
 def receive_samples(
-    fabric: Fabric, engines: Sequence[int], waiting: Callable[[], AbstractContextManager[object]]
+    context: JobContext, engines: Sequence[int], waiting: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[tuple[int, RolloutBatch]]:
     """Yield the samples of a step that this rank scores, with their numbers, until every engine has ended.
 
@@ -96,7 +96,7 @@ def receive_samples(
     Raises:
         TrainingStopped: an engine's rank sent nothing in time. The message names its number and role.
     """
-    channel = Channel(fabric, _NAME)
+    channel = Channel(context, _NAME)
     still = list(engines)
     while still:
         for source in tuple(still):

@@ -26,7 +26,7 @@ from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.distributed.traffic import name_groups
-from megaverl.distributed.worlds import Fabric, default_group, join_some
+from megaverl.distributed.worlds import JobContext, default_group, join_some
 from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
 from megaverl.models.hub import ModelFiles, find_model
@@ -62,7 +62,7 @@ class Builder:
     order.
 
     Attributes:
-        fabric: connections to other role groups, if roles have separate ranks.
+        context: connections to other role groups, if roles have separate ranks.
         groups: process groups of the grids.
         spec: dimensions of the model.
         images: reader of images in rows, or None if the model takes no images.
@@ -72,7 +72,7 @@ class Builder:
 
     config: Config
     shared_groups: InitVar[ProcessGroupManager | None] = None
-    fabric: Fabric | None = None
+    context: JobContext | None = None
     groups: ProcessGroupManager = field(init=False)
     spec: ModelSpec = field(init=False)
     tokenizer: Tokenizer = field(init=False)
@@ -288,13 +288,13 @@ class Builder:
         Returns:
             The weight transfer, and on the engines' ranks the rollout.
         """
-        fabric, config = self.fabric, self.config
-        assert fabric is not None
-        placement = fabric.placement
+        context, config = self.context, self.config
+        assert context is not None
+        placement = context.placement
         source, dest = placement.islands[0], placement.ranks["rollout"]
         # Collectives of the transfer run in a group of exactly the ranks of actor and engines.
         members = tuple(sorted({*source, *dest}))
-        group = join_some(fabric, "weights", members)
+        group = join_some(context, "weights", members)
         if config.rollout.engine == "server":
             return server_rollout(self, actor, group)
         engine, layouts = None, None
@@ -317,7 +317,7 @@ class Builder:
             group=group,
             # A transfer that overlaps with training needs its own group, because other collectives use the first one
             # meanwhile.
-            background=join_some(fabric, "weights in the background", members) if config.reshard.overlap else None,
+            background=join_some(context, "weights in the background", members) if config.reshard.overlap else None,
         )
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
 

@@ -1,6 +1,6 @@
 """Executor for roles on separate ranks.
 
-Each role group runs the operators of its roles at its own pace and exchanges batches and results over the fabric. After
+Each role group runs the operators of its roles at its own pace and exchanges batches and results with the others. After
 a step, the engines receive the new weights and the reporter receives the metrics of all role groups.
 
 With asynchronous rollouts, a role group that only generates or scores may run ahead of training. The schedule fixes by
@@ -50,30 +50,30 @@ class Disaggregated(Executor):
         self, builder: Builder, job: Job, stages: Stages, console: Console, replayed: RolloutFolder | None
     ) -> None:
         config = builder.config
-        self.config, self.placement = config, job.fabric.placement
-        self.fabric = job.fabric
-        self.control, self.stages = self.fabric.control, stages
+        self.config, self.placement = config, job.context.placement
+        self.context = job.context
+        self.control, self.stages = self.context.control, stages
         self.dialogue = Dialogue()
         self.reporter = reporter(self.placement)
-        self.roles = make_roles(builder, self.fabric, generates=replayed is None)
+        self.roles = make_roles(builder, self.context, generates=replayed is None)
         self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages)
         self.flow = self.step.flow(self.placement.ranks)
-        self.routing = SampleRouting(self.step, self.fabric, self.reporter)
-        self.lag = Schedule.of(config, self.placement).lag(self.fabric.rank)
-        self.waiting = WaitingSamples(config, self.fabric)
+        self.routing = SampleRouting(self.step, self.context, self.reporter)
+        self.lag = Schedule.of(config, self.placement).lag(self.context.rank)
+        self.waiting = WaitingSamples(config, self.context)
         # Ranks outside of all islands use the number of the first island.
-        self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.fabric.rank in ranks), 0)
+        self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.context.rank in ranks), 0)
         self._decides_alone = config.coordinator.islands_every > 1  # islands take local steps
         if self.island and self._decides_alone:
             # The engine has the first island's weights. This island's weights may differ from them.
             self.step.trust_engine()
-        self.generates = self.fabric.has("rollout")
-        self.makes_samples = self.generates or self.fabric.has("reward")
+        self.generates = self.context.has("rollout")
+        self.makes_samples = self.generates or self.context.has("reward")
         self._done = 0  # steps completed on all ranks
         self._idle_since = time.perf_counter()  # since the engines finished their last samples
         self._measured: dict[int, dict[str, float]] = {}
         self._values: Mapping[str, Any] = {}  # samples of the last step, on the reporter
-        self.reports = WorldMetrics(self.fabric, self.reporter)
+        self.reports = WorldMetrics(self.context, self.reporter)
 
     # --- this rank's models -------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Disaggregated(Executor):
 
     @property
     def exported(self) -> dict[str, TrainingModel]:
-        return self.roles.exported if self.fabric.rank in self.placement.islands[0] else {}
+        return self.roles.exported if self.context.rank in self.placement.islands[0] else {}
 
     def _on_islands(self, role: str) -> bool:
         return self.placement.colocated(place_of(role), "actor")
@@ -111,15 +111,15 @@ class Disaggregated(Executor):
         for role, trainable in self.roles.trained.items():
             trainable.name = role
             if reporters := reporting_ranks(config, self.placement, role):
-                trainable.ask = partial(self._ask, self.fabric.rank in reporters)
+                trainable.ask = partial(self._ask, self.context.rank in reporters)
             if islands > 1 and self._on_islands(role):
-                trainable.islands = Island(self.fabric, trainable, config.coordinator, trainable.counts.steps)
-        self._island_updates = IslandUpdates(config, self.fabric, counts)
+                trainable.islands = Island(self.context, trainable, config.coordinator, trainable.counts.steps)
+        self._island_updates = IslandUpdates(config, self.context, counts)
         # A missing or wrong file on one rank is raised on all ranks.
         if resumed_from is not None:
             with together(self.control):
                 for role, island in self._islands.items():
-                    island.load_state(resumed_from / island_file(role, self.fabric.rank))
+                    island.load_state(resumed_from / island_file(role, self.context.rank))
 
     def _ask(self, reports: bool, report: GradientReport) -> Decision:
         """Return the program's decision about an update of this rank.
@@ -157,7 +157,7 @@ class Disaggregated(Executor):
             self.step.newest_version += 1
         metrics = self.step.metrics | self.stages.timeline.step_metrics()
         # Resharding is measured on the engines' ranks, which receive the weights.
-        if not self.fabric.has("rollout"):
+        if not self.context.has("rollout"):
             of_reshard = [name for name in metrics if name.startswith("reshard/") or name == "time/reshard_ms"]
             metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
         self._measured[step] = self.reports.of_this_rank(metrics, step)
@@ -192,7 +192,7 @@ class Disaggregated(Executor):
 
     def begin_sync(self) -> None:
         """Count the time for which the engines waited for these weights."""
-        if self.fabric.has("rollout"):
+        if self.context.has("rollout"):
             self.waiting.add_pause(time.perf_counter() - self._idle_since)
 
     @property
@@ -205,7 +205,7 @@ class Disaggregated(Executor):
     def measured(self, done: int) -> Measured | None:
         """Send the metrics of each role group to the reporter. Return metrics and samples there, and None elsewhere."""
         metrics = self.reports.of_all(self._measured.pop(done - 1))
-        if self.fabric.rank != self.reporter:
+        if self.context.rank != self.reporter:
             return None
         batch = self._values["rollouts"]
         num_tokens = float(sum(sequence_lengths(batch).lengths))
@@ -220,24 +220,24 @@ class Disaggregated(Executor):
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         """Merge the parts of a checkpoint's state, each from the rank that owns it."""
         part: dict[str, Any] = {}
-        if self.fabric.rank == self.reporter:
+        if self.context.rank == self.reporter:
             of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")
             part = {name: state[name] for name in of_reporter}
-        if self.fabric.rank == self.placement.ranks["rollout"][0]:
+        if self.context.rank == self.placement.ranks["rollout"][0]:
             part |= {name: state[name] for name in ("weight_version", "generation_budget")}
             part["ahead"] = self.waiting.facts
             part["partial_groups"] = state["partial_groups"]
             # The engines may be ahead. The resumed run continues with the prompts of the first step that has not been
             # trained on.
             part["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
-        if self.fabric.world_rank == 0:
+        if self.context.world_rank == 0:
             counts = {name: trainable.counts for name, trainable in self.saved.items()}
             part["coordinator"] = counts_to_state(counts)
         return dict(reduce_json(part, _merge_states, self.control))
 
     def own_files(self) -> dict[str, bytes]:
         """Return the state of this rank's islands, unfinished responses, and samples that wait for training."""
-        islands = {island_file(role, self.fabric.rank): island.state() for role, island in self._islands.items()}
+        islands = {island_file(role, self.context.rank): island.state() for role, island in self._islands.items()}
         groups = self.step.in_progress
         if self.waiting.is_here and groups is not None and groups.groups:
             with TemporaryDirectory() as folder:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.controller.dialogue import Dialogue
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.distributed_batch import Readers
+from megaverl.data.distributed_batch import RowSelection
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import memory_metrics
 from megaverl.sharding.rows import Rows, join_rows
@@ -61,8 +61,8 @@ class SampleRouting:
         first_step: first step of this start of the run.
     """
 
-    def __init__(self, steps: RLStep, fabric: Fabric, reporter: int) -> None:
-        self._steps, self.fabric, self._reporter = steps, fabric, reporter
+    def __init__(self, steps: RLStep, context: JobContext, reporter: int) -> None:
+        self._steps, self.context, self._reporter = steps, context, reporter
         self.config, self.roles = steps.config, steps.roles
         self.step = self.first_step = 0
 
@@ -81,7 +81,7 @@ class SampleRouting:
             "advantages": self._trained,
         }
 
-    def readers(self, flow: DataFlow) -> Readers | None:
+    def readers(self, flow: DataFlow) -> RowSelection | None:
         """Return the row selection for a step on the ranks of this role group.
 
         Returns:
@@ -91,7 +91,7 @@ class SampleRouting:
         here = [
             operator.name
             for operator in flow.plan.operators
-            if not {*operator.roles}.isdisjoint(self.fabric.world.roles)
+            if not {*operator.roles}.isdisjoint(self.context.world.roles)
         ]
         algorithm, reads = config.algorithm, self.rows_read()
         # Episodes and responses of a rollout function are produced as one batch, which every rank gets whole.
@@ -104,9 +104,9 @@ class SampleRouting:
         if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
             return None
         readers = [reads[name] for name in here if name in reads]
-        return Readers(self.fabric, lambda lengths: join_rows(rows(lengths) for rows in readers))
+        return RowSelection(self.context, lambda lengths: join_rows(rows(lengths) for rows in readers))
 
-    def readers_of_validation(self) -> Readers:
+    def readers_of_validation(self) -> RowSelection:
         """Return the row selection for a validation: rows to score, and the first rows, which are written to the
         records.
         """
@@ -114,7 +114,7 @@ class SampleRouting:
         def rows(lengths: SequenceLengths) -> Rows:
             return join_rows([self._reward(lengths), self._written(lengths, self.config.trainer.save_samples)])
 
-        return Readers(self.fabric, rows)
+        return RowSelection(self.context, rows)
 
     def _written(self, lengths: SequenceLengths, count: int) -> Rows:
         return {self._reporter: range(min(count, len(lengths)))}
@@ -153,7 +153,7 @@ class SampleRouting:
         """Return the rows that each actor rank trains on, and the rows that the reporter writes to the records."""
         # A filter or an estimator that reads tokens needs all samples on every rank of the actor.
         if self._reads_all:
-            return dict.fromkeys(self.fabric.placement.ranks["actor"], range(len(outline)))
+            return dict.fromkeys(self.context.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
         return join_rows([self._written(outline, count), self._updates("actor", local(self.roles.actor), outline)])
 
@@ -180,7 +180,7 @@ class SampleRouting:
 
     def _worlds(self, role: str) -> Sequence[Sequence[int]]:
         """Return the ranks of a role, as one group per island if the role shares the actor's ranks."""
-        placement = self.fabric.placement
+        placement = self.context.placement
         return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
 
 
@@ -201,7 +201,7 @@ class Executor(Protocol):
         step: operators of a step.
         flow: compiled flow of the operators.
         stages: reports what this rank is doing.
-        fabric: this rank's place in the job.
+        context: this rank's place in the job.
         routing: assignment of samples to ranks.
         dialogue: lets running calls ask the program.
         control: process group of all ranks of the job, or None for the default group.
@@ -213,7 +213,7 @@ class Executor(Protocol):
     step: RLStep
     flow: DataFlow
     stages: Stages
-    fabric: Fabric
+    context: JobContext
     routing: SampleRouting
     dialogue: Dialogue
     control: dist.ProcessGroup | None = None
@@ -259,7 +259,7 @@ class Executor(Protocol):
         """Return metrics and samples of the last of `done` steps, or None on ranks that do not have them."""
 
     @property
-    def held_out_readers(self) -> Readers | None:
+    def held_out_readers(self) -> RowSelection | None:
         """Return the row selection for scoring and recording a validation. None: every rank gets all responses."""
         return None
 
@@ -311,7 +311,7 @@ class Colocated(Executor):
     """Executor of a run with all roles on all ranks."""
 
     def __init__(
-        self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None, fabric: Fabric
+        self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None, context: JobContext
     ) -> None:
         self.config, self.stages = builder.config, stages
         own_agents = self.config.environment.agents == "own"
@@ -319,8 +319,8 @@ class Colocated(Executor):
         make_step = AgentsStep if own_agents else RLStep
         self.step = make_step(self.config, self.roles, replayed, warn=console.warn, span=stages)
         self.flow = self.step.flow()
-        self.fabric = fabric
-        self.routing = SampleRouting(self.step, fabric, reporter(fabric.placement))
+        self.context = context
+        self.routing = SampleRouting(self.step, context, reporter(context.placement))
         self._readers = self.routing.readers(self.flow)
         self._values: Mapping[str, Any] = {}
         self.dialogue = Dialogue()
@@ -354,7 +354,7 @@ class Colocated(Executor):
         return Measured(metrics, batch, self._values["scores"])
 
     @property
-    def held_out_readers(self) -> Readers | None:
+    def held_out_readers(self) -> RowSelection | None:
         return self.routing.readers_of_validation()
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from megaverl.config.roles import CoordinatorConfig
 from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.traffic import ISLANDS, count_received
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends, receive_json, send_json
+from megaverl.distributed.worlds import Channel, JobContext, PendingSends, receive_json, send_json
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -122,8 +122,8 @@ class IslandMember:
         bucket: elements of a bucket.
     """
 
-    def __init__(self, fabric: Fabric, *, compress: bool = False, bucket: int = BUCKET) -> None:
-        self._fabric, self._bucket = fabric, bucket
+    def __init__(self, context: JobContext, *, compress: bool = False, bucket: int = BUCKET) -> None:
+        self._context, self._bucket = context, bucket
         self._compressor = Compressor() if compress else None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -151,7 +151,11 @@ class IslandMember:
             TrainingStopped: the islands have different grids, bucket sizes or compression, no island has a token, or
                 the coordinator was lost.
         """
-        fabric, channel, coordinator = self._fabric, Channel(self._fabric, _NAME), self._fabric.placement.coordinator
+        context, channel, coordinator = (
+            self._context,
+            Channel(self._context, _NAME),
+            self._context.placement.coordinator,
+        )
         count = sum(tensor.numel() for tensor in gradients.values())
         # float64 represents all of these numbers exactly.
         numbers = torch.tensor([count, tokens, self._bucket, self._compressor is not None], dtype=torch.float64)
@@ -160,8 +164,9 @@ class IslandMember:
         # The coordinator returns -1 if the islands do not match.
         if numbers[0] != count:
             raise TrainingStopped(
-                f"the actor's islands differ: {fabric.describe(fabric.rank)} has {count} elements of gradient, and the "
-                f"first island's rank {int(numbers[0])}, or another bucket or compression. All islands need one grid."
+                f"the actor's islands differ: {context.describe(context.rank)} has {count} elements of gradient, and "
+                f"the first island's rank {int(numbers[0])}, or another bucket or compression. All islands need one "
+                "grid."
             )
         total = float(numbers[1])
         if total <= 0:
@@ -170,10 +175,10 @@ class IslandMember:
             # Undo the division of this island's loss, and divide by the tokens of all islands instead.
             flat = torch.cat([view.float() for view in views]) * (divided_by / total)
             wire = self._compressor.compress(str(number), flat) if self._compressor else flat
-            if fabric.has_device(coordinator):
-                channel.send(fabric.group, {coordinator: wire}).wait()
+            if context.has_device(coordinator):
+                channel.send(context.group, {coordinator: wire}).wait()
                 answer = torch.empty_like(flat)
-                channel.receive(fabric.group, {coordinator: answer})
+                channel.receive(context.group, {coordinator: answer})
             else:
                 channel.send_to([coordinator], wire.cpu()).wait()
                 answer = channel.receive_from(coordinator)[0].view(flat.dtype)
@@ -183,7 +188,7 @@ class IslandMember:
         return total
 
 
-def serve_join(fabric: Fabric) -> None:
+def serve_join(context: JobContext) -> None:
     """Serve one `join` on the coordinator: sum the islands' buckets in float64, in the order of the islands.
 
     The coordinator needs memory for one bucket of each island, independent of the model's size. With K > 1 it serves
@@ -192,7 +197,7 @@ def serve_join(fabric: Fabric) -> None:
     Raises:
         TrainingStopped: the islands do not match (their ranks raise as well), or an island was lost.
     """
-    channel, islands = Channel(fabric, _NAME), fabric.placement.islands
+    channel, islands = Channel(context, _NAME), context.placement.islands
     numbers = {rank: channel.receive_from(rank)[0].view(torch.float64) for ranks in islands for rank in ranks}
     places = list(zip(*islands, strict=True))
     answers = PendingSends()
@@ -216,23 +221,23 @@ def serve_join(fabric: Fabric) -> None:
     for start in range(longest):
         for ranks, (count, bucket, compressed) in sizes.items():
             if (size := min(bucket, count - start * bucket)) > 0:
-                _join_bucket(fabric, ranks, size, torch.bfloat16 if compressed else torch.float32)
+                _join_bucket(context, ranks, size, torch.bfloat16 if compressed else torch.float32)
 
 
-def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
-    channel = Channel(fabric, _NAME)
-    on_device = fabric.has_device(fabric.rank)
+def _join_bucket(context: JobContext, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    channel = Channel(context, _NAME)
+    on_device = context.has_device(context.rank)
     joined = torch.zeros(size, dtype=torch.float64, device=platform.device)
     if on_device:
         parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
-        channel.receive(fabric.group, parts)
+        channel.receive(context.group, parts)
     else:
         parts = {rank: channel.receive_from(rank)[0].view(dtype) for rank in ranks}
     for part in parts.values():
         count_received(ISLANDS, part.numel() * part.element_size())
         joined += part
     answer = joined.float()
-    sent = channel.send(fabric.group, dict.fromkeys(ranks, answer)) if on_device else channel.send_to(ranks, answer)
+    sent = channel.send(context.group, dict.fromkeys(ranks, answer)) if on_device else channel.send_to(ranks, answer)
     sent.wait()
 
 
@@ -264,12 +269,12 @@ class Island:
         done: number of updates before this start of the run.
     """
 
-    def __init__(self, fabric: Fabric, trainable: TrainableModel, config: CoordinatorConfig, done: int) -> None:
-        islands = fabric.placement.islands
-        self.number = next(n for n, ranks in enumerate(islands) if fabric.rank in ranks)
+    def __init__(self, context: JobContext, trainable: TrainableModel, config: CoordinatorConfig, done: int) -> None:
+        islands = context.placement.islands
+        self.number = next(n for n, ranks in enumerate(islands) if context.rank in ranks)
         self.part = (self.number, len(islands))
-        self._fabric, self._trainable, self._every, self._done = fabric, trainable, config.islands_every, done
-        self._member = IslandMember(fabric, compress=config.islands_compress == "bfloat16")
+        self._context, self._trainable, self._every, self._done = context, trainable, config.islands_every, done
+        self._member = IslandMember(context, compress=config.islands_compress == "bfloat16")
         self._outer: OuterOptimizer | None = None
         if self._every > 1:
             with trainable.present():
@@ -347,12 +352,12 @@ class Island:
 
     def _join_sums(self, sums: MetricSums) -> MetricSums:
         """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
-        fabric, whole = self._fabric, None
-        if fabric.world_rank == 0:
+        context, whole = self._context, None
+        if context.world_rank == 0:
             values = {name: value.tolist() for name, value in sums.items()}
-            coordinator = fabric.placement.coordinator
-            sent = send_json(fabric, _SUMS, coordinator, values)
-            whole = receive_json(fabric, _SUMS, coordinator)
+            coordinator = context.placement.coordinator
+            sent = send_json(context, _SUMS, coordinator, values)
+            whole = receive_json(context, _SUMS, coordinator)
             sent.wait()
         return _as_sums(broadcast_json(whole, 0))
 
@@ -364,8 +369,8 @@ class IslandUpdates:
         counts: counts of each model's updates so far.
     """
 
-    def __init__(self, config: Config, fabric: Fabric, counts: Mapping[str, UpdateCounts]) -> None:
-        self._config, self._fabric = config, fabric
+    def __init__(self, config: Config, context: JobContext, counts: Mapping[str, UpdateCounts]) -> None:
+        self._config, self._context = config, context
         self._joined = {name: count.steps for name, count in counts.items()}
 
     def serve(self, role: str, step: int) -> None:
@@ -378,20 +383,20 @@ class IslandUpdates:
         self._joined[role] = done + updates
         for in_update in exchanges(updates, config.coordinator, done):
             if in_update:
-                serve_update(self._fabric)
+                serve_update(self._context)
             else:
-                serve_join(self._fabric)
+                serve_join(self._context)
 
 
-def serve_update(fabric: Fabric) -> None:
+def serve_update(context: JobContext) -> None:
     """Serve one update that the islands join: their gradients, then their loss sums."""
-    serve_join(fabric)
-    firsts = [ranks[0] for ranks in fabric.placement.islands]
+    serve_join(context)
+    firsts = [ranks[0] for ranks in context.placement.islands]
     total = MetricSums()
     for rank in firsts:
-        total = add_metrics(total, _as_sums(receive_json(fabric, _SUMS, rank)))
+        total = add_metrics(total, _as_sums(receive_json(context, _SUMS, rank)))
     answer = {name: value.tolist() for name, value in total.items()}
-    for sent in [send_json(fabric, _SUMS, rank, answer) for rank in firsts]:
+    for sent in [send_json(context, _SUMS, rank, answer) for rank in firsts]:
         sent.wait()
 
 

@@ -30,7 +30,7 @@ from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Fabric, join, of_default_group
+from megaverl.distributed.worlds import JobContext, join, of_default_group
 from megaverl.errors import SAVED_AND_LEFT, ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
@@ -58,7 +58,7 @@ PlacementCheck = Callable[[Config, ResolvedPlacement], None]
 class Job:
     """This rank's place in the job, and the monitor that exchanges heartbeats with the other ranks."""
 
-    fabric: Fabric
+    context: JobContext
     liveness: Liveness
 
 
@@ -90,7 +90,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         check(config, placement)
     world = placement.world_of(rank).name
     write_flight_record(config.run_dir / "logs", "" if placement.is_colocated else world)
-    fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
+    context = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)
     if not placement.is_colocated or placement.notes:
@@ -109,15 +109,15 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         ),
         world=world,
         # With all roles on all ranks, the name of a role group adds nothing to a rank's number.
-        name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
+        name=(lambda number: f"rank {number}") if placement.is_colocated else context.describe,
         say=console.error,
         show=RanksFile(config.run_dir),
     )
-    return Job(fabric, liveness)
+    return Job(context, liveness)
 
 
-def alone(config: Config) -> Fabric:
-    """Return the fabric of a program that created the default group itself. Every role has all ranks of the group."""
+def alone(config: Config) -> JobContext:
+    """Return the context of a program that created the default group itself. Every role has all ranks of the group."""
     roles = [*used_roles(config, "train"), "rollout", "reward", "coordinator"]
     return of_default_group(roles, patience(config.run.timeout_minutes))
 

@@ -70,9 +70,9 @@ class Trainer:
         job: Job | None = None,
     ) -> None:
         self.config, self.console = config, console
-        rank = job.fabric.rank if job else dist.get_rank()
-        self.keeps_records = rank == (reporter(job.fabric.placement) if job else 0)
-        self.builder = builder = builder or Builder(config, fabric=job.fabric if job else None)
+        rank = job.context.rank if job else dist.get_rank()
+        self.keeps_records = rank == (reporter(job.context.placement) if job else 0)
+        self.builder = builder = builder or Builder(config, context=job.context if job else None)
         self.run_dir = builder.config.run_dir
         self.records = Records(config, self.run_dir, console, keeps=self.keeps_records)
         held_out = builder.dataset(config.data.validation) if config.data.validation else None
@@ -87,11 +87,11 @@ class Trainer:
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.status("resume")
-        placed = job is not None and not job.fabric.placement.is_colocated
+        placed = job is not None and not job.context.placement.is_colocated
         # With separate role groups, the coordinator's rank decides on commits for all ranks of the job.
         committer = Committer()
         if job is not None and placed:
-            committer = Committer(job.fabric.control, job.fabric.placement.coordinator)
+            committer = Committer(job.context.control, job.context.placement.coordinator)
         self.saving = Saving(config, self.run_dir, self.stages.status, console, committer)
         self.stages.status("build")
         # The weights of trained roles come from the checkpoint, so the builder does not read them from the model's
@@ -101,18 +101,18 @@ class Trainer:
         if job is not None and placed:
             self.executor = Disaggregated(builder, job, self.stages, console, replayed)
         else:
-            fabric = job.fabric if job is not None else alone(config)
-            self.executor = Colocated(builder, self.stages, console, replayed, fabric)
+            context = job.context if job is not None else alone(config)
+            self.executor = Colocated(builder, self.stages, console, replayed, context)
         self.step, self.roles = self.executor.step, self.executor.roles
         if note := self.roles.reward.reward.accuracy_note:
             console.print(note)
         for operator in self.executor.flow.plan.operators:
-            own_roles = job.fabric.placement.roles_of(rank) if job else operator.roles
+            own_roles = job.context.placement.roles_of(rank) if job else operator.roles
             if here := [role for role in operator.roles if role in own_roles]:
                 # The timeline shows an operator of several roles under the last of its roles on this rank.
                 self.timeline.roles[operator.name] = here[-1]
         self.stragglers = self._stragglers(job)
-        self.rate = self._rate(job.fabric.placement.size if job else dist.get_world_size())
+        self.rate = self._rate(job.context.placement.size if job else dist.get_world_size())
         if config.run.profile.steps:
             self.profiler.dims = self._named_groups()
         self.next_step = 0
@@ -145,9 +145,9 @@ class Trainer:
             return None
         with together(self.executor.control):
             meter = KernelMeter() if platform.is_cuda else ProcessorMeter(self.timeline)
-        actor, roles = self.roles.actor, job.fabric.roles if job else ()
+        actor, roles = self.roles.actor, job.context.roles if job else ()
         stage = None if isinstance(actor, RemoteWorker) else actor.model.grid.coords.pp
-        name = job.fabric.describe if job else "rank {}".format
+        name = job.context.describe if job else "rank {}".format
         group, say = self.executor.control, self.console.warn
         return Stragglers(meter, f"{roles} {stage}", every, group=group, name=name, say=say)
 

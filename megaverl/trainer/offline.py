@@ -148,7 +148,7 @@ class OfflineTrainer(ABC):
         sources: Sequence[Entry],
     ) -> None:
         self.config, self.builder, self.console = config, builder, console
-        self.fabric = job.fabric if job is not None else alone(config)
+        self.context = job.context if job is not None else alone(config)
         self.steps, self.is_first = stage.steps, dist.get_rank() == 0
         self.run_dir = builder.config.run_dir
         self.stages = Stages(Timeline(dist.get_rank()), job)
@@ -211,7 +211,7 @@ class OfflineTrainer(ABC):
                     program,
                     {"trainer": TrainerWorker(self)},
                     config=self.config,
-                    fabric=self.fabric,
+                    context=self.context,
                     stages=self.stages,
                     leave=self.leave,
                     console=self.console,

@@ -266,14 +266,14 @@ class RewardWorker(RoleWorker):
 
     def score_arriving(self, step: int) -> None:
         """Score samples of this rank as they arrive, until every engine has ended the step."""
-        operators, fabric = self._operators, self._executor.fabric
+        operators, context = self._operators, self._executor.context
         # These responses were generated before an interruption, so no engine will send them.
         if step in operators.waiting:
             return
         operators.begin(step, operators.epochs.get(step))
-        engines = fabric.placement.ranks["rollout"][:: operators.config.rollout.tp]
+        engines = context.placement.ranks["rollout"][:: operators.config.rollout.tp]
         with operators.measuring(step), self._stages.in_step(step):
-            for row, sample in receive_samples(fabric, engines, partial(self._stages, "wait")):
+            for row, sample in receive_samples(context, engines, partial(self._stages, "wait")):
                 with self._stages("reward"):
                     operators.score_some([row], sample)
 

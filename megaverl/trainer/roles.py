@@ -20,7 +20,7 @@ from megaverl.config.run import MixConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.errors import DataError
 from megaverl.rollout.engine import InFlight
 from megaverl.trainer.build import Builder
@@ -120,26 +120,26 @@ class Roles:
         return {} if isinstance(self.actor, RemoteWorker) else {"": self.actor.model}
 
 
-def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: bool) -> Roles:
+def make_roles(builder: Builder, context: JobContext | None = None, *, generates: bool) -> Roles:
     """Create this rank's part of every role. Collective over the ranks of its role group.
 
     Args:
-        fabric: fabric of a job with roles on separate ranks. None: every rank has all roles.
+        context: context of a job with roles on separate ranks. None: every rank has all roles.
         generates: False if stored rollouts replace the engines.
     """
     config = builder.config
 
     def has(role: str) -> bool:
-        return fabric is None or fabric.has(role)
+        return context is None or context.has(role)
 
     player = builder.player()
     heads = len(player.agents) if player else 1
     actor = builder.actor(heads) if has("actor") else RemoteWorker("actor")
     rollout: Rollout | RemoteWorker | None = RemoteWorker("rollout") if generates else None
     sync = None
-    shares = fabric is None or fabric.placement.colocated("actor", "rollout")
+    shares = context is None or context.placement.colocated("actor", "rollout")
     # Only the first island's weights are sent to the engines.
-    fills = fabric is None or fabric.rank in fabric.placement.islands[0]
+    fills = context is None or context.rank in context.placement.islands[0]
     # Created first, so that the engines start while the other models are built.
     if generates and not shares and (fills or has("rollout")):
         sync, engine = builder.remote_rollout(None if isinstance(actor, RemoteWorker) else actor.model)

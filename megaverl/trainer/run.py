@@ -60,7 +60,7 @@ def main(
     platform.start()
     job = join_job(config, command, console, check)
     if command in ("train", "quickstart") and not config.trainer.rollout_only:
-        config = with_engine_share(config, job.fabric.placement)
+        config = with_engine_share(config, job.context.placement)
     try:
         with exits_fail():
             code = _check_and_do(config, command, console, job, options, checks_files=checks_files)
@@ -70,10 +70,10 @@ def main(
             raise TrainingStopped(verdict) from error
         raise
     # All ranks have finished before any leaves. Otherwise the others would report it as lost.
-    barrier(job.fabric.control)
+    barrier(job.context.control)
     job.liveness.leave()
     if code == 0:
-        job.fabric.messages.close()
+        job.context.messages.close()
         dist.destroy_process_group()
     return code
 
@@ -83,7 +83,7 @@ def _check_and_do(
 ) -> int:
     if checks_files:
         job.liveness.status("checking code and data")
-        check_in_ranks(config, command, job.fabric.control)
+        check_in_ranks(config, command, job.context.control)
     return _do(config, command, console, job, options)
 
 
@@ -93,7 +93,7 @@ def _absolute_option(name: str, value: Any) -> Any:
 
 def _do(config: Config, command: str, console: Console, job: Job, options: dict[str, Any]) -> int:
     seed_generators(config.run.seed)
-    on_first_rank(lambda: prepare_folder(config.run_dir, config, command), job.fabric.control)
+    on_first_rank(lambda: prepare_folder(config.run_dir, config, command), job.context.control)
     for warning in config.warnings:
         console.warn(warning)
     for choice in config.choices:

@@ -20,14 +20,14 @@ from torch import Tensor
 from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
-from megaverl.data.distributed_batch import Readers, as_held
+from megaverl.data.distributed_batch import RowSelection, as_held
 from megaverl.data.held_rows import HeldRows
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import as_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.ragged import RaggedBatch, merge
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.sharding.rows import Rows
 from megaverl.workers.reward import Scores
 
@@ -117,34 +117,34 @@ class SampleStore:
     """Converter between batches, with which workers compute, and values of a program, which move between ranks.
 
     Args:
-        fabric: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches and
-            fields themselves.
+        context: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches
+            and fields themselves.
         readers: decides which rows each rank of this role group works on. None: every rank works on all rows.
     """
 
-    def __init__(self, fabric: Fabric | None = None, readers: Readers | None = None) -> None:
-        self._fabric, self._readers = fabric, readers
+    def __init__(self, context: JobContext | None = None, readers: RowSelection | None = None) -> None:
+        self._context, self._readers = context, readers
         self._held: dict[int, HeldRows] = {}
 
     @property
     def _moves(self) -> bool:
-        return self._fabric is not None
+        return self._context is not None
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
         """Decide which rows of a value each rank of this role group works on. Every rank makes the same decision.
 
         A rank without work receives the first sample, because it needs a batch to take part in collectives.
         """
-        fabric = self._fabric
-        assert fabric is not None, "where roles share all ranks, every rank has what it works on"
+        context = self._context
+        assert context is not None, "where roles share all ranks, every rank has what it works on"
         lengths = facts.lengths
         everything = range(len(lengths))
         if self._readers is None:
-            return {rank: list(everything) for rank in fabric.world.ranks}
+            return {rank: list(everything) for rank in context.world.ranks}
         held = self._readers.held(lengths, facts.group_ids)
         # Each island of the actor is a role group of its own, which assigns rows only to its own ranks.
-        rows: Rows = {rank: sorted(held.by_rank.get(rank, ())) or [0] for rank in fabric.world.ranks}
-        self._held[value] = HeldRows(fabric, lengths, facts.group_ids, rows, held.groups_by_rank)
+        rows: Rows = {rank: sorted(held.by_rank.get(rank, ())) or [0] for rank in context.world.ranks}
+        self._held[value] = HeldRows(context, lengths, facts.group_ids, rows, held.groups_by_rank)
         # Dictionaries keep the order of insertion, so the first entry is the oldest.
         while len(self._held) > KEPT_ASSIGNMENTS:
             del self._held[next(iter(self._held))]
@@ -152,8 +152,8 @@ class SampleStore:
 
     def _count(self, samples: SampleRows) -> None:
         """Count the received bytes of samples when they are used. The step in which they arrive depends on timing."""
-        if self._fabric is not None:
-            self._fabric.traffic.received += samples.num_bytes
+        if self._context is not None:
+            self._context.traffic.received += samples.num_bytes
             samples.num_bytes = 0
 
     def give(self, batch: RolloutBatch) -> SampleValue:
@@ -213,8 +213,8 @@ def _widen(name: str, tensor: Tensor, batch: RolloutBatch) -> Tensor:
 class RowMover(ValueMover):
     """Mover that transfers rows of samples, and whole values: plain values, tensors or scores."""
 
-    def __init__(self, fabric: Fabric) -> None:
-        super().__init__(fabric, (Scores,))
+    def __init__(self, context: JobContext) -> None:
+        super().__init__(context, (Scores,))
 
     async def send(self, move: RowTransfer, value: object) -> None:
         """Start to send the rows of a value that the move requests."""
@@ -228,7 +228,7 @@ class RowMover(ValueMover):
     async def receive(self, move: RowTransfer, present: object | None) -> object:
         """Receive the rows of a move. Return them together with the rows that are already present."""
         if move.rows is None:
-            traffic = self._fabric.traffic
+            traffic = self._context.traffic
             received = traffic.received
             value = await super().receive(move, present)
             if isinstance(value, Scores):

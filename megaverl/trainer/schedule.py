@@ -25,7 +25,7 @@ from megaverl.config import Config
 from megaverl.data import batch_io
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.errors import DataError
 from megaverl.outside import read_json
 from megaverl.rollout.engine import drawing, sampling_options
@@ -278,10 +278,10 @@ class WaitingSamples:
         is_here: whether this rank keeps the samples. Only the first rank of the engines does.
     """
 
-    def __init__(self, config: Config, fabric: Fabric) -> None:
-        self._fabric, self._samples_per_step = fabric, config.samples_per_step
-        placement = fabric.placement
-        self.is_here = fabric.rank == placement.ranks["rollout"][0]
+    def __init__(self, config: Config, context: JobContext) -> None:
+        self._context, self._samples_per_step = context, config.samples_per_step
+        placement = context.placement
+        self.is_here = context.rank == placement.ranks["rollout"][0]
         self._is_async = config.rollout.async_rollout
         self._paused = 0.0
         self._kept: dict[int, StoredRollouts] = {}

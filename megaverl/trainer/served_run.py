@@ -62,12 +62,12 @@ class ServedRun:
         self._trainer, self._executor = trainer, trainer.executor
         self._config = trainer.config
         executor, operators = trainer.executor, trainer.step
-        self._fabric, self._placement = executor.fabric, executor.fabric.placement
+        self._context, self._placement = executor.context, executor.context.placement
         executor.start(trainer.next_step)
         trainer.profiler.end(trainer.next_step)
         store = SampleStore()
         if not self._placement.is_colocated:
-            store = SampleStore(self._fabric, executor.routing.readers(executor.flow))
+            store = SampleStore(self._context, executor.routing.readers(executor.flow))
         # Rounds of dynamic sampling must not run again for steps whose samples the checkpoint holds.
         restored = dict(operators.waiting) if self._config.algorithm.dynamic_sampling.metric is not None else {}
         if trainer.cut_off is not None:
@@ -132,7 +132,7 @@ class ServedRun:
             lambda controller: program(self._make_run(controller)),
             self._workers,
             config=self._config,
-            fabric=self._fabric,
+            context=self._context,
             stages=trainer.stages,
             leave=trainer.leave,
             console=trainer.console,
@@ -144,9 +144,9 @@ class ServedRun:
     def _make_sender(self) -> SampleSender | None:
         """Return the sender of finished samples, on the first rank of an engine. Else None."""
         engines = self._placement.ranks["rollout"][:: self._config.rollout.tp]
-        if not self._scores_arriving or self._fabric.rank not in engines:
+        if not self._scores_arriving or self._context.rank not in engines:
             return None
-        return SampleSender(self._fabric, self._config.samples_per_step)
+        return SampleSender(self._context, self._config.samples_per_step)
 
     @property
     def _scores_arriving(self) -> bool:
@@ -271,7 +271,7 @@ class SessionWorker:
         operators = self._trainer.step
         with operators.measuring(step):
             operators.metrics |= responses.metrics
-        # Readers are set only if roles share all ranks. Otherwise every rank works on all samples that were provided.
+        # Rows are selected only if roles share all ranks. Otherwise every rank works on all samples that were provided.
         readers = operators.readers
         batch = responses.batch if readers is None else readers.of_whole(responses.batch)
         return self._store.give(batch)

@@ -12,7 +12,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.serving import StatusBoard
 from megaverl.dataflow.program_runner import run_program
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.monitoring.console import Console
 from megaverl.trainer.job import PreemptionHandler, Stages
 from megaverl.trainer.sample_rows import RowMover
@@ -23,7 +23,7 @@ def serve_program(
     workers: Mapping[str, object],
     *,
     config: Config,
-    fabric: Fabric,
+    context: JobContext,
     stages: Stages,
     leave: PreemptionHandler,
     console: Console,
@@ -42,11 +42,11 @@ def serve_program(
         TrainingStopped: another rank failed or was lost. The message names it.
     """
     stages.board = StatusBoard()
-    mover = RowMover(fabric)
+    mover = RowMover(context)
     # If roles share all ranks, a rank that waits has nothing else to do, so its wait is not recorded as a stage.
-    waiting = nullcontext if fabric.placement.is_colocated else partial(stages, "wait")
+    waiting = nullcontext if context.placement.is_colocated else partial(stages, "wait")
     run_program(
-        fabric,
+        context,
         program,
         workers,
         mover=mover,

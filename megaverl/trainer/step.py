@@ -14,7 +14,7 @@ from megaverl.algorithms import check_finite, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.distributed_batch import Readers, of_all, of_held
+from megaverl.data.distributed_batch import RowSelection, of_all, of_held
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.distributed.worlds import default_group
@@ -72,7 +72,7 @@ class RLStep:
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
     span: Callable[[str], AbstractContextManager[Any]] = field(default=lambda name: nullcontext())
-    readers: Readers | None = None
+    readers: RowSelection | None = None
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)
     epochs: dict[int, float] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptDataset, PromptRecord
-from megaverl.data.distributed_batch import Readers, of_all
+from megaverl.data.distributed_batch import RowSelection, of_all
 from megaverl.data.streaming import Prompts
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
@@ -134,7 +134,7 @@ def held_out_responses(
     rollout: Rollout | AgentRollouts,
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
-    readers: Readers | None = None,
+    readers: RowSelection | None = None,
 ) -> RolloutBatch:
     """Generate `trainer.validation_samples` responses to every prompt. Collective over the engines' ranks.
 

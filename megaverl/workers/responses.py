@@ -11,7 +11,7 @@ import torch
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.distributed_batch import Readers, as_held, of_all
+from megaverl.data.distributed_batch import RowSelection, as_held, of_all
 from megaverl.data.held_rows import HeldRows
 from megaverl.data.images import COLUMN, image_column
 from megaverl.data.sequence_lengths import SequenceLengths
@@ -84,7 +84,7 @@ def responses(
     player: Player | None = None,
     function: str | None = None,
     finished: Finished | None = None,
-    readers: Readers | None = None,
+    readers: RowSelection | None = None,
 ) -> RolloutBatch:
     """Generate a batch of `draws.group_size` responses, or episodes, for every prompt.
 
@@ -146,7 +146,7 @@ def held_responses(
     sampling: Sampling,
     draws: Draws,
     group_ids: Sequence[int],
-    readers: Readers,
+    readers: RowSelection,
 ) -> RolloutBatch:
     """Generate a batch that holds the samples that this rank reads.
 
@@ -165,7 +165,7 @@ def held_responses(
 
     seeds = [draws.seed(sample) for sample in range(len(prompts))]
     held, generations = rollout.generate_held(
-        token_ids, sampling, seeds, group_size=draws.group_size, fabric=readers.fabric, hold=hold, images=images
+        token_ids, sampling, seeds, group_size=draws.group_size, context=readers.context, hold=hold, images=images
     )
     held_batch = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
     return as_held(without_opponents(held_batch, held.rows, draws), held)

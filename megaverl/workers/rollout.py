@@ -15,7 +15,7 @@ from megaverl.data.routed_experts import experts_column, experts_of
 from megaverl.data.row_transfer import Moving, move_ragged
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.distributed.ragged import RaggedBatch
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.plugins import call_object
@@ -128,7 +128,7 @@ class Rollout:
         seeds: Sequence[int],
         *,
         group_size: int,
-        fabric: Fabric,
+        context: JobContext,
         hold: Callable[[Sequence[int]], HeldRows],
         finished: Finished | None = None,
         images: Images | None = None,
@@ -147,18 +147,18 @@ class Rollout:
             prompts, sampling, seeds, group_size=group_size, finished=finished, images=images
         )
         sizes = [
-            [number, len(generation.token_ids), fabric.rank]
+            [number, len(generation.token_ids), context.rank]
             for number, generation in zip(numbers, generations, strict=True)
         ]
         own_sizes = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
         # Only the lengths go to every rank. Each rank computes the same assignment, and tokens go point to point.
         table = sorted(gather_host_rows(own_sizes, self.world).tolist())
-        source: dict[int, list[int]] = {rank: [] for rank in fabric.world.ranks}
+        source: dict[int, list[int]] = {rank: [] for rank in context.world.ranks}
         for number, _, rank in table:
             source[rank].append(number)
         held = hold([length for _, length, _ in table])
         moved = move_ragged(
-            fabric, Moving.plan(fabric, "responses", source, held.by_rank), _as_rows(numbers, generations)
+            context, Moving.plan(context, "responses", source, held.by_rank), _as_rows(numbers, generations)
         )
         assert moved is not None
         return held, _from_rows(moved)

@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from megaverl.checkpoint.background import HeldTensors, HostBuffers
+from megaverl.checkpoint.background import HostBuffers, PendingTensors
 from tests.device_tensors import DeviceTensor
 
 
-def held(count: int = 3) -> tuple[dict[str, torch.Tensor], HeldTensors[str], HostBuffers]:
+def held(count: int = 3) -> tuple[dict[str, torch.Tensor], PendingTensors[str], HostBuffers]:
     tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(count)}
     buffers = HostBuffers()
-    return tensors, HeldTensors(tensors, {}, buffers), buffers
+    return tensors, PendingTensors(tensors, {}, buffers), buffers
 
 
 def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -37,20 +37,20 @@ def test_what_is_not_written_before_the_step_is_copied() -> None:
     change(tensors)
     assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
     holding.close()
-    HeldTensors(tensors, {}, buffers).settle()
+    PendingTensors(tensors, {}, buffers).settle()
     assert buffers.num_bytes == 3 * 16, "the next save finds the memory again"
 
 
 def test_what_changes_at_once_is_copied_at_once() -> None:
     tensors, _, buffers = held()
-    holding = HeldTensors({}, tensors, buffers)
+    holding = PendingTensors({}, tensors, buffers)
     change(tensors)
     assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
 
 
 def test_of_what_lies_in_a_gpu_one_copy_is_held_at_a_time() -> None:
     tensors, _, buffers = held()
-    holding = HeldTensors({name: DeviceTensor(tensor) for name, tensor in tensors.items()}, {}, buffers)
+    holding = PendingTensors({name: DeviceTensor(tensor) for name, tensor in tensors.items()}, {}, buffers)
     assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
     holding.settle(waits=lambda: pytest.fail("the last one is a copy: nobody reads the device"))
     assert buffers.num_bytes == 16

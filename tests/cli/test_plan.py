@@ -89,7 +89,7 @@ def test_a_fan_out_is_reported_beside_the_plan_without_it(capsys: pytest.Capture
 
 
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*RECIPE, "--memory", "70"]) == 0
+    assert main([*RECIPE, "rollout.vllm.gpu_memory_utilization=0.9"]) == 0
     out = capsys.readouterr().out
     assert "does not fit:" in out and "GB too much" in out
     assert "nearest that would: rollout.vllm.gpu_memory_utilization=" in out

@@ -15,7 +15,7 @@ import torch
 from megaverl.data import row_transfer
 from megaverl.data.row_transfer import Heard, Moving
 from megaverl.distributed.ragged import RaggedBatch, num_bytes_on_device
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.rollout.engine import Generation
 from megaverl.workers.rollout import _as_rows
 
@@ -50,10 +50,10 @@ class Others:
         """Before anything of megaverl takes the names that are replaced here, but `row_transfer`."""
         send: Any = row_transfer._send_from_host
 
-        def remember(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Any:
+        def remember(context: JobContext, moving: Moving, ragged: RaggedBatch | None) -> Any:
             assert ragged is not None, "every rank of one world has the tensors, be it of no rows"
             self._sent[moving.name] = ragged
-            return send(fabric, moving, ragged)
+            return send(context, moving, ragged)
 
         row_transfer._send_from_host = remember
         row_transfer._hear = self._hear
@@ -67,11 +67,11 @@ class Others:
         shape = (len(numbers), *[1] * (rows.dim() - 1))
         return numbers.to(rows.dtype).reshape(shape).expand(len(numbers), *rows.shape[1:]).clone()
 
-    def _hear(self, fabric: Fabric, moving: Moving) -> tuple[dict[int, Heard], dict[int, torch.Tensor]]:
+    def _hear(self, context: JobContext, moving: Moving) -> tuple[dict[int, Heard], dict[int, torch.Tensor]]:
         heard, received = {}, {}
         for move in moving.moves:
-            if move.dest == fabric.rank:
-                places, device = range(len(move.rows)), fabric.device_between(move.source, move.dest)
+            if move.dest == context.rank:
+                places, device = range(len(move.rows)), context.device_between(move.source, move.dest)
                 header, host, on_device = self._rows(moving.name, move.rows).pack(places, device)
                 heard[move.source] = Heard(header, host)
                 if num_bytes_on_device(header) is not None:

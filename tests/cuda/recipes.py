@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaverl.checkpoint.background import HeldTensors, HostBuffers
+from megaverl.checkpoint.background import HostBuffers, PendingTensors
 from megaverl.checkpoint.commit import Committer
 from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
@@ -28,7 +28,7 @@ from megaverl.controller.serving import run_blocking
 from megaverl.data import row_transfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import value_mover
-from megaverl.distributed.worlds import Channel, Fabric, PendingSends
+from megaverl.distributed.worlds import Channel, JobContext, PendingSends
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.monitoring.timeline import Timeline
@@ -101,11 +101,11 @@ class Mail:
         self._heads: list[Any] = []
         self._parts: list[list[torch.Tensor]] = []
 
-    def send_json(self, fabric: Fabric, name: str, rank: int, head: Any) -> PendingSends:
+    def send_json(self, context: JobContext, name: str, rank: int, head: Any) -> PendingSends:
         self._heads.append(head)
         return PendingSends()
 
-    def receive_json(self, fabric: Fabric, name: str, rank: int) -> Any:
+    def receive_json(self, context: JobContext, name: str, rank: int) -> Any:
         return self._heads.pop(0)
 
     def send_to(self, dest: Sequence[int], *parts: torch.Tensor | bytes) -> PendingSends:
@@ -242,17 +242,17 @@ class RecipeRank:
     def edge(self) -> dict[str, Any]:
         """Results of a step from this rank to another that is not there yet, and from there to this one, as between
         roles on ranks of their own: fields of a batch, and a tensor of an operator's own."""
-        fabric, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
+        context, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
         batch = RolloutBatch.from_generations([[1, 2]] * 4, [response(number) for number in range(4)])
         values = torch.zeros(batch.response_shape, device="cuda")
-        store = SampleStore(fabric, None)
+        store = SampleStore(context, None)
         fields: dict[str, Fields] = {
             "values": {"values": values},
             "experience": {"advantages": values, "returns": values + 1, "rewards": torch.ones(4)},
         }
         given: list[object] = [store.give_fields(each, batch) for each in fields.values()]
         given.append({"of": values.sum(1)})
-        mover, mail, found = RowMover(fabric), Mail(), dict[str, Any]()
+        mover, mail, found = RowMover(context), Mail(), dict[str, Any]()
         with (
             patch.object(value_mover, "send_json", mail.send_json),
             patch.object(row_transfer, "send_json", mail.send_json),
@@ -297,7 +297,7 @@ class RecipeRank:
             with tempfile.TemporaryDirectory() as folder:
                 written, _ = few.write(Path(folder))
             tensors = {item.index: staged.data[item.index] for item in few.plan.items if item.type.name != "BYTE_IO"}
-            HeldTensors(tensors, {}, HostBuffers()).settle()
+            PendingTensors(tensors, {}, HostBuffers()).settle()
         return {"bytes": staged.num_bytes, "trained": held, "tensors": len(tensors), "files": len(written)}
 
 

@@ -21,7 +21,7 @@ def test_batches_move_between_two_worlds(launch: Launcher, through: str) -> None
     assert [answer["wrong"] for answer in found] == [[], [], [], []]
     assert sum(answer["moved"] for answer in found) > 50
     assert [answer["world"] for answer in found] == [1, 1, 5, 5], "an all-reduce stays in its world"
-    assert all(answer["reached"] == [0, 1, 2, 3] for answer in found), "the fabric reaches all"
+    assert all(answer["reached"] == [0, 1, 2, 3] for answer in found), "the context reaches all"
     assert [answer["env"] for answer in found] == [["0", "2"], ["1", "2"]] * 2
     assert found[0]["roles"] == ["actor", "coordinator"] and found[3]["roles"] == ["reward", "rollout"]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -193,18 +194,18 @@ def control_beside_a_device() -> dict[str, Any]:
     """Where the default group is not gloo: the sockets that agreements open; and each rank's message to the next, which
     none waits for before it sends its own."""
     with patch.object(worlds, "platform", SimpleNamespace(backend="nccl")):
-        fabric = worlds.of_default_group(("actor",), timedelta(seconds=60))
-    rank, size = fabric.rank, dist.get_world_size()
+        context = worlds.of_default_group(("actor",), timedelta(seconds=60))
+    rank, size = context.rank, dist.get_world_size()
     before = _num_sockets()
     barrier()  # until all have counted
-    barrier(fabric.control)
-    agreed = gather_json(rank, fabric.control)
+    barrier(context.control)
+    agreed = gather_json(rank, context.control)
     opened = _num_sockets() - before
     barrier()  # until all have counted
-    sent = Channel(fabric, "next").send_to([(rank + 1) % size], bytes([rank]))
-    (heard,) = Channel(fabric, "next").receive_from((rank - 1) % size)
+    sent = Channel(context, "next").send_to([(rank + 1) % size], bytes([rank]))
+    (heard,) = Channel(context, "next").receive_from((rank - 1) % size)
     sent.wait()
-    return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": fabric.control is not dist.group.WORLD}
+    return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": context.control is not dist.group.WORLD}
 
 
 def _num_sockets() -> int:
@@ -248,8 +249,8 @@ def counted_collectives(sizes: dict[str, int]) -> dict[str, Any]:
 
     small, whole = torch.ones(6), torch.ones(6 * size, dtype=torch.bfloat16)
     parts = [torch.ones(6) for _ in range(size)]
-    sizes_out = [1 + place for place in range(size)]
-    uneven_in, uneven_out = torch.ones(size * (rank + 1)), torch.ones(sum(sizes_out))
+    sizes_out = np.array([1 + place for place in range(size)])  # as megatron-core's token dispatcher gives them
+    uneven_in, uneven_out = torch.ones(size * (rank + 1)), torch.ones(int(sizes_out.sum()))
 
     def exchange() -> None:
         operations = [
@@ -266,7 +267,9 @@ def counted_collectives(sizes: dict[str, int]) -> dict[str, Any]:
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.ones(6), torch.ones(6 * size), group=group),
         "broadcast": lambda: dist.broadcast(small, group_src=0, group=group),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(6 * size), torch.ones(6 * size), group=group),
-        "uneven": lambda: dist.all_to_all_single(uneven_out, uneven_in, sizes_out, [rank + 1] * size, group=group),
+        "uneven": lambda: dist.all_to_all_single(
+            uneven_out, uneven_in, sizes_out, np.array([rank + 1] * size), group=group
+        ),
         "send_and_receive": exchange,
         "nameless": lambda: dist.all_reduce(small, group=nameless),
         "json": lambda: gather_json({"some": "value"}, group),

@@ -14,32 +14,38 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer
 from megaverl.distributed.collectives import barrier
 from megaverl.distributed.liveness import Liveness, Timeouts
-from megaverl.distributed.worlds import Fabric
+from megaverl.distributed.worlds import JobContext
 from megaverl.errors import CheckpointError, TrainingStopped
 from tests.distributed.ranks import start
 
 ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
 
 
-def make() -> tuple[Fabric, Liveness]:
-    fabric = start({**ROLES, "rollout": "actor"})
+def make() -> tuple[JobContext, Liveness]:
+    context = start({**ROLES, "rollout": "actor"})
     timeouts = Timeouts(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
     liveness = Liveness(
-        fabric.store, fabric.rank, 4, coordinator=3, timeouts=timeouts, name=fabric.describe, world=fabric.world.name
+        context.store,
+        context.rank,
+        4,
+        coordinator=3,
+        timeouts=timeouts,
+        name=context.describe,
+        world=context.world.name,
     )
-    return fabric, liveness
+    return context, liveness
 
 
-def role_of(fabric: Fabric) -> str:
-    return {0: "actor", 1: "actor", 2: "critic"}.get(fabric.rank, "")
+def role_of(context: JobContext) -> str:
+    return {0: "actor", 1: "actor", 2: "critic"}.get(context.rank, "")
 
 
 def committed() -> list[Any]:
     """The protocol of the checkpoint store, with the coordinator as the one that commits."""
-    fabric = start({**ROLES, "rollout": "actor"})
-    commits = Committer(fabric.control, fabric.placement.coordinator)
-    collected = commits.conclude({"rank": fabric.rank}, lambda reports: [*reports, fabric.rank])
-    answer = commits.decide(lambda: {"by": fabric.rank})
+    context = start({**ROLES, "rollout": "actor"})
+    commits = Committer(context.control, context.placement.coordinator)
+    collected = commits.conclude({"rank": context.rank}, lambda reports: [*reports, context.rank])
+    answer = commits.decide(lambda: {"by": context.rank})
 
     def fail() -> None:
         raise CheckpointError("the disk is full")
@@ -54,16 +60,16 @@ def committed() -> list[Any]:
 
 def lost(rank: int, how: str) -> str:
     """`rank` is lost in its third update; the others say what they hear, unless they are ended."""
-    fabric, liveness = make()
-    role = role_of(fabric)
+    context, liveness = make()
+    role = role_of(context)
     try:
         for step in range(5):
             liveness.status(f"{role}_update" if role else "wait")
-            if step == 2 and fabric.rank == rank:
+            if step == 2 and context.rank == rank:
                 vanish(how)
             if role:
                 dist.all_reduce(torch.ones(1))
-            barrier(fabric.control)
+            barrier(context.control)
     except (TrainingStopped, RuntimeError) as error:  # as the trainer sees it
         return str(liveness.explain(error))
     return "nothing happened"
@@ -72,15 +78,15 @@ def lost(rank: int, how: str) -> str:
 def waits_on_the_device(stage: str) -> str:
     """Rank 1 stalls in a stage; rank 0 of the same world is in `stage` and reads a number of what is not computed, as
     after a collective of NCCL's; the other worlds wait for both."""
-    fabric, liveness = make()
+    context, liveness = make()
     for begun in ("rollout", "values", "actor_update"):
         liveness.status(begun, 2)
-        if fabric.rank == 1 and begun == "values":
+        if context.rank == 1 and begun == "values":
             vanish("stalled")
-        if fabric.rank == 0 and begun == stage:
+        if context.rank == 0 and begun == stage:
             NotComputed().item()
     try:
-        barrier(fabric.control)
+        barrier(context.control)
     except TrainingStopped as error:  # a rank that has heard the verdict may end before this one has
         return str(liveness.explain(error))
     return "nothing happened"

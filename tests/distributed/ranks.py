@@ -30,12 +30,12 @@ from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Channel, Fabric, join
+from megaverl.distributed.worlds import Channel, JobContext, join
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Rows
 
 
-def start(said: dict[str, Any]) -> Fabric:
+def start(said: dict[str, Any]) -> JobContext:
     """Join the job with roles as `said`; grids of one rank each, so that any placement fits."""
     deadline = timedelta(seconds=30)
     store, rank, size = job_store(deadline)
@@ -50,14 +50,14 @@ def sockets_of_roles_apart() -> int:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (the backend "fake")
 
     with patch.object(worlds, "platform", SimpleNamespace(backend="fake")):
-        fabric = start({"rollout": "2-3"})
+        context = start({"rollout": "2-3"})
     port = int(os.environ["MASTER_PORT"])
     ports = [(each.laddr[1], each.raddr[1]) for each in psutil.Process().net_connections() if each.raddr]
-    barrier(fabric.control)  # until all have counted
-    others = [rank for rank in range(4) if rank != fabric.rank]
-    sent = Channel(fabric, "counted").send_to(others, b"")
+    barrier(context.control)  # until all have counted
+    others = [rank for rank in range(4) if rank != context.rank]
+    sent = Channel(context, "counted").send_to(others, b"")
     for other in others:
-        Channel(fabric, "counted").receive_from(other)
+        Channel(context, "counted").receive_from(other)
     sent.wait()
     return sum(port not in both for both in ports)  # the store's apart
 
@@ -102,13 +102,13 @@ def draw_rows(rng: random.Random, num_rows: int) -> tuple[Rows, Rows]:
     return source, {rank: rng.sample(range(num_rows), rng.randint(0, num_rows)) for rank in rng.sample(range(4), 3)}
 
 
-def by_way_of(fabric: Fabric, through: str) -> tuple[Fabric, Counter[str]]:
+def by_way_of(context: JobContext, through: str) -> tuple[JobContext, Counter[str]]:
     """Rows of batches go through "hosts" or "devices"; and the bytes that this rank sends through each from now on."""
-    fabric = replace(fabric, rows=fabric.group if through == "devices" else None)
+    context = replace(context, rows=context.group if through == "devices" else None)
     sent, real = Counter[str](), dist.batch_isend_irecv
 
     def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
-        assert all(each.group is fabric.group for each in operations)
+        assert all(each.group is context.group for each in operations)
         sent["devices"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
         return real(operations)
 
@@ -117,50 +117,50 @@ def by_way_of(fabric: Fabric, through: str) -> tuple[Fabric, Counter[str]]:
         return send(dest, name, parts)
 
     dist.batch_isend_irecv = counted
-    messages: Any = fabric.messages
+    messages: Any = context.messages
     send, messages.send = messages.send, counted_too
-    return fabric, sent
+    return context, sent
 
 
 def batches_move(seeds: list[int], through: str) -> dict[str, Any]:
     """Many edges between all four ranks, each with another layout; what comes is compared with the whole."""
-    fabric, sent = by_way_of(start({"rollout": "2-3"}), through)
-    assert dist.get_world_size() == 2 and dist.get_rank() == fabric.rank % 2
-    assert dist.get_rank(fabric.group) == dist.get_rank(fabric.control) == fabric.rank
-    total = torch.tensor([fabric.rank])
+    context, sent = by_way_of(start({"rollout": "2-3"}), through)
+    assert dist.get_world_size() == 2 and dist.get_rank() == context.rank % 2
+    assert dist.get_rank(context.group) == dist.get_rank(context.control) == context.rank
+    total = torch.tensor([context.rank])
     dist.all_reduce(total)  # in the world alone
     wrong, moved = [], 0
     for seed in seeds:
         rng = random.Random(seed)
         full = full_batch(rng, rng.randint(1, 9))
         source, dest = draw_rows(rng, len(full))
-        moving = Moving.plan(fabric, f"edge {seed}", source, dest)
-        mine = full.select(source[fabric.rank]).trim() if fabric.rank in source else None
-        got = move_batch(fabric, moving, mine)
-        moved += sum(len(move.rows) for move in moving.moves if move.dest == fabric.rank)
-        wanted = dest.get(fabric.rank)
+        moving = Moving.plan(context, f"edge {seed}", source, dest)
+        mine = full.select(source[context.rank]).trim() if context.rank in source else None
+        got = move_batch(context, moving, mine)
+        moved += sum(len(move.rows) for move in moving.moves if move.dest == context.rank)
+        wanted = dest.get(context.rank)
         if wanted is not None and (got is None or not same(got, full.select(wanted))):
             wrong.append(seed)
-    reached = gather_json(fabric.rank, fabric.group)
+    reached = gather_json(context.rank, context.group)
     env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
-    said = {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": fabric.roles}
+    said = {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": context.roles}
     return said | {"bytes": {"hosts": sent["hosts"], "devices": sent["devices"]}}
 
 
 def sender_dies(how: str, after: str) -> str:
     """Rank 0 should send to 1 and 2, and does not; or it sends what is said of rows, and not those from its device."""
-    fabric = start({"rollout": 0})
-    fabric = replace(fabric, timeout=timedelta(seconds=1), rows=fabric.group if after == "headers" else None)
-    moving = Moving.plan(fabric, "rollouts", {0: [0, 1]}, {1: [0], 2: [1]})
-    if fabric.rank == 0:
+    context = start({"rollout": 0})
+    context = replace(context, timeout=timedelta(seconds=1), rows=context.group if after == "headers" else None)
+    moving = Moving.plan(context, "rollouts", {0: [0, 1]}, {1: [0], 2: [1]})
+    if context.rank == 0:
         if after == "headers":
             batch = full_batch(random.Random(3), 2)
-            _send_from_host(fabric, moving, as_ragged(batch.tensors, batch, batch.columns))[0].wait()
+            _send_from_host(context, moving, as_ragged(batch.tensors, batch, batch.columns))[0].wait()
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         signal.sigwait({signal.SIGUSR1})  # until the test ends it
     try:
-        move_batch(fabric, moving, None)
+        move_batch(context, moving, None)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing happened"
@@ -178,7 +178,7 @@ def weights_move() -> dict[str, Any]:
     from megaverl.weights.transports import TransportOptions
     from tests.sharding.specs import element_ids, fill, make_spec
 
-    fabric = start({"rollout": "2-3"})
+    context = start({"rollout": "2-3"})
     model = make_spec()
     weights = weights_of(model)
     grid = megatron_layouts(weights, model, GridShape(tp=2), padded_vocab_size=64)
@@ -193,12 +193,12 @@ def weights_move() -> dict[str, Any]:
     ids = element_ids(weights)
     tensors = [
         {name: torch.nn.Parameter(torch.from_numpy(array).float()) for name, array in fill(layout, of).items()}
-        for layout, of in ((source(fabric.rank), ids), (dest(fabric.rank), {k: v * 0 for k, v in ids.items()}))
+        for layout, of in ((source(context.rank), ids), (dest(context.rank), {k: v * 0 for k, v in ids.items()}))
     ]
-    plan = make_plan(source, dest, 4, fabric.rank, fabric.placement.node_of)
-    options = TransportOptions(timeout=fabric.timeout)
-    stats = Resharder(plan, tensors[0], tensors[1], fabric.group, options).run()
-    expected = fill(dest(fabric.rank), ids)
+    plan = make_plan(source, dest, 4, context.rank, context.placement.node_of)
+    options = TransportOptions(timeout=context.timeout)
+    stats = Resharder(plan, tensors[0], tensors[1], context.group, options).run()
+    expected = fill(dest(context.rank), ids)
     wrong = [name for name, t in tensors[1].items() if not torch.equal(t, torch.from_numpy(expected[name]).float())]
     return {"wrong": wrong, "received": stats.bytes_received, "sent": stats.bytes_sent, "tensors": len(tensors[1])}
 
@@ -213,14 +213,14 @@ class Marks:
 
 def values_travel(through: str) -> dict[str, Any]:
     """Rollouts on 2-3, an actor on 0-1: a batch, a tensor, a dataclass, nothing; and what cannot travel."""
-    fabric, sent = by_way_of(start({"rollout": "2-3", "actor": "0-1"}), through)
-    mover, full = ValueMover(fabric, known=[Marks]), full_batch(random.Random(5), 7)
+    context, sent = by_way_of(start({"rollout": "2-3", "actor": "0-1"}), through)
+    mover, full = ValueMover(context, known=[Marks]), full_batch(random.Random(5), 7)
     marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
     values: list[Any] = [full, full.rollout_log_probs * 2, marks, None]
     found: dict[str, Any] = {}
-    source = fabric.rank if fabric.rank >= 2 else fabric.rank + 2
+    source = context.rank if context.rank >= 2 else context.rank + 2
     moves = [RowTransfer(number, source, source - 2) for number in range(len(values))]
-    if fabric.rank >= 2:
+    if context.rank >= 2:
         for move, value in zip(moves, values, strict=True):
             run_blocking(mover.send(move, value))
     else:
@@ -233,9 +233,9 @@ def values_travel(through: str) -> dict[str, Any]:
         found["nothing"] = nothing is None
     mover.settle()
     try:
-        run_blocking(mover.send(RowTransfer(9, fabric.rank, (fabric.rank + 2) % 4), object()))
+        run_blocking(mover.send(RowTransfer(9, context.rank, (context.rank + 2) % 4), object()))
     except DataError as error:
         found["refused"] = "a object cannot go to other ranks" in str(error)
-    if fabric.rank >= 2:
+    if context.rank >= 2:
         found["through"] = (sent["devices"] > 0) == (through == "devices")
     return found

@@ -53,8 +53,8 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture
 def channel() -> Channel:
-    fabric: Any = SimpleNamespace(rank=1, timeout=timedelta(seconds=1))
-    return Channel(fabric, "samples")
+    context: Any = SimpleNamespace(rank=1, timeout=timedelta(seconds=1))
+    return Channel(context, "samples")
 
 
 def test_messages_to_many_ranks_are_one_batch(

@@ -17,9 +17,10 @@ from megaverl.config.loader import AUTO_KEYS, layered
 from megaverl.planner.advice import shortages
 from megaverl.planner.candidates import Candidates, SearchSpace, uneven_split
 from megaverl.planner.hardware import Hardware
-from megaverl.planner.job import Machine, find_spec
+from megaverl.planner.job import Machine, find_spec, make_job
 from megaverl.planner.memory import MemoryModel
 from megaverl.planner.search import Found, LayoutSearch, choose, hardware_of, least_bytes
+from megaverl.planner.simulator import simulate
 from megaverl.sharding.model_spec import ModelSpec
 from tests.planner.jobs import CONFIGS, NEEDED
 
@@ -81,6 +82,21 @@ def test_the_order_of_candidates_does_not_matter(found: Found, monkeypatch: pyte
             monkeypatch.setattr(Candidates, name, shuffled)
     again = of_70b(16).best(3)
     assert [choice.settings for choice in again.choices] == [choice.settings for choice in found.choices]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("grpo_8_nodes", 8), ("grpo_8_nodes_fp8_rollout", 8), ("ppo_16_nodes", 16), ("grpo_128_nodes", 128)],
+)
+def test_recipes_follow_the_search(name: str, nodes: int) -> None:
+    """A recipe takes at most a tenth longer than the fastest layout found for its GPUs and its engine's share."""
+    path = CONFIGS / "llama3_70b" / f"{name}.yaml"
+    make = layered(path)
+    spec = find_spec(make({}), beside=str(path))
+    search = LayoutSearch(make, spec, 8 * nodes, H100, further=False)
+    best = search.best(1).choices[0].prediction.step_seconds
+    job = make_job(make({}), spec, 8 * nodes, H100.machine())
+    assert simulate(job, H100, lengths=search.lengths).step_seconds < 1.1 * best
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,8 @@ def test_tensors_of_the_host_and_with_gaps_are_refused(device: SoftwareDevice) -
 
 def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(device: SoftwareDevice) -> None:
     """From one trainer to three engines on two nodes: under NCCL's order of messages, and without races of streams."""
-    case = {"grid": {"tp": 1}, "engine_tp": 1, "nodes": [0, 1, 2, 2], "spec": {"architecture": "Qwen2ForCausalLM"}}
+    spec = {"architecture": "Qwen2ForCausalLM"}
+    case: dict[str, Any] = {"grid": {"tp": 1}, "engine_tp": 1, "nodes": [0, 1, 2, 2], "spec": spec}
     options = Options(devices=4, tracks_order=True, poisons=True)
     ended = device.ranks(4, f"{CASES}:relayed_reshard", options=options, **case)
     found = ended.check()

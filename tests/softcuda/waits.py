@@ -111,10 +111,10 @@ def overlap() -> bool:
 
 def staging() -> bool:
     """A save reads a copy of a tensor that the next update changes."""
-    from megaverl.checkpoint.background import HeldTensors, HostBuffers
+    from megaverl.checkpoint.background import HostBuffers, PendingTensors
 
     tensor = torch.ones(NUMEL, device="cuda")
-    held = HeldTensors({"weight": tensor}, {}, HostBuffers())
+    held = PendingTensors({"weight": tensor}, {}, HostBuffers())
     return bool((held.take("weight") == 1).all())
 
 

@@ -1,4 +1,4 @@
-"""`megaverl ARGUMENTS`, whose rows of batches go as they would between devices: through the fabric's group, gloo here,
+"""`megaverl ARGUMENTS`, whose rows of batches go as they would between devices: through the context's group, gloo here,
 and between worlds by NCCL's rules: a message has no name, and holds its sender until the receiver is there.
 
 Every rank's log says what it sends so.

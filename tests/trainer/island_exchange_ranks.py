@@ -23,13 +23,13 @@ def islands_join() -> dict[str, Any]:
     wanted = {"actor": parse_wanted("0-2"), "coordinator": parse_wanted(3)}
     grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
     nodes = [Node("strong", 3, memory=1e9), Node("small", 1)]
-    fabric = join(resolve(wanted, size, grids, nodes, islands=3), store, rank, deadline)
-    assert (fabric.group is fabric.control) == (rank == 3) and dist.get_world_size(fabric.control) == 4
+    context = join(resolve(wanted, size, grids, nodes, islands=3), store, rank, deadline)
+    assert (context.group is context.control) == (rank == 3) and dist.get_world_size(context.control) == 4
     if rank == 3:
-        serve_join(fabric)
-        serve_join(fabric)
+        serve_join(context)
+        serve_join(context)
         try:
-            serve_join(fabric)
+            serve_join(context)
         except TrainingStopped as error:
             return {"joins": 3, "refused": str(error)}
     gradients = [make_gradients(island) for island in range(3)]
@@ -41,13 +41,13 @@ def islands_join() -> dict[str, Any]:
     }
     errors, digest, total = [], 0.0, 0.0
     for compress in (False, True):
-        member = IslandMember(fabric, compress=compress, bucket=64)
+        member = IslandMember(context, compress=compress, bucket=64)
         mine = {name: tensor.clone() for name, tensor in gradients[rank].items()}
         total = member.join(mine, tokens=tokens[rank], divided_by=divisors[rank])
         errors.append(max(float((mine[name] - expected[name]).abs().max()) for name in mine))
         digest = float(sum(tensor.double().sum() for tensor in mine.values()))
     try:
-        IslandMember(fabric, bucket=64).join({"w": torch.zeros(4 + (rank == 2))}, tokens=1.0, divided_by=1.0)
+        IslandMember(context, bucket=64).join({"w": torch.zeros(4 + (rank == 2))}, tokens=1.0, divided_by=1.0)
         refused = ""
     except TrainingStopped as error:
         refused = "islands differ" if "islands differ" in str(error) else str(error)

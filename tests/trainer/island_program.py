@@ -16,7 +16,7 @@ from megaverl.config.roles import CoordinatorConfig, LoraConfig, OffloadConfig
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Fabric, join
+from megaverl.distributed.worlds import JobContext, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.fsdp_model import FSDPModel
@@ -41,17 +41,17 @@ def main(folder: Path) -> int:
     store, rank, size = job_store(deadline)
     wanted = {"actor": parse_wanted("0-3"), "rollout": parse_wanted(4), "coordinator": parse_wanted(4)}
     grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
-    fabric = join(resolve(wanted, size, grids, [Node("here", size)], islands=2), store, rank, deadline)
+    context = join(resolve(wanted, size, grids, [Node("here", size)], islands=2), store, rank, deadline)
     for name, variant in VARIANTS.items():
-        if fabric.has("coordinator"):
-            serve_join(fabric)
+        if context.has("coordinator"):
+            serve_join(context)
         else:
-            save_file(steps_of(fabric, folder, **variant), folder / f"{name}_{rank}.safetensors")
+            save_file(steps_of(context, folder, **variant), folder / f"{name}_{rank}.safetensors")
     return 0
 
 
 def steps_of(
-    fabric: Fabric,
+    context: JobContext,
     folder: Path,
     *,
     ddp: dict[str, Any] | None = None,
@@ -81,11 +81,11 @@ def steps_of(
             trainable = FSDPTrainable(model, **more)
         actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
         if name == "joined":
-            trainable.islands = island = Island(fabric, trainable, CoordinatorConfig(islands_every=EVERY), 0)
+            trainable.islands = island = Island(context, trainable, CoordinatorConfig(islands_every=EVERY), 0)
             island.part = (0, 1)  # this test's islands have batches of their own
         found |= masters_of(trainable, "start")
         for step in range(EVERY):
-            actor.update(experience(seed=10 * fabric.placement.islands[0].count(fabric.rank) + step), step=step)
+            actor.update(experience(seed=10 * context.placement.islands[0].count(context.rank) + step), step=step)
         found |= masters_of(trainable, name)
     with trainable.present():
         if isinstance(trainable, MegatronTrainable):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.distributed_batch import Readers, whole_on
+from megaverl.data.distributed_batch import RowSelection, whole_on
 from megaverl.distributed import collectives
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.distributed.worlds import of_default_group
@@ -129,7 +129,7 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     return {
         "metrics": [dict(metrics) for _, metrics in trainer.records.history],
         "weights": [float(p.detach().double().sum()) for p in trainer.roles.actor.model.parameters.values()],
-        "rows": executor.routing.fabric.traffic.received,
+        "rows": executor.routing.context.traffic.received,
         "numbers": counted.numbers,
         "held": len(batch),
         "groups": [len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()],
@@ -160,7 +160,7 @@ class CountedBytes:
 
 def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
     """Take some samples of a batch that every rank has; what is made of them on one rank or on all."""
-    fabric = of_default_group(("actor",), timedelta(minutes=1))
+    context = of_default_group(("actor",), timedelta(minutes=1))
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 5, (count,), generator=generator)
     lengths[0] = 5
@@ -178,11 +178,11 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         },
         {"text": [f"sample {row}" for row in range(count)]},
     )
-    size = len(fabric.world.ranks)
+    size = len(context.world.ranks)
     wanted = {rank: [row for row in range(count) if (row * 7) % (size + 1) == rank] for rank in range(size)}
-    mine = Readers(fabric, lambda _: wanted).of_whole(batch)
+    mine = RowSelection(context, lambda _: wanted).of_whole(batch)
     held = mine.held
-    assert held is not None and set(wanted[fabric.rank]) <= set(held.rows)
+    assert held is not None and set(wanted[context.rank]) <= set(held.rows)
     assert torch.equal(held.of_all(mine.response_lengths), lengths)
     assert torch.equal(held.pick(lengths), mine.response_lengths)
     assert int(held.all_reduce(mine.response_mask[held.own].sum())) == int(mask.sum())
@@ -190,15 +190,15 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
     known = torch.zeros_like(mine.rollout_log_probs)
     known[held.own] = mine.rollout_log_probs[held.own]
     one_more = torch.nn.functional.pad(known, (1, 0), value=0.0)
-    for rows in (None, fabric.group):  # over the hosts, and as devices would
-        there = replace(held, fabric=replace(fabric, rows=rows))
+    for rows in (None, context.group):  # over the hosts, and as devices would
+        there = replace(held, context=replace(context, rows=rows))
         values = {"same": known, "more": one_more, "one": known.sum(1)}
         found = there.spread("values", values, held.groups_by_rank)
         assert torch.equal(found["same"], mine.rollout_log_probs)
         assert torch.equal(found["more"][:, 1:], mine.rollout_log_probs)
         assert torch.equal(found["one"], mine.rollout_log_probs.sum(1))
     whole = whole_on(mine, 0)
-    if fabric.rank == 0:
+    if context.rank == 0:
         assert all(torch.equal(whole[name], batch[name]) for name in batch)
         assert whole.columns == batch.columns
     return {"held": len(mine), "groups": len(held.own)}

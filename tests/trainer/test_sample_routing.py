@@ -25,8 +25,8 @@ def readers(estimator: str) -> SampleRouting:
     algorithm = f"algorithm={{name: grpo, group_size: 2, advantage: '{__name__}:{estimator}'}}"
     given = ["model.path=m", "data.train=t", "reward=exact_match", algorithm]
     steps: Any = SimpleNamespace(config=load_config(None, given, check_paths=False), roles=None)
-    fabric: Any = SimpleNamespace(placement=SimpleNamespace(ranks={"actor": (1, 2)}))
-    return SampleRouting(steps, fabric, reporter=1)
+    context: Any = SimpleNamespace(placement=SimpleNamespace(ranks={"actor": (1, 2)}))
+    return SampleRouting(steps, context, reporter=1)
 
 
 def test_who_looks_at_tokens_gets_those_of_all_samples() -> None:

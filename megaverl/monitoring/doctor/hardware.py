@@ -143,8 +143,8 @@ def _pcie(gpu: ElementTree.Element) -> str:
     return f"{now} of {most} lanes" if now and most and now != most else ""
 
 
-def _fabric(gpu: ElementTree.Element) -> str:
-    state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")
+def _context(gpu: ElementTree.Element) -> str:
+    state, status = _text(gpu, "context/state"), _text(gpu, "context/status")
     if state in ("", "Completed") and status in ("", "Success"):
         return ""
     return ", ".join(word for word in (state, status) if word)
@@ -203,8 +203,8 @@ CHECKS = (
     ),
     Check("PCIe", _pcie, "warn", "all lanes", "seat the card and its riser anew; lspci -vv shows LnkSta (downgraded)"),
     Check(
-        "NVSwitch fabric",
-        _fabric,
+        "NVSwitch context",
+        _context,
         "fail",
         "ready, or none",
         "systemctl restart nvidia-fabricmanager, in exactly the driver's version; without it no NVLink is used",

@@ -73,7 +73,7 @@ def init_distributed(config: Description) -> Job:
         config: configuration of the run, in any form that a trainer takes.
 
     Returns:
-        The job, with `fabric` (placement and communication) and `liveness` (state of the other ranks).
+        The job, with `context` (placement and communication) and `liveness` (state of the other ranks).
 
     Raises:
         ConfigError: the configuration is invalid, or needs more ranks than the job has.
@@ -105,7 +105,7 @@ def init_distributed(config: Description) -> Job:
     # For modules that are not imported yet. CUDA and NCCL must not have started.
     prepare_environment(resolved, "train")
     from megaverl.checkpoint.training_state import seed_generators
-    from megaverl.dataflow.job import use_fabric
+    from megaverl.dataflow.job import use_context
     from megaverl.monitoring.console import Console
     from megaverl.planner.placed_run import check_memory
     from megaverl.platform import platform
@@ -114,7 +114,7 @@ def init_distributed(config: Description) -> Job:
     platform.start()
     _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])), check_memory)
     _Joined.config = resolved
-    use_fabric(_Joined.job.fabric)
+    use_context(_Joined.job.context)
     seed_generators(resolved.run.seed)
     atexit.register(_leave)
     _check_code(resolved, _Joined.job)
@@ -131,7 +131,7 @@ def _check_code(config: Config, job: Job) -> None:
         return
     job.liveness.status("checking code and data")
     with _as_a_program():
-        check_in_ranks(config, "train", job.fabric.control)
+        check_in_ranks(config, "train", job.context.control)
     _Joined.checked.append(config)
 
 
@@ -159,7 +159,7 @@ def explained() -> Iterator[None]:
             heard = None if job is None else job.liveness.explain(error)
             raise TrainingStopped(heard or f"code inside the run raised {describe(error)}.") from error
         if isinstance(error, Leaving):
-            if job is None or job.fabric.rank == 0:
+            if job is None or job.context.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             raise SystemExit(error.code) from error
         if job is not None and (verdict := job.liveness.explain(error)):
@@ -182,13 +182,13 @@ def _leave() -> None:
         return
     job.liveness.status("the end of its program")
     try:
-        barrier(job.fabric.control)
+        barrier(job.context.control)
     except TrainingStopped as broken:
         print(f"error: {job.liveness.explain(broken) or broken}", file=sys.stderr, flush=True)
         remove_temporary_folder()
         os._exit(1)
     job.liveness.leave()
-    job.fabric.messages.close()
+    job.context.messages.close()
     dist.destroy_process_group()
 
 
@@ -275,10 +275,10 @@ class RLTrainer:
         from megaverl.trainer.loop import Trainer
         from megaverl.trainer.run import prepare_folder
 
-        self.config = with_engine_share(self.config, job.fabric.placement)
-        console = Console(job.fabric.rank)
-        console.speaks = job.fabric.rank == reporter(job.fabric.placement)
-        on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
+        self.config = with_engine_share(self.config, job.context.placement)
+        console = Console(job.context.rank)
+        console.speaks = job.context.rank == reporter(job.context.placement)
+        on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.context.control)
         for warning in self.config.warnings:
             console.warn(warning)
         for choice in self.config.choices:

@@ -73,7 +73,7 @@ def test_eight_healthy_gpus() -> None:
         ("MIG", {"mig_mode/current_mig": "Enabled"}, "warn", "GPU 1: on"),
         ("persistence", {"persistence_mode": "Disabled"}, "note", "GPU 1: off"),
         ("PCIe", {"pci/pci_gpu_link_info/link_widths/current_link_width": "8x"}, "warn", "GPU 1: 8x of 16x lanes"),
-        ("NVSwitch fabric", {"fabric/state": "In Progress", "fabric/status": "N/A"}, "fail", "GPU 1: In Progress"),
+        ("NVSwitch context", {"context/state": "In Progress", "context/status": "N/A"}, "fail", "GPU 1: In Progress"),
     ],
 )
 def test_what_is_wrong_with_one_of_two(name: str, changed: dict[str, str], status: str, said: str) -> None:
