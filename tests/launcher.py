@@ -74,9 +74,9 @@ class Ended:
         return max(self.seconds) - min(self.seconds)
 
     def check(self) -> list[Any]:
-        """The results; an AssertionError with the output of a rank that failed."""
-        for rank, code in enumerate(self.codes):
-            assert code == 0, f"rank {rank} ended with {code}\n{self.output[rank]}"
+        """The results; an AssertionError with the output of all ranks that failed."""
+        failed = [rank for rank, code in enumerate(self.codes) if code != 0]
+        assert not failed, "\n".join(f"rank {n} ended with {self.codes[n]}\n{self.output[n]}" for n in failed)
         return self.results
 
 

@@ -67,12 +67,14 @@ def _call(target: str, kwargs: dict[str, Any]) -> Any:
     """
     name, function = target.split(":")
     module = importlib.import_module(name)
-    if _modules_called and _modules_called[-1] is not module:
+    is_next_of_module = bool(_modules_called) and _modules_called[-1] is module
+    if _modules_called and not is_next_of_module:
         getattr(_modules_called.pop(), "close", lambda: None)()
-        if "vllm.distributed.parallel_state" in sys.modules:
-            from megaverl.rollout.vllm_tracing import release_groups
+    keeps_its_engine = is_next_of_module and hasattr(module, "close")
+    if not keeps_its_engine and "vllm.distributed.parallel_state" in sys.modules:
+        from megaverl.rollout.vllm_tracing import release_groups
 
-            release_groups()
+        release_groups()
     _modules_called[:] = [module]
     return getattr(module, function)(**kwargs)
 

@@ -12,15 +12,18 @@ from collections.abc import Iterable
 from math import isqrt
 from typing import Any
 
+LONGEST_PATH = 1024  # characters of a path in a message; its end says which file it is
+
 
 def yaml_text(value: Any) -> str:
-    """Return `value` as YAML would write it, cut to 80 characters, for a message."""
+    """Return `value` as YAML would write it, for a message. All but paths are cut to 80 characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     text = repr(value)
-    if len(text) > 80:
+    is_path = isinstance(value, str) and "/" in value and not any(map(str.isspace, value))
+    if len(text) > (LONGEST_PATH if is_path else 80):
         return text[:77] + "..."
     return text
 

@@ -195,7 +195,12 @@ def _lost(peer: int, error: Exception) -> TrainingStopped:
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device of tensors in collectives of `group`: the CPU for gloo, even on a machine with CUDA."""
+    """Return the device of tensors in collectives of `group`: the CPU for gloo, even on a machine with CUDA.
+
+    A process without any group has the platform's device.
+    """
+    if group is None and not dist.is_initialized():
+        return platform.device
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else platform.device
 
 

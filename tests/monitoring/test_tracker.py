@@ -295,7 +295,7 @@ def test_services_keep_what_they_get_offline(
         tables = [json.loads(path.read_text()) for path in files]
         assert [table["columns"] for table in tables] == [["prompt", "response", "reward", "turns"]] * 2
         assert tables[0]["data"][1] == ["p | q", "<b>\n|</b>", None, "[1, 2]"]
-        (kept,) = {folder.name.rsplit("-")[-1] for folder in (tmp_path / "wandb").glob("offline-run-*")}
+        (kept,) = {folder.name.split("-")[3] for folder in (tmp_path / "wandb").glob("offline-run-*")}
         assert kept == (tmp_path / "wandb_run_id").read_text(), "both starts are one run"
         with Tracker(tmp_path, [name], name="a run", warn=warnings.append):
             pass

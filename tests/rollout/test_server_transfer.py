@@ -208,7 +208,7 @@ def test_without_a_gpu_or_the_servers_own_half_it_is_refused(monkeypatch: pytest
     server = VLLMOverNCCL("http://127.0.0.1:1", None, generating=1.0, loading=1.0)
     info = {"vllm_config": {"weight_transfer_config": None}}
     monkeypatch.setattr(server_engine.VLLMServer, "problems", lambda self, expected: [])
-    monkeypatch.setattr(server, "ask", lambda method, path: info)
+    monkeypatch.setattr(server, "ask", lambda method, path, timeout: info)
     gpu, own = server.problems(None)  # type: ignore[arg-type]
     words = shlex.split(own.partition("Start it with: ")[2].removesuffix("."))  # it can be typed as it stands
     given = shlex.split(words[-1].removeprefix("--vllm="))

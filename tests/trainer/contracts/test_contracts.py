@@ -92,5 +92,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "scores 0.0 among others and 1.0 alone" in capsys.readouterr().out
     assert main(["loss", f"{own}:nothing"]) == 2
     assert "has no 'nothing'" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="no kind 'rewards'"):
+    with pytest.raises(ConfigError, match="unknown kind 'rewards'"):
         list(check("rewards", "x:y"))
