@@ -249,6 +249,9 @@ def _be_tests(tree: Path, tests: Sequence[str]) -> NoReturn:
         os.chdir(tree)
         sys.path.insert(0, str(tree))
         os.environ["PYTHONPATH"] = str(tree)
+        # The variable of ENVIRONMENT is read at a start, and this process was forked. Two mutants of one size that are
+        # written within a second would share their bytecode.
+        sys.dont_write_bytecode = True
         import pytest
 
         arguments = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), *tests]
