@@ -69,12 +69,7 @@ SUCCESSORS = (
     Successor("examples/gdpo_trainer/*", "train", f"{SMALL}/gdpo", ""),
     Successor("examples/otb_trainer/*", "train", f"{SMALL}/optimal_token_baseline", ""),
     Successor("examples/sglang_multiturn/*", "train", "games/calculator_tool", "SGLang: rollout.servers.kind: sglang."),
-    Successor(
-        "examples/split_placement/*",
-        "train",
-        f"{SMALL}/ppo",
-        SPLIT,
-    ),
+    Successor("examples/split_placement/*", "train", f"{SMALL}/ppo", SPLIT),
     Successor("examples/data_preprocess/*", "data check", "", "Rows are read as published: data.train=suite:gsm8k."),
     Successor("examples/generation/*", "generate", "", "Add model.path=DIR and --prompts FILE."),
     Successor("examples/tuning/*", "plan", "", "It predicts memory and time of any configuration."),

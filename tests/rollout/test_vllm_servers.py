@@ -26,7 +26,7 @@ from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
 from megaverl.sharding.model_spec import ModelSpec
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.faults.runs import arguments
-from tests.launcher import Launcher, free_port
+from tests.launcher import Ended, Launcher, free_port
 from tests.trainer.conftest import MODEL, ROOT, make_inputs
 
 TOKEN, REWARD_TOKEN = "secret", "another"
@@ -163,23 +163,31 @@ def test_a_served_reward_model(classifier: Path, reward_port: str, monkeypatch: 
 TOKENS = [3, 11, 7, 2, 19, 5, 13, 23, 4, 17]
 
 
+def run_with_changing_servers(
+    launch: Launcher, inputs: Path, folder: Path, dies: str, joins: str, **options: str
+) -> Ended:
+    """Run the command while the server at port `joins` joins in a step, and the one at port `dies` is killed later."""
+    names = (str(inputs), str(folder / "run"), dies, joins)
+    (folder / "reward.py").write_text(REWARD.format(names=names, joins=10, dies=26))
+    servers = {"urls": [f"http://127.0.0.1:{dies}"], "token_env": "POOL_TOKEN", "poll_seconds": 0.05, **options}
+    rollout = {"engine": "server", "use_dynamic_batching": False, "servers": servers}
+    reward = {"function": f"{folder / 'reward.py'}:letters"}
+    ended = launch.command(
+        arguments(inputs, folder, f"rollout={json.dumps(rollout)}", f"reward={json.dumps(reward)}"),
+        logs=folder / "output",
+        environment={"POOL_TOKEN": TOKEN},
+        deadline=300.0,
+    )
+    assert ended.codes == [0, 0], ended.text
+    return ended
+
+
 def test_weights_go_shard_to_shard(launch: Launcher, inputs: Path, ports: tuple[str, str, str], tmp_path: Path) -> None:
     """... from two tensor-parallel ranks: to a server of two workers that is killed in a step, and to one of one that
     joins in a step.
     """
     _, second, third = ports
-    names = (str(inputs), str(tmp_path / "run"), third, second)
-    (tmp_path / "reward.py").write_text(REWARD.format(names=names, joins=10, dies=26))
-    servers = {"urls": [f"http://127.0.0.1:{third}"], "token_env": "POOL_TOKEN", "poll_seconds": 0.05}
-    rollout = {"engine": "server", "use_dynamic_batching": False, "servers": {**servers, "transfer": "direct"}}
-    reward = {"function": f"{tmp_path / 'reward.py'}:letters"}
-    ended = launch.command(
-        arguments(inputs, tmp_path, f"rollout={json.dumps(rollout)}", f"reward={json.dumps(reward)}"),
-        logs=tmp_path / "output",
-        environment={"POOL_TOKEN": TOKEN},
-        deadline=300.0,
-    )
-    assert ended.codes == [0, 0], ended.text
+    ended = run_with_changing_servers(launch, inputs, tmp_path, third, second, transfer="direct")
     for news in (f"{third} joined (1 in", f"{third} left (", f"{second} joined ("):
         assert f"rollout server http://127.0.0.1:{news}" in ended.text
     assert not (tmp_path / "run" / "rollout_weights").exists()
@@ -202,7 +210,7 @@ def test_weights_go_shard_to_shard(launch: Launcher, inputs: Path, ports: tuple[
     received = [each["reshard/bytes_received"] for each in records if "reshard/bytes_received" in each]
     possible = {times * of_one + killed * of_two for times in range(3) for killed in range(2)}
     assert len(received) == 4 and possible.issuperset(received), (received, of_one, of_two)
-    assert received[-1] == of_one
+    assert min(received) > 0 and max(received) >= of_two and received[-1] == of_one
 
 
 def test_one_joins_and_one_is_killed(
@@ -210,18 +218,7 @@ def test_one_joins_and_one_is_killed(
 ) -> None:
     """... inside steps; every response's log-probs are those of the actor at that step."""
     first, second, _ = ports
-    names = (str(inputs), str(tmp_path / "run"), first, second)
-    (tmp_path / "reward.py").write_text(REWARD.format(names=names, joins=10, dies=26))
-    servers = {"urls": [f"http://127.0.0.1:{first}"], "token_env": "POOL_TOKEN", "poll_seconds": 0.05}
-    rollout = {"engine": "server", "use_dynamic_batching": False, "servers": servers}
-    reward = {"function": f"{tmp_path / 'reward.py'}:letters"}
-    ended = launch.command(
-        arguments(inputs, tmp_path, f"rollout={json.dumps(rollout)}", f"reward={json.dumps(reward)}"),
-        logs=tmp_path / "output",
-        environment={"POOL_TOKEN": TOKEN},
-        deadline=300.0,
-    )
-    assert ended.codes == [0, 0], ended.text
+    ended = run_with_changing_servers(launch, inputs, tmp_path, first, second)
     log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*"))
     assert f"rollout server http://127.0.0.1:{first} is lost" in log, log
     for news in (f"{first} joined (1 in", f"{first} left (", f"{second} joined ("):
